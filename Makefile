@@ -123,6 +123,10 @@ test-clients: $(WARM) ## Test unmodified OpenAI clients and agent frameworks aga
 	$(VENV)/bin/python -m tests.environments clients
 	$(VENV)/bin/python -m pytest tests/clients -m campaign $(ARGS)
 
+test-cluster: $(WARM) ## Test engines in a local Ray cluster: end to end, kills, drains, changes, 8 minutes (LORAMUX_CLUSTER_KILLS=3)
+	$(VENV)/bin/python -m tests.environments cluster
+	.venv-cluster/bin/python -m pytest tests/cluster -m campaign --timeout 600 -s $(ARGS)
+
 test-strangers: $(WARM) ## Run vLLM's, SGLang's and openai-python's own tests of a server against ours (ARGS='--only vllm')
 	$(VENV)/bin/python -m tests.environments strangers
 	$(VENV)/bin/python -m tests.strangers $(ARGS)

@@ -15,6 +15,7 @@ from loramux.admin.commands import (
     bench,
     chat,
     check,
+    cluster,
     database,
     doctor,
     evals,
@@ -51,6 +52,7 @@ app.command("serve", rich_help_panel=HERE)(serve.serve)
 app.command("gateway", rich_help_panel=HERE)(serve.gateway)
 app.command("demo", rich_help_panel=HERE)(serve.demo)
 app.command("pull", rich_help_panel=HERE)(pull.pull)
+app.add_typer(cluster.app, name="cluster", rich_help_panel=HERE)
 app.add_typer(models.app, name="models", rich_help_panel=HERE)
 app.add_typer(database.app, name="db", rich_help_panel=HERE)
 app.command("run", rich_help_panel=CLIENTS)(batches.run)

@@ -24,6 +24,8 @@ class Environment:
     """A requirements file for each virtual environment, by its path in `folder`."""
     pinned: tuple[str, ...] = ()
     """Packages that pip installs as constraints.txt pins them, so that it installs no second build of torch."""
+    extends_own: bool = False
+    """The environment also has the packages of ours, which pip does not install again."""
     packages: str | None = None
     """A package.json, whose packages npm installs in the subfolder `node`."""
 
@@ -39,6 +41,9 @@ ENVIRONMENTS: Mapping[str, Environment] = {
         folder=".venv-harnesses",
         requirements={tool: f"tests/harnesses/{tool}.txt" for tool in ("lm-eval", "guidellm", "aiperf", "vllm", "trl")},
         pinned=TORCH,
+    ),
+    "cluster": Environment(
+        folder=".venv-cluster", requirements={".": "tests/cluster/requirements.txt"}, extends_own=True
     ),
     "gguf": Environment(folder=".venv-gguf", requirements={".": "tests/conformance/gguf-requirements.txt"}),
     "deploy": Environment(folder=".venv-deploy", requirements={".": "tests/platform/deploy/requirements.txt"}),
@@ -63,6 +68,11 @@ def create(environment: Environment, root: Path = ROOT) -> None:
     for name, file in environment.requirements.items():
         # This environment's pip installs into the new one. A copy of pip in each would take seconds.
         _run(sys.executable, "-m", "venv", "--without-pip", folder / name)
+        if environment.extends_own:
+            (own,) = {path for path in map(Path, sys.path) if path.name == "site-packages"}
+            (inner,) = (folder / name / "lib").glob("python*/site-packages")
+            # The later line makes Python read the files of ours that add directories.
+            (inner / "own.pth").write_text(f"import site; site.addsitedir({str(own)!r})\n")
         pip = (sys.executable, "-m", "pip", "--python", folder / name / "bin" / "python")
         _run(*pip, "install", "--quiet", "-c", limits, "-r", root / file)
     if environment.packages:

@@ -97,6 +97,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="local, or HOST:PORT of a Ray cluster's head: use the engines that 'loramux cluster up' has started "
+            "(default: none).",
+            show_default=False,
+        ),
+    ] = None,
     reuse_port: ReusePort = None,
 ) -> None:
     """Serve a base model and its tenants' adapters until Ctrl-C.

@@ -13,7 +13,19 @@ from loramux.admin.errors import StartRefused
 
 OWN_NAMES = frozenset(
     (
-        *("blobs", "disk-tier", "gguf", "lock", "lost+found", "models", "programs", "quantized", "run", "scratch"),
+        *(
+            "blobs",
+            "cluster",
+            "disk-tier",
+            "gguf",
+            "lock",
+            "lost+found",
+            "models",
+            "programs",
+            "quantized",
+            "run",
+            "scratch",
+        ),
         *("spool", "traces.jsonl"),
     )
 )
@@ -24,6 +36,11 @@ DATABASE_NAME = "loramux.db"
 @dataclass(frozen=True, slots=True)
 class DataDirectory:
     root: Path
+
+    @property
+    def cluster(self) -> Path:
+        """The files of the cluster that `loramux cluster up` has started."""
+        return self.root / "cluster"
 
     @property
     def scratch(self) -> Path:

@@ -52,6 +52,9 @@ PREFIX = "LORAMUX_"
 CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PROFILE"})
 """Variables of the `loramux` command that are not settings of the server."""
 
+LOCAL_CLUSTER = "local"
+"""The cluster that `loramux cluster up` starts on this machine."""
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 SECRETS = frozenset({"admin_key", "hf_token", "metrics_token", "oidc_client_secret", "response_key"})
 FLAGS = frozenset(
@@ -76,6 +79,7 @@ FLAGS = frozenset(
         "reasoning_parser",
         "engine",
         "peer_address",
+        "cluster",
         "reuse_port",
     }
 )
@@ -176,6 +180,17 @@ class ModelSettings(DataSettings):
             token=None if token is None else token.get_secret_value(),
             is_offline=self.hf_offline,
         )
+
+
+class ClusterSettings(DataSettings):
+    """Settings that name a cluster."""
+
+    cluster: str = LOCAL_CLUSTER
+
+    @field_validator("cluster")
+    @classmethod
+    def _is_a_cluster(cls, cluster: str) -> str:
+        return _named_cluster(cluster)
 
 
 class Settings(ModelSettings):
@@ -296,9 +311,18 @@ class Settings(ModelSettings):
     """`HOST:PORT` at which other servers on the database reach this server's engine, over mutual TLS. Servers with this
     setting share requests. The host must be an address or name of this machine that the other servers can reach.
     """
+    cluster: str | None = None
+    """The Ray cluster that runs the engines: `local` for the one that `loramux cluster up` has started with this data
+    directory, or `HOST:PORT` of the head of a cluster that this machine belongs to. The server then has no engine of
+    its own. [Scaling](scaling.md#ray) describes such clusters.
+    """
+    cluster_replicas: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Number of engines that `loramux cluster up` starts; the smallest number, if `cluster_max_replicas` is set."""
+    cluster_max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """If set, the number of engines follows the number of running and waiting requests, up to this number."""
     router: str = HOMES
-    """How servers with `peer_address` choose the server that runs a request. `homes` sends each adapter's requests to
-    a few servers that hold it. Other values: [the routers of extensions](extending.md#routers).
+    """How servers with `peer_address` or `cluster` choose the engine that runs a request. `homes` sends each adapter's
+    requests to a few engines that hold it. Other values: [the routers of extensions](extending.md#routers).
     """
     reuse_port: bool = False
     """Share the OpenAI port with other gateways on this host that also set this. The kernel distributes connections."""
@@ -407,15 +431,31 @@ class Settings(ModelSettings):
     def _is_a_router(cls, name: str) -> str:
         return _chosen(name, router_names())
 
+    @field_validator("cluster")
+    @classmethod
+    def _is_a_cluster(cls, cluster: str | None, info: ValidationInfo) -> str | None:
+        if cluster is None:
+            return None
+        if info.data.get("peer_address") is not None:
+            raise ValueError("a server whose engines run in a cluster has no engine to share: remove peer_address")
+        if cluster != LOCAL_CLUSTER and info.data.get("blob_url") is None:
+            raise ValueError("the engines of a cluster need a blob store that they can reach: set --blob-url, too")
+        return _named_cluster(cluster)
+
+    @field_validator("cluster_max_replicas")
+    @classmethod
+    def _is_enough(cls, most: int | None, info: ValidationInfo) -> int | None:
+        least = info.data.get("cluster_replicas", 1)
+        if most is not None and most < least:
+            raise ValueError(f"it is less than cluster_replicas ({least})")
+        return most
+
     @field_validator("peer_address")
     @classmethod
     def _is_reachable(cls, address: str | None) -> str | None:
         if address is None:
             return None
-        found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]{1,253}):([0-9]{1,5})", address)
-        if found is None or int(found[2]) > 65535:
-            raise ValueError(f"{address!r} is not HOST:PORT, with an IPv6 address in brackets")
-        if found[1] in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
+        if _host_of(address) in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
             raise ValueError("other servers need an address at which they can reach this one")
         return address
 
@@ -548,6 +588,24 @@ def load_settings(kind: type[SettingsT], overrides: Mapping[str, Any]) -> Settin
     if faults:
         raise SettingsError("\n".join(faults))
     return settings
+
+
+def _host_of(address: str) -> str:
+    found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]{1,253}):([0-9]{1,5})", address)
+    if found is None or int(found[2]) > 65535:
+        raise ValueError(f"{address!r} is not HOST:PORT, with an IPv6 address in brackets")
+    return found[1]
+
+
+def _named_cluster(cluster: str) -> str:
+    if cluster.startswith("ray://"):
+        raise ValueError(
+            "Ray's client, whose addresses begin with ray://, cannot stream: run the server on a machine of the "
+            "cluster, and give HOST:PORT of its head"
+        )
+    if cluster != LOCAL_CLUSTER:
+        _host_of(cluster)
+    return cluster
 
 
 def _plain(secret: SecretStr | None) -> SecretStr | None:

@@ -65,7 +65,7 @@ from loramux.platform.accounts.audit_log import AuditLog
 from loramux.platform.accounts.key_authentication import open_key_authentication
 from loramux.platform.base_draw import BaseDraw
 from loramux.platform.batches.batch_claims import BatchQueue
-from loramux.platform.batches.room import RoomLimits, lines_at_once
+from loramux.platform.batches.room import RoomLimits
 from loramux.platform.batches.runner import BatchRunner
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.evals.runner import EvalRunner
@@ -86,9 +86,10 @@ from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
 
 if TYPE_CHECKING:
+    from loramux.admin.serving.cluster import ClusterSharing
     from loramux.admin.serving.sharing import Sharing
 
-OpenSharing: TypeAlias = "Callable[[Database, ReplicaMetrics, Executor, BaseDraw], Sharing]"
+OpenSharing: TypeAlias = "Callable[[Database, ReplicaMetrics, Executor, BaseDraw], Sharing | ClusterSharing]"
 
 NUM_LOAD_THREADS = 2
 """Number of threads that look up the sources of adapters which tenants' programs load."""
@@ -117,7 +118,7 @@ class Assembled:
     upkeep: Upkeep
     evals: EvalRunner
     batches: BatchRunner
-    sharing: Sharing | None
+    sharing: Sharing | ClusterSharing | None
     base_id: str
     own_server: OwnServer
 
@@ -195,7 +196,7 @@ def assemble(
         admin_app = create_admin_app(admin, settings.admin_root_path)
         upkeep = Upkeep(admin)
         evals = EvalRunner(gateway, EvalClaims(database), metrics.evals)
-        room = RoomLimits(max_sequences=lines_at_once(config.max_sequences))
+        room = RoomLimits(capacity=(lambda: config.max_sequences) if sharing is None else sharing.capacity)
         batches = BatchRunner(gateway, kept.files, BatchQueue(database), metrics.batches, room)
         base_id = stores.base_id
         yield Assembled(gateway, gateway_app, admin_app, upkeep, evals, batches, sharing, base_id, own_server)
@@ -271,7 +272,7 @@ def open_admin(
     stores: Stores,
     gateway: GatewayServices,
     gateway_app: FastAPI,
-    sharing: Sharing | None,
+    sharing: Sharing | ClusterSharing | None,
     executor: Executor,
     report_executor: Executor,
     is_loopback: bool,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -46,6 +45,7 @@ from loramux.platform.engine_link.output_lines import OutputLines
 
 if TYPE_CHECKING:
     from loramux.admin.serving.assembly import OpenSharing
+    from loramux.admin.serving.cluster import ClusterMember
 
 SETTLE_S = 5.0
 """Time, in seconds, allowed for the last settlements after both listeners have closed."""
@@ -159,9 +159,7 @@ async def _serve(
     async with AsyncExitStack() as stack:
         stack.enter_context(signals.caught())
         try:
-            lines = OutputLines("engine printed") if settings.log_format == "json" else None
-            supervision = _supervision(settings, config)
-            engine = LocalEngine(config, supervision, command, socket_directory=directory.run, lines=lines)
+            engine, share = _engine(settings, directory, config, command, peers)
             stack.push_async_callback(engine.close)
             # The engine imports torch and loads the model while this process imports everything else.
             await engine.spawn()
@@ -170,8 +168,8 @@ async def _serve(
             from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
             from loramux.admin.serving.assembly import assemble
 
-            share = _share(settings, config, engine, peers)
-            blocking = assemble(settings, directory, model, config, engine, is_loopback(admin_listener), share)
+            local = engine if isinstance(engine, LocalEngine) else engine.cluster
+            blocking = assemble(settings, directory, model, config, local, is_loopback(admin_listener), share)
             assembled = await asyncio.to_thread(blocking.__enter__)
             stack.push_async_callback(asyncio.to_thread, blocking.__exit__, None, None, None)
             if not await _started(engine, signals):
@@ -192,7 +190,11 @@ async def _serve(
         def announce() -> None:
             urls = url_of(gateway_listener), url_of(admin_listener)
             peer_address = None if assembled.sharing is None else assembled.sharing.address
-            _announce(settings, config, engine.info, *urls, peer_address, bootstrap_key, engine.socket_path)
+            if isinstance(engine, LocalEngine):
+                place = f"engine      {engine.socket_path}  (for additional gateways: loramux gateway --engine)"
+            else:
+                place = f"cluster     {engine.address}  (its replicas: loramux replicas)"
+            _announce(settings, config, engine.info, *urls, peer_address, bootstrap_key, place)
             if is_new:
                 print(next_commands(urls[1], bootstrap_key), flush=True)
 
@@ -231,23 +233,39 @@ def _bind_peers(settings: Settings, stack: ExitStack) -> socket.socket | None:
     return stack.enter_context(bind_peers(settings, settings.peer_address))
 
 
-def _share(
-    settings: Settings, config: EngineConfig, engine: LocalEngine, peers: socket.socket | None
-) -> OpenSharing | None:
+def _engine(
+    settings: Settings,
+    directory: DataDirectory,
+    config: EngineConfig,
+    command: tuple[str, ...],
+    peers: socket.socket | None,
+) -> tuple[LocalEngine | ClusterMember, OpenSharing | None]:
+    """Return the engine of this server, or its membership in the cluster that runs the engines, and how the server
+    shares requests.
+    """
+    if settings.cluster is not None:
+        # Like sharing, below: a server with an engine of its own never imports it.
+        from loramux.admin.serving.cluster import ClusterMember
+
+        member = ClusterMember(settings, config.dtype)
+        return member, member.share
+    lines = OutputLines("engine printed") if settings.log_format == "json" else None
+    supervision = supervision_of(settings, config)
+    engine = LocalEngine(config, supervision, command, socket_directory=directory.run, lines=lines)
     if settings.peer_address is None or peers is None:
-        return None
+        return engine, None
     from loramux.admin.serving.sharing import Sharing
 
-    return partial(Sharing, settings.peer_address, peers, config, engine, router=settings.router)
+    return engine, partial(Sharing, settings.peer_address, peers, config, engine, router=settings.router)
 
 
-def _supervision(settings: Settings, config: EngineConfig) -> Supervision:
+def supervision_of(settings: Settings, config: EngineConfig) -> Supervision:
     # A start on a GPU gets more time: the model can be large, and the first start compiles kernels for every shape.
     supervision = Supervision(step_timeout_s=settings.engine_step_timeout_s)
     return replace(supervision, start_timeout_s=1800.0) if config.device == "cuda" else supervision
 
 
-async def _started(engine: LocalEngine, signals: StopSignals) -> bool:
+async def _started(engine: LocalEngine | ClusterMember, signals: StopSignals) -> bool:
     """Wait for the engine. Return False if a stop signal arrives first."""
     starting = asyncio.create_task(engine.start())
     stopping = asyncio.create_task(signals.drain.wait())
@@ -268,7 +286,7 @@ def _announce(
     admin_url: str,
     peer_address: str | None,
     bootstrap_key: str | None,
-    engine: Path,
+    place: str,
 ) -> None:
     weights = "" if info is None or info.quantization is None else f", weights in {info.quantization}"
     if info is not None and info.num_dequantized:
@@ -283,7 +301,7 @@ def _announce(
         lines.append(f"  admin key   {bootstrap_key}  (shown this once: export it as LORAMUX_ADMIN_KEY)")
     if peer_address is not None:
         lines.append(f"  peers       {peer_address}  (for other servers on this database)")
-    lines.append(f"  engine      {engine}  (for additional gateways: loramux gateway --engine)")
+    lines.append(f"  {place}")
     print("\n".join(lines), flush=True)
 
 

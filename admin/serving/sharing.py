@@ -74,6 +74,10 @@ class Sharing:
         except ExtensionRefused as error:
             raise StartRefused(str(error)) from error
 
+    def capacity(self) -> int:
+        """Return how many sequences the local engine, whose statistics `engine` gives, can run at once."""
+        return self._config.max_sequences
+
     def open_presence(self) -> Presence:
         """Listen for other servers. The caller runs and closes the Presence."""
         ready = self._local.info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,10 +17,8 @@ STATS_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomLimits:
-    max_sequences: int = 12
-    """Maximum number of sequences that run in the engine, with those of other requests, when a line is started. Below
-    the engine's own limit, so that a client's request never waits for a line to end.
-    """
+    capacity: Callable[[], int] = lambda: 16
+    """Returns the number of sequences that the engine, or a cluster's replicas together, can run at once."""
     look_s: float = 0.25
     """Interval between looks at the engine, in seconds."""
     queue_s: float = 60.0
@@ -27,7 +26,9 @@ class RoomLimits:
 
 
 def lines_at_once(max_sequences: int) -> int:
-    """Return the sequences that run when lines are started, for an engine that runs `max_sequences` at once."""
+    """Return the sequences that run, with those of other requests, when a line is started, for an engine that runs
+    `max_sequences` at once. Fewer, so that a client's request never waits for a line to end.
+    """
     return max(1, max_sequences * 3 // 4)
 
 
@@ -92,4 +93,4 @@ class Room:
         if stats.num_waiting > num_unbegun + self._num_entering:
             return 0
         num_others = max(0, stats.num_running - (self._num_own - min(stats.num_waiting, num_unbegun)))
-        return self._limits.max_sequences - num_others
+        return lines_at_once(self._limits.capacity()) - num_others

@@ -21,7 +21,8 @@ class EngineClient(Protocol):
     the aborted stream still ends with a Finished record. An unread stream blocks nothing else.
 
     Implementations: `LocalEngine` and `JoinedEngine` for an engine on this machine, `PeerEngine` for the engine of
-    another server, `RoutedEngine` for the engines of all servers that share requests, and `ScriptedEngine` for tests.
+    another server, `ReplicaEngine` for the engine of a replica in a cluster, `RoutedEngine` for several engines, and
+    `ScriptedEngine` for tests.
     """
 
     @property

@@ -11,7 +11,17 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from loramux.engine.protocol.messages import Abort, Add, Credit, Extend, Finished, Load, StatsRequest, StepOutput
+from loramux.engine.protocol.messages import (
+    Abort,
+    Add,
+    Credit,
+    Extend,
+    Finished,
+    Load,
+    StatsRequest,
+    StepOutput,
+    ToEngine,
+)
 from loramux.platform.engine_link.engine_session import INITIAL_CREDIT
 from loramux.platform.replicas.frame_link import FrameLink, FrameRefused
 
@@ -53,12 +63,14 @@ class PeerRelay:
 
     When the connection ends, the engine ends the connection's sequences. When the engine dies, the other server learns
     which of its sequences were running. Sequences that were still waiting can run elsewhere.
+
+    `accepts` is a union of the messages that the other side may send.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, engine: RelayedEngine) -> None:
+    def __init__(self, context: zmq.asyncio.Context, engine: RelayedEngine, accepts: Any = FromPeer) -> None:
         self._context = context
         self._engine = engine
-        self._decoder = msgspec.msgpack.Decoder(FromPeer)
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(accepts)
         self._envelopes = msgspec.msgpack.Decoder(_Envelope)
         self._encoder = msgspec.msgpack.Encoder()
         self._prompt_tokens: dict[str, int] = {}

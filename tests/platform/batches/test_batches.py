@@ -248,7 +248,7 @@ async def test_request_above_a_quota_fails(lab: BatchLab) -> None:
 
 async def test_lines_wait_while_other_requests_wait(lab: BatchLab) -> None:
     lab.gateway.engine.num_waiting = 3
-    lab.limits = type(lab.limits)(max_sequences=4, look_s=0.01, queue_s=3600)
+    lab.limits = type(lab.limits)(capacity=lambda: 6, look_s=0.01, queue_s=3600)
     async with lab.running():
         batch = await lab.create([line("a")])
         await lab.until(batch, lambda now: now.status == "in_progress")

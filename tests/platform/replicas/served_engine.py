@@ -30,11 +30,13 @@ from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 class ServedEngine:
     """Serves `engine` at `socket_path`. `die` breaks every connection, as the death of an engine process does.
 
-    `rewrite` replaces each message to a gateway by the messages that it returns.
+    `rewrite` replaces each message to a gateway by the messages that it returns. With `takes_pins`, gateways can pin
+    and unload adapters.
     """
 
-    def __init__(self, engine: ScriptedEngine, socket_path: Path) -> None:
+    def __init__(self, engine: ScriptedEngine, socket_path: Path, takes_pins: bool = False) -> None:
         self.engine = engine
+        self._takes_pins = takes_pins
         self.socket_path = socket_path
         self.ran_at_death: frozenset[str] = frozenset()
         self.rewrite: Callable[[FromEngine], Iterable[FromEngine]] = lambda message: (message,)
@@ -93,7 +95,9 @@ class ServedEngine:
                     self.engine.abort(sequence_id)
                 case Extend(sequence_id=sequence_id, max_tokens=max_tokens):
                     self.engine.extend(sequence_id, max_tokens)
-                case Load():
+                case Unload() | Pin() if not self._takes_pins:
+                    raise AssertionError("a peer must not unload or pin")
+                case Load() | Unload() | Pin():
                     state = await self.engine.call(message, 1.0)
                     self._send(owner, msgspec.structs.replace(state, call_id=message.call_id))
                 case StatsRequest():
@@ -101,8 +105,6 @@ class ServedEngine:
                     self._send(owner, msgspec.structs.replace(stats, call_id=message.call_id))
                 case Credit():
                     pass
-                case Unload() | Pin():
-                    raise AssertionError("a peer must not unload or pin")
 
     async def _run(self, owner: bytes, add: Add) -> None:
         async for item in self.engine.submit(add):

@@ -1,0 +1,151 @@
+"""Servers whose engines run in a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from random import SystemRandom
+
+from loramux.adapter_store.extensions import ExtensionRefused
+from loramux.admin.errors import StartRefused
+from loramux.admin.server.data_directory import DataDirectory
+from loramux.admin.server.local_cluster import LocalCluster
+from loramux.admin.server.settings import LOCAL_CLUSTER, ClusterSettings, Settings
+from loramux.engine.protocol.messages import EngineReady, Stats
+from loramux.migrations.database import Database
+from loramux.platform.base_draw import BaseDraw
+from loramux.platform.cluster.cluster_engine import NO_ENGINE_ID, NO_REPLICA, ClusterEngine
+from loramux.platform.cluster.cluster_fleet import ClusterFleet
+from loramux.platform.cluster.cluster_link import ClusterLink, LinkTarget
+from loramux.platform.cluster.ray_connection import APP, LOOPBACK_ONLY, ClusterUnavailable, check_ray
+from loramux.platform.cluster.replica_calls import ReplicaCalls
+from loramux.platform.engine_link.local_engine import EngineStartError
+from loramux.platform.replicas.reports import ReplicaReport
+from loramux.platform.replicas.routed_engine import RoutedEngine
+from loramux.platform.routing.routers import new_router
+from loramux.platform.telemetry.package_metrics import ReplicaMetrics
+
+REPLICA_WAIT_S = 60.0
+"""How long a starting gateway waits for a replica, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlace:
+    """The address of a cluster's head, and the environment that Ray needs to join it."""
+
+    address: str
+    environment: Mapping[str, str]
+
+    @staticmethod
+    def of(settings: Settings | ClusterSettings) -> ClusterPlace:
+        """Raises StartRefused if the setting `cluster` is `local` and no local cluster runs."""
+        assert settings.cluster is not None
+        if settings.cluster != LOCAL_CLUSTER:
+            is_here = settings.cluster.startswith(("127.", "localhost:"))
+            return ClusterPlace(settings.cluster, LOOPBACK_ONLY if is_here else {})
+        local = LocalCluster(DataDirectory(settings.data_dir).cluster)
+        head = local.head()
+        if head is None:
+            raise StartRefused(
+                f"no cluster with the data directory {settings.data_dir} runs: start it with 'loramux cluster up'"
+            )
+        return ClusterPlace(head.address, local.environment)
+
+
+class ClusterSharing:
+    """Takes the place of `Sharing` in a server whose engines run in a cluster."""
+
+    address = None
+
+    def __init__(
+        self, calls: ReplicaCalls, cluster: ClusterEngine, metrics: ReplicaMetrics, draw: BaseDraw, router: str
+    ) -> None:
+        try:
+            self.engine = RoutedEngine(
+                cluster,
+                NO_ENGINE_ID,
+                partial(new_router, router, clock=time.monotonic, random=SystemRandom()),
+                metrics.count_forwarded,
+                metrics.base_fallbacks.inc,
+                base_id=draw.own,
+            )
+        except ExtensionRefused as error:
+            raise StartRefused(str(error)) from error
+        self.fleet = ClusterFleet(calls, cluster, self.engine, draw, metrics)
+
+    def capacity(self) -> int:
+        """Return how many sequences the engines of `engine` can run at once."""
+        return self.fleet.capacity()
+
+    def open_presence(self) -> ClusterFleet:
+        return self.fleet
+
+    def reports(self) -> Sequence[ReplicaReport]:
+        """Implements `Fleet.reports`."""
+        return self.fleet.reports()
+
+    async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
+        """Implements `Fleet.stats_of`."""
+        return await self.fleet.stats_of(replica_id, timeout_s, with_tiers)
+
+
+class ClusterMember:
+    """Takes the place of LocalEngine in a server whose engines run in a cluster: it joins the cluster and waits for a
+    replica. It never stops one.
+    """
+
+    def __init__(self, settings: Settings, dtype: str) -> None:
+        self.cluster = ClusterEngine()
+        self.address = ClusterPlace.of(settings).address
+        self._settings = settings
+        self._link = ClusterLink(self._target)
+        self._dtype = dtype
+        self._router = settings.router
+        self._sharing: ClusterSharing | None = None
+
+    @property
+    def info(self) -> EngineReady | None:
+        return self.cluster.info
+
+    async def spawn(self) -> None:
+        """Join the cluster. Raises EngineStartError."""
+        try:
+            check_ray()
+            await self._link.start()
+        except ClusterUnavailable as error:
+            raise EngineStartError(str(error)) from error
+
+    def share(self, database: Database, metrics: ReplicaMetrics, executor: Executor, draw: BaseDraw) -> ClusterSharing:
+        """Implements OpenSharing."""
+        self._sharing = ClusterSharing(self._link, self.cluster, metrics, draw, self._router)
+        return self._sharing
+
+    async def start(self) -> None:
+        """Wait until a replica is ready. Raises EngineStartError, which says why none is."""
+        assert self._sharing is not None
+        self._sharing.fleet.follow()
+        try:
+            async with asyncio.timeout(REPLICA_WAIT_S):
+                await self.cluster.shown()
+        except TimeoutError:
+            raise EngineStartError(self.cluster.trouble or NO_REPLICA) from None
+        assert self.info is not None
+        if self.info.dtype != self._dtype:
+            raise EngineStartError(
+                f"the replicas compute in {self.info.dtype}, but this server packs adapters in {self._dtype}: "
+                f"set --dtype {self.info.dtype}"
+            )
+
+    async def close(self) -> None:
+        """End the streams, and leave the cluster."""
+        if self._sharing is not None:
+            await self._sharing.fleet.close()
+        await self._link.close()
+
+    def _target(self) -> LinkTarget:
+        place = ClusterPlace.of(self._settings)
+        return LinkTarget(address=place.address, app=APP, environment=place.environment)

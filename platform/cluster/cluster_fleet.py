@@ -1,0 +1,270 @@
+"""The replicas of a cluster, as one gateway uses them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from importlib.metadata import version
+
+import structlog
+
+from loramux.engine.protocol.messages import PROTOCOL, Stats, StatsRequest
+from loramux.platform.base_draw import BaseDraw
+from loramux.platform.cluster.cluster_engine import ClusterEngine
+from loramux.platform.cluster.replica_calls import ListedReplica, ReplicaCalls
+from loramux.platform.cluster.replica_engine import ReplicaEngine
+from loramux.platform.cluster.replica_report import (
+    HeldState,
+    ReplicaIdentity,
+    ReportRefused,
+    read_identity,
+    read_state,
+)
+from loramux.platform.replicas.reports import ReplicaFigures, ReplicaReport, ReplicaState, UnknownReplica
+from loramux.platform.replicas.routed_engine import RoutedEngine
+from loramux.platform.routing.views import ReplicaView
+from loramux.platform.telemetry.package_metrics import ReplicaMetrics
+
+BEAT_S = 1.0
+"""Interval, in seconds, at which the router gets new views, although Ray Serve sends only changes."""
+CONNECTING_BEAT_S = 0.1
+"""The interval, in seconds, while the gateway connects to a replica, which takes requests after the next beat."""
+
+log = structlog.get_logger()
+
+
+class _Replica:
+    """A replica that this gateway uses."""
+
+    def __init__(self, replica_id: str, identity: ReplicaIdentity, engine: ReplicaEngine) -> None:
+        self.id = replica_id
+        self.identity = identity
+        self.engine = engine
+        self.state = HeldState()
+        self.holds: frozenset[int] = frozenset()
+        self.is_leaving = False
+        """True once the cluster stops the replica, or the gateway refuses it."""
+        self.is_draining = False
+        self.since_s = 0.0
+
+    def view(self) -> ReplicaView:
+        identity, num_sequences = self.identity, self.state.num_sequences
+        return ReplicaView(
+            id=self.id,
+            is_local=False,
+            base_id=identity.base_id,
+            num_running=min(num_sequences, identity.capacity),
+            num_waiting=max(0, num_sequences - identity.capacity),
+            capacity=identity.capacity,
+            pages_free_fraction=min(1.0, self.state.num_free_pages / max(1, identity.num_pages)),
+            is_draining=self.is_draining,
+            holds=self.holds,
+            since_s=self.since_s,
+        )
+
+    def report(self, now_s: float) -> ReplicaReport:
+        view = self.view()
+        state: ReplicaState = "draining" if self.is_draining else "serving" if self.engine.is_ready else "unreachable"
+        return ReplicaReport(
+            id=view.id,
+            address=self.identity.host,
+            base_id=view.base_id,
+            is_own=False,
+            state=state,
+            age_s=now_s - self.since_s,
+            figures=ReplicaFigures(
+                num_running=view.num_running,
+                num_waiting=view.num_waiting,
+                capacity=view.capacity,
+                num_pages=self.identity.num_pages,
+                num_free_pages=self.state.num_free_pages,
+                num_adapters=len(self.holds),
+            ),
+        )
+
+
+class ClusterFleet:
+    """Connects to the replicas that the cluster lists, and shows them to the router of `routed`.
+
+    A replica of another version, or with another base than `draw.own`, is refused. Among replicas of this base, those
+    that differ in dtype, quantisation or page size from the replicas in use are refused as long as one of these is
+    listed, because equal requests would get different answers.
+    """
+
+    def __init__(
+        self,
+        calls: ReplicaCalls,
+        cluster: ClusterEngine,
+        routed: RoutedEngine,
+        draw: BaseDraw,
+        metrics: ReplicaMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._calls = calls
+        self._cluster = cluster
+        self._routed = routed
+        self._draw = draw
+        self._metrics = metrics
+        self._clock = clock
+        self._listed: tuple[ListedReplica, ...] = ()
+        self._replicas: dict[str, _Replica] = {}
+        self._refused: dict[str, str] = {}
+        self._fingerprint: str | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def follow(self) -> None:
+        """Follow the cluster until `close`."""
+        self._calls.watch(self.note)
+        self._run(self._beat_forever(), "cluster-beat")
+
+    def start(self, drain: asyncio.Event) -> None:
+        """Do nothing: a gateway of a cluster runs no sequences for other gateways, so it need not refuse any."""
+
+    async def drained(self, hurry: asyncio.Event, timeout_s: float) -> None:
+        """Return at once, for the same reason."""
+
+    async def close(self) -> None:
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await asyncio.gather(*(replica.engine.close() for replica in self._replicas.values()))
+        self._calls.keep(frozenset())
+
+    def note(self, listed: tuple[ListedReplica, ...]) -> None:
+        """Note the replicas that accept requests, as the cluster lists them."""
+        self._listed = listed
+        names = {one.id for one in listed}
+        accepted = self._accepted(listed)
+        for one, identity in accepted:
+            replica = self._replicas.get(one.id)
+            if replica is None:
+                engine = ReplicaEngine(self._calls, one.id, identity, self._metrics.count_refusal, self._clock)
+                replica = self._replicas[one.id] = _Replica(one.id, identity, engine)
+                engine.follow()
+                log.info("a replica was found", replica=one.id)
+            self._note_state(replica, one)
+        for name, replica in self._replicas.items():
+            replica.is_leaving = name not in names or name in self._refused
+        self._calls.keep(frozenset(self._replicas))
+        self.beat()
+
+    def beat(self) -> None:
+        """Close what has drained, and show the replicas that can run sequences to the router.
+
+        A replica that is being stopped takes sequences until a listed replica is ready. It ends only when this gateway
+        closes its session.
+        """
+        now_s = self._clock()
+        others = [one for one in self._replicas.values() if not one.is_leaving]
+        is_needed = bool(others) and not any(one.engine.is_ready for one in others)
+        for name, replica in list(self._replicas.items()):
+            replica.is_draining = replica.is_leaving and not is_needed
+            if replica.is_draining and replica.engine.num_sequences == 0:
+                del self._replicas[name]
+                self._cluster.stats.forget(name)
+                self._calls.keep(frozenset(self._replicas))
+                self._run(replica.engine.close(), "replica-closing")
+            replica.since_s = now_s
+        ready = {name: replica for name, replica in self._replicas.items() if replica.engine.is_ready}
+        self._cluster.show({name: one.engine for name, one in ready.items() if not one.is_draining}, self._trouble())
+        self._draw.note_live({one.identity.base_id for one in ready.values() if not one.is_draining})
+        engines = {name: one.engine for name, one in ready.items()}
+        self._routed.update([one.view() for one in ready.values()], engines)
+        states = Counter(one.report(now_s).state for one in self._replicas.values())
+        counts = {"connected": states["serving"], "draining": states["draining"], "unreachable": states["unreachable"]}
+        for state, count in {**counts, "refused": len(self._refused)}.items():
+            self._metrics.peers.labels(state).set(count)
+
+    def capacity(self) -> int:
+        """Return how many sequences the ready replicas can run at once."""
+        return sum(one.identity.capacity for one in self._replicas.values() if one.engine.is_ready)
+
+    def reports(self) -> Sequence[ReplicaReport]:
+        """Report on the replicas in use first, then on the refused replicas, each sorted by identifier."""
+        now_s = self._clock()
+        found = [replica.report(now_s) for _, replica in sorted(self._replicas.items())]
+        return found + [
+            ReplicaReport(id=name, address=None, base_id=None, is_own=False, state="refused", reason=reason)
+            for name, reason in sorted(self._refused.items())
+        ]
+
+    async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
+        """Return the statistics of a replica's engine. Raises UnknownReplica, EngineUnavailable or TimeoutError."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            raise UnknownReplica(replica_id)
+        return await replica.engine.call(StatsRequest(with_tiers=with_tiers), timeout_s)
+
+    def _accepted(self, listed: Sequence[ListedReplica]) -> list[tuple[ListedReplica, ReplicaIdentity]]:
+        identities: list[tuple[ListedReplica, ReplicaIdentity]] = []
+        refused: dict[str, tuple[str, str]] = {}
+        for one in listed:
+            try:
+                identity = read_identity(one.identity)
+            except ReportRefused as error:
+                refused[one.id] = ("malformed", str(error))
+                continue
+            problem = self._problem(identity)
+            if problem is None:
+                identities.append((one, identity))
+            else:
+                refused[one.id] = problem
+        bases = [identity.base for _, identity in identities]
+        if bases and self._fingerprint not in bases:
+            self._fingerprint = Counter(bases).most_common(1)[0][0]
+        for one, identity in identities:
+            if identity.base != self._fingerprint:
+                reason = "it serves the base in another dtype, quantisation or page size than the replicas in use"
+                refused[one.id] = ("base", reason)
+        for name, (reason, sentence) in refused.items():
+            if self._refused.get(name) != sentence:
+                log.warning("a replica is refused", replica=name, reason=sentence)
+                self._metrics.count_refusal(reason)
+        self._refused = {name: sentence for name, (_, sentence) in refused.items()}
+        return [(one, identity) for one, identity in identities if one.id not in refused]
+
+    def _problem(self, identity: ReplicaIdentity) -> tuple[str, str] | None:
+        if identity.protocol != PROTOCOL:
+            return "protocol", f"it speaks protocol {identity.protocol}, but this gateway speaks {PROTOCOL}"
+        if identity.version != version("loramux"):
+            return "version", f"it runs loramux {identity.version}, but this gateway runs {version('loramux')}"
+        if identity.base_id != self._draw.own:
+            return "base", "it serves another base model than this gateway"
+        return None
+
+    def _note_state(self, replica: _Replica, listed: ListedReplica) -> None:
+        try:
+            replica.state, replica.holds = read_state(listed.state)
+        except ReportRefused as error:
+            log.warning("a replica's report is ignored", replica=listed.id, reason=str(error))
+            self._metrics.count_refusal("summary")
+
+    def _trouble(self) -> str | None:
+        if self._calls.trouble is not None:
+            return self._calls.trouble
+        if self._refused:
+            name, reason = min(self._refused.items())
+            return f"no replica of the cluster is ready; {name} is refused: {reason}"
+        if not self._listed:
+            return "the cluster runs no replica: start them with 'loramux cluster up'"
+        troubles = (replica.engine.trouble for replica in self._replicas.values())
+        return next((f"no replica of the cluster is ready: {trouble}" for trouble in troubles if trouble), None)
+
+    async def _beat_forever(self) -> None:
+        while True:
+            is_connecting = any(not one.engine.is_ready for one in self._replicas.values())
+            await asyncio.sleep(CONNECTING_BEAT_S if is_connecting else BEAT_S)
+            try:
+                self.beat()
+            except Exception:
+                # Requests do not depend on this loop, so an error here must not end the gateway.
+                log.exception("a beat failed")
+
+    def _run(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

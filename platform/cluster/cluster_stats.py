@@ -1,0 +1,149 @@
+"""Adds the statistics of replicas up, so that a cluster looks like one engine to metrics and to background work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import reduce
+
+from msgspec import structs
+
+from loramux.adapter_store.tiers.tier_contents import TierContents
+from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierCounts, added
+from loramux.engine.protocol.messages import (
+    DecodeReads,
+    GrammarCounts,
+    GraphMemory,
+    ResidentAdapter,
+    Stats,
+    StepTimes,
+    Waiting,
+)
+
+COUNTERS = (
+    *("num_steps", "mixed_steps", "num_rows", "num_step_sequences", "num_preemptions", "num_prefix_evictions"),
+    *("prompt_tokens", "completion_tokens", "cached_tokens", "recomputed_tokens"),
+    *("num_adapter_loads", "num_adapter_evictions"),
+)
+GAUGES = (
+    *("num_running", "num_waiting", "num_pages", "num_free_pages", "num_kv_pages", "num_adapter_pages"),
+    *("num_prefix_pages", "num_idle_prefix_pages", "num_pinned_pages", "num_slots"),
+)
+
+
+class ClusterStats:
+    """The sum of replicas' statistics. Counts of a replica that is gone, or whose engine restarted, stay in the sum, so
+    that counters never decrease.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, Stats] = {}
+        self._retired: list[Stats] = []
+
+    def note(self, replica_id: str, stats: Stats) -> None:
+        last = self._last.get(replica_id)
+        if last is not None and stats.num_steps < last.num_steps:
+            self._retire(last)
+        self._last[replica_id] = stats
+
+    def forget(self, replica_id: str) -> None:
+        """Note that a replica is gone. Its counters keep its name, because it can answer late or be listed again."""
+        last = self._last.get(replica_id)
+        if last is not None:
+            self._last[replica_id] = structs.replace(last, adapters=(), tiers=())
+
+    def total(self, replica_ids: Iterable[str]) -> Stats | None:
+        """Return the sum over these replicas, or None if none of them has reported.
+
+        A replica that does not answer counts as it last answered. Of other replicas, only the counters count.
+        """
+        listed = set(replica_ids)
+        live = [stats for name, stats in self._last.items() if name in listed]
+        others = [stats for name, stats in self._last.items() if name not in listed]
+        return combined(live, [*self._retired, *others]) if live else None
+
+    def _retire(self, stats: Stats) -> None:
+        self._retired = [combined([stats], self._retired)]
+
+
+def combined(live: Sequence[Stats], retired: Sequence[Stats] = ()) -> Stats:
+    """Add statistics up. Of `retired`, only the counters are added.
+
+    An adapter that several replicas hold is listed once, and as pinned only if every replica has pinned it.
+    """
+    every = [*live, *retired]
+    sums = {name: sum(getattr(one, name) for one in every) for name in COUNTERS}
+    gauges = {name: sum(getattr(one, name) for one in live) for name in GAUGES}
+    waiting = Waiting(
+        **{name: sum(getattr(one.waiting, name) for one in live) for name in Waiting.__struct_fields__},
+    )
+    graphs = GraphMemory(
+        num_graphs=sum(one.graphs.num_graphs for one in live), num_bytes=sum(one.graphs.num_bytes for one in live)
+    )
+    grammars = {name: sum(getattr(one.grammars, name) for one in every) for name in GrammarCounts.__struct_fields__}
+    return structs.replace(
+        live[0],
+        **sums,
+        **gauges,
+        waiting=waiting,
+        graphs=graphs,
+        grammars=GrammarCounts(**grammars),
+        decode_reads=DecodeReads(
+            num_bytes=sum(one.decode_reads.num_bytes for one in every),
+            seconds=sum(one.decode_reads.seconds for one in every),
+            bandwidth=max(one.decode_reads.bandwidth for one in live),
+        ),
+        max_adapters_in_step=max(one.max_adapters_in_step for one in every),
+        step_times=_step_times([one.step_times for one in every]),
+        # Only live replicas use memory.
+        loading=reduce(added, [one.loading for one in live] + [_unused(one) for one in retired]),
+        adapters=tuple(_adapters(live)),
+        tiers=tuple(_tiers(live)),
+    )
+
+
+def _unused(stats: Stats) -> LoadCounts:
+    tiers: Sequence[TierCounts] = stats.loading.tiers
+    return replace(stats.loading, breaker="closed", tiers=tuple(replace(tier, used_bytes=0) for tier in tiers))
+
+
+def _step_times(times: Sequence[StepTimes]) -> StepTimes:
+    bounds = next((one.bounds_s for one in times if one.bounds_s), ())
+    alike = [one for one in times if one.bounds_s == bounds]
+    return StepTimes(
+        bounds_s=bounds,
+        counts=tuple(sum(counts) for counts in zip(*(one.counts for one in alike), strict=True)),
+        seconds=sum(one.seconds for one in alike),
+    )
+
+
+def _adapters(live: Sequence[Stats]) -> Iterable[ResidentAdapter]:
+    found: dict[str, list[ResidentAdapter]] = {}
+    for stats in live:
+        for adapter in stats.adapters:
+            found.setdefault(adapter.digest, []).append(adapter)
+    for copies in found.values():
+        yield structs.replace(
+            copies[0],
+            num_pages=sum(copy.num_pages for copy in copies),
+            num_users=sum(copy.num_users for copy in copies),
+            is_pinned=len(copies) == len(live) and all(copy.is_pinned for copy in copies),
+            idle_s=min(copy.idle_s for copy in copies),
+        )
+
+
+def _tiers(live: Sequence[Stats]) -> Iterable[TierContents]:
+    found: dict[str, list[TierContents]] = {}
+    for stats in live:
+        for tier in stats.tiers:
+            found.setdefault(tier.tier, []).append(tier)
+    for tiers in found.values():
+        adapters = {adapter.digest: adapter for tier in tiers for adapter in tier.adapters}
+        yield replace(
+            tiers[0],
+            used_bytes=sum(tier.used_bytes for tier in tiers),
+            max_bytes=sum(tier.max_bytes for tier in tiers),
+            num_adapters=sum(tier.num_adapters for tier in tiers),
+            num_evictions=sum(tier.num_evictions for tier in tiers),
+            adapters=tuple(adapters.values()),
+        )

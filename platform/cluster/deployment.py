@@ -1,0 +1,107 @@
+"""Deploys replicas on Ray Serve."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from loramux.engine.loop.config import EngineConfig
+from loramux.platform.cluster.engine_replica import EngineReplica, ReplicaSettings
+from loramux.platform.cluster.ray_connection import APP, ClusterUnavailable
+
+DEPLOYMENT = "engine"
+MAX_CALLS = 10_000
+"""Calls that a replica handles at once. Each gateway has one session and at most one further call. The engine, not Ray
+Serve, limits requests, because a queue before the engine would not be fair between tenants.
+"""
+REPORT_PERIOD_S = 1.0
+"""How often Ray Serve asks replicas for their state, in seconds."""
+HEALTH_PERIOD_S = 2.0
+UPSCALE_DELAY_S = 10.0
+DOWNSCALE_DELAY_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """How many replicas run, and what each of them needs."""
+
+    num_replicas: int
+    max_replicas: int | None = None
+    """If set, the number of replicas grows and shrinks with the work, from `num_replicas` to this number."""
+    num_cpus: float
+    num_gpus: float
+    drain_s: float
+    """How long a replica that is being stopped may run its sequences, in seconds."""
+    start_timeout_s: float
+    step_timeout_s: float
+    is_on_loopback: bool
+
+
+def deploy(config: EngineConfig, plan: ReplicaPlan, app: str = APP) -> None:
+    """Start the replicas, or replace them one after the other if their configuration has changed. Blocks until they
+    run.
+
+    Raises ClusterUnavailable with the reason if they do not start.
+    """
+    options: dict[str, Any] = {"num_replicas": plan.num_replicas}
+    if plan.max_replicas is not None:
+        options = {"autoscaling_config": autoscaling_config(plan.num_replicas, plan.max_replicas)}
+    settings = msgspec.json.encode(
+        ReplicaSettings(
+            engine=config,
+            start_timeout_s=plan.start_timeout_s,
+            step_timeout_s=plan.step_timeout_s,
+            is_on_loopback=plan.is_on_loopback,
+        )
+    )
+    deployment = serve.deployment(
+        EngineReplica,
+        name=DEPLOYMENT,
+        max_ongoing_requests=MAX_CALLS,
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=plan.drain_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class="loramux.platform.cluster.tunnel_router.TunnelRouter",
+            request_routing_stats_period_s=REPORT_PERIOD_S,
+        ),
+        **options,
+    )
+    # Ray Serve replaces replicas of another version, and gives each call a version of its own unless it is given one.
+    code_version = hashlib.sha256(version("loramux").encode() + settings).hexdigest()[:16]
+    bound = deployment.options(version=code_version, _internal=True).bind(settings.decode())
+    # Gateways use handles. Without this, Ray Serve would start HTTP proxies.
+    serve.start(proxy_location="Disabled")
+    try:
+        serve.run(bound, name=app, route_prefix=None)
+    except RuntimeError as error:
+        raise ClusterUnavailable(_failure(app, error)) from error
+
+
+def autoscaling_config(min_replicas: int, max_replicas: int) -> AutoscalingConfig:
+    return AutoscalingConfig(
+        min_replicas=min_replicas,
+        max_replicas=max_replicas,
+        upscale_delay_s=UPSCALE_DELAY_S,
+        downscale_delay_s=DOWNSCALE_DELAY_S,
+        policy=AutoscalingPolicy(policy_function="loramux.platform.cluster.autoscaling:decide"),
+    )
+
+
+def remove(app: str = APP) -> None:
+    """Stop the replicas, after the sequences that they run. Blocks."""
+    serve.delete(app)
+
+
+def _failure(app: str, error: RuntimeError) -> str:
+    found = serve.status().applications.get(app)
+    messages = [] if found is None else [one.message for one in found.deployments.values()] + [found.message]
+    lines = [line.strip() for message in messages for line in message.splitlines() if "EngineStartError" in line]
+    return f"the replicas do not start: {lines[-1] if lines else error}"

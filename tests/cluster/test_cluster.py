@@ -1,0 +1,282 @@
+"""A local Ray cluster with replicas of the demo base: answers, bills, kills, drains, and what listens.
+
+LORAMUX_CLUSTER_KILLS=3 is the number of replicas that are killed under 32 streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from sqlalchemy import select
+
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from tests.conformance.fleet_streams import Stream, is_billed_as_received, numbered_stream, send_stream
+from tests.conformance.gateway_lab import LabGateway
+from tests.conformance.served import LORAMUX, Deployment, deployment
+
+pytestmark = [pytest.mark.campaign, pytest.mark.anyio]
+
+DEMO = Path(__file__).parents[2] / "admin" / "demo"
+NUM_KILLS = int(os.environ.get("LORAMUX_CLUSTER_KILLS", "3"))
+NUM_STREAMS = 32
+PATIENCE_S = 120.0
+MAX_SEQUENCES = "8"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    deployment: Deployment
+    server: subprocess.Popen[str]
+    key: str
+    tenant_id: str
+
+    @property
+    def gateway(self) -> LabGateway:
+        return LabGateway({"port": self.deployment.port})
+
+    def cluster(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return run_cluster(self.deployment, *arguments, **environment)
+
+    def serving(self) -> list[str]:
+        replicas = self.deployment.json("replicas")["data"]
+        return [one["id"] for one in replicas if one["state"] == "serving"]
+
+    def events(self) -> dict[str, Any]:
+        events = schema.usage_events
+        database = Database(f"sqlite:///{self.deployment.data_dir / 'loramux.db'}")
+        with database.read() as connection:
+            rows = connection.execute(select(events).filter_by(tenant_id=self.tenant_id)).all()
+        database.close()
+        return {row.request_id: row for row in rows}
+
+    def metric(self, sample: str) -> float:
+        shown = httpx.get(f"http://127.0.0.1:{self.deployment.admin_port}/metrics", trust_env=False, verify=False).text
+        found = re.search(rf"^{re.escape(sample)} (\S+)$", shown, re.MULTILINE)
+        assert found is not None
+        return float(found[1])
+
+    def health(self) -> tuple[int, str]:
+        answer = httpx.get(f"http://127.0.0.1:{self.deployment.admin_port}/health/ready", trust_env=False, verify=False)
+        return answer.status_code, answer.json().get("reason", "")
+
+    def num_cached_pages(self, replica_id: str) -> int:
+        """Return the number of pages in which a replica keeps the prompts of its requests."""
+        return int(self.deployment.json("residency", "--replica", replica_id)["pages"]["prefix"])
+
+    async def stream_many(self, number: int, seed: int) -> list[Stream]:
+        dice = random.Random(seed)
+        models = ["demo-base", "acme/pirate", "acme/formal", "acme/json"]
+        requests = [numbered_stream(dice, dice.choice(models)) for _ in range(number)]
+        return await asyncio.gather(*(send_stream(self.gateway, self.key, one) for one in requests))
+
+    def check_bills(self, streams: list[Stream]) -> None:
+        """Every stream has ended, completely or by an error, and its bill is what its client received."""
+        for one in streams:
+            assert one.status == 200, one.answer
+        until(lambda: {one.request_id for one in streams} <= self.events().keys())
+        events = self.events()
+        for one in streams:
+            assert one.is_complete or one.is_ended_by_error, one.answer[-300:]
+            assert is_billed_as_received(one, events), (one.num_received, events[one.request_id or ""])
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def run_cluster(made: Deployment, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LORAMUX, "cluster", *arguments, "--data-dir", str(made.data_dir)],
+        env={**made.environment, "LORAMUX_MAX_SEQUENCES": MAX_SEQUENCES, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def replica_pids() -> list[int]:
+    """The processes of this test's replicas. Ray gives them this name."""
+    found = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:loramux:engine"], capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split() if is_ours(int(pid))]
+
+
+def is_ours(pid: int) -> bool:
+    head = heads[-1]
+    while pid > 1:
+        if pid == head:
+            return True
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return False
+
+
+heads: list[int] = []
+
+
+def up(made: Deployment, replicas: int, **environment: str) -> None:
+    done = run_cluster(made, "up", "--model", str(made.model), "--replicas", str(replicas), **environment)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    data_dir = tmp_path_factory.mktemp("cluster") / "data"
+    made = deployment(DEMO / "base", data_dir, ("--cluster", "local"), {"LORAMUX_POOL_BYTES": "64MiB"})
+    try:
+        up(made, 2)
+        heads.append(msgspec.json.decode((data_dir / "cluster" / "head.json").read_bytes())["pid"])
+        with made.running(log_file=data_dir / "server.log") as server:
+            tenant = made.json("tenants", "create", "acme")
+            key = made.json("keys", "create", "--tenant", "acme")["secret"]
+            for name in ("pirate", "formal", "json"):
+                made.json("adapters", "push", str(DEMO / "adapters" / name), "--tenant", "acme", "--name", name)
+            yield Stand(made, server, key, tenant["id"])
+        log = (data_dir / "server.log").read_text()
+        assert "Traceback" not in log, log
+    finally:
+        assert run_cluster(made, "down").returncode == 0
+    assert "no cluster was running" in run_cluster(made, "down").stdout
+
+
+def test_two_replicas_serve(stand: Stand) -> None:
+    until(lambda: len(stand.serving()) == 2)
+    done = stand.cluster("status", "--json")
+    assert done.returncode == 0
+    assert '"state": "RUNNING"' in done.stdout
+    client = stand.deployment.client(stand.key)
+    question: list[Any] = [{"role": "user", "content": "How do I return a parcel?"}]
+    answers = {}
+    for model in ("demo-base", "acme/pirate", "acme/formal", "acme/json"):
+        whole = client.chat.completions.create(model=model, messages=question, max_tokens=40, temperature=0)
+        chunks = client.chat.completions.create(
+            model=model, messages=question, max_tokens=40, temperature=0, stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        answers[model] = whole.choices[0].message.content
+        assert text == answers[model]
+    assert len(set(answers.values())) == 4
+    assert stand.deployment.json("residency")["object"]
+
+
+def test_nothing_listens_beyond_loopback(stand: Stand) -> None:
+    shown = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    listening = [line.split() for line in shown.splitlines()]
+    ours = [fields for fields in listening if any(is_ours(int(pid)) for pid in re.findall(r"pid=(\d+)", fields[-1]))]
+    assert len(ours) >= 5
+    for fields in ours:
+        assert fields[3].startswith(("127.0.0.1:", "[::ffff:127.0.0.1]:", "[::1]:")), fields
+
+
+async def test_answers_are_billed_as_received(stand: Stand) -> None:
+    stand.check_bills(await stand.stream_many(NUM_STREAMS, seed=1))
+
+
+async def test_killed_replicas_cost_only_started_streams(stand: Stand) -> None:
+    num_lost, replaced_s = 0, []
+    for number in range(NUM_KILLS):
+        await asyncio.to_thread(until, lambda: len(stand.serving()) == 2)
+        streaming = asyncio.create_task(stand.stream_many(NUM_STREAMS, seed=100 + number))
+        await asyncio.sleep(random.Random(number).uniform(0.3, 1.5))
+        before = set(stand.serving())
+        os.kill(replica_pids()[0], signal.SIGKILL)
+        killed_s = time.monotonic()
+        streams = await streaming
+        await asyncio.to_thread(stand.check_bills, streams)
+        num_lost += sum(one.is_ended_by_error for one in streams)
+        await asyncio.to_thread(until, lambda known=before: bool(set(stand.serving()) - known))
+        replaced_s.append(time.monotonic() - killed_s)
+    moved = stand.metric('loramux_forwarded_sequences_total{outcome="moved"}')
+    print(
+        f"{NUM_KILLS} kills under {NUM_STREAMS} streams: {num_lost} streams ended by an error, {moved:.0f} moved, "
+        f"replacements after {', '.join(f'{seconds:.1f}' for seconds in replaced_s)} s"
+    )
+
+
+async def test_a_rolling_change_loses_no_request(stand: Stand) -> None:
+    before = set(stand.serving())
+    rolling = asyncio.create_task(asyncio.to_thread(up, stand.deployment, 2, LORAMUX_MAX_BATCH_TOKENS="256"))
+    streams: list[Stream] = []
+    while not rolling.done():
+        streams += await stand.stream_many(8, seed=1000 + len(streams))
+    await rolling
+    await asyncio.to_thread(until, lambda: len(stand.serving()) == 2)
+    streams += await stand.stream_many(8, seed=999)
+    assert not before & set(stand.serving())
+    await asyncio.to_thread(stand.check_bills, streams)
+    assert all(one.is_complete for one in streams)
+    print(f"a rolling change under load: {len(streams)} streams, none lost")
+
+
+async def test_a_new_replica_takes_requests(stand: Stand) -> None:
+    # This changes nothing after the test above.
+    await asyncio.to_thread(up, stand.deployment, 2, LORAMUX_MAX_BATCH_TOKENS="256")
+    await asyncio.to_thread(until, lambda: len(stand.serving()) == 2)
+    before = set(stand.serving())
+    await asyncio.to_thread(up, stand.deployment, 3, LORAMUX_MAX_BATCH_TOKENS="256")
+    await asyncio.to_thread(until, lambda: len(stand.serving()) == 3)
+    # The others stay, because their settings are the same.
+    (new,) = set(stand.serving()) - before
+    stand.check_bills(await stand.stream_many(2 * NUM_STREAMS, seed=7))
+
+    assert await asyncio.to_thread(stand.num_cached_pages, new) > 0
+
+
+async def test_more_work_than_room_is_refused_with_a_time_to_wait(stand: Stand) -> None:
+    # Each engine may have 600 tokens waiting.
+    await asyncio.to_thread(up, stand.deployment, 2, LORAMUX_MAX_BATCH_TOKENS="256", LORAMUX_MAX_WAITING_TOKENS="600")
+    await asyncio.to_thread(until, lambda: len(stand.serving()) == 2)
+    streams = await stand.stream_many(3 * NUM_STREAMS, seed=3)
+    refused = [one for one in streams if one.status != 200]
+    assert refused
+    for one in refused:
+        assert one.status == 503
+        assert b'"code":"overloaded"' in one.answer
+        assert re.search(rb"(?i)retry-after: [1-9]", one.answer)
+    stand.check_bills([one for one in streams if one.status == 200])
+    print(f"back-pressure: {len(refused)} of {len(streams)} requests refused with 503 and Retry-After")
+
+
+async def test_a_server_survives_the_loss_of_the_head(stand: Stand) -> None:
+    streaming = asyncio.create_task(stand.stream_many(8, seed=5))
+    await asyncio.sleep(0.3)
+    os.killpg(heads[-1], signal.SIGKILL)
+    streams = await streaming
+    await asyncio.to_thread(stand.check_bills, [one for one in streams if one.status == 200])
+    # Replicas that have lost the head may run for some seconds more.
+    await asyncio.to_thread(until, lambda: stand.health()[0] == 503)
+    assert stand.server.poll() is None
+    refused = (await stand.stream_many(1, seed=6))[0]
+    assert refused.status == 503
+    assert b'"code":"engine_unavailable"' in refused.answer
+    status, reason = await asyncio.to_thread(stand.health)
+    assert status == 503
+    assert "cluster" in reason
+    await asyncio.to_thread(up, stand.deployment, 2)
+    heads.append(msgspec.json.decode((stand.deployment.data_dir / "cluster" / "head.json").read_bytes())["pid"])
+    await asyncio.to_thread(until, lambda: len(stand.serving()) == 2)
+    await asyncio.to_thread(until, lambda: stand.health()[0] == 200)
+    stand.check_bills(await stand.stream_many(8, seed=8))

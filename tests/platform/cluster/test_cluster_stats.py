@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from msgspec import structs
+
+from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
+from loramux.engine.protocol.messages import DecodeReads, ResidentAdapter, Stats, StepTimes
+from loramux.platform.cluster.cluster_stats import COUNTERS, GAUGES, ClusterStats, combined
+from tests.platform.cluster.test_replica_report import stats
+
+
+def numbered(number: int) -> Stats:
+    fields = dict.fromkeys((*COUNTERS, *GAUGES), number)
+    times = StepTimes(bounds_s=(0.1,), counts=(number, 1), seconds=float(number))
+    return structs.replace(stats(), **fields, step_times=times, max_adapters_in_step=number)
+
+
+def test_every_number_of_the_statistics_is_added_up_or_named_here() -> None:
+    others = {
+        *("call_id", "max_adapters_in_step", "page_bytes", "step_times", "waiting", "loading", "adapters", "graphs"),
+        *("grammars", "tiers", "decode_reads"),
+    }
+    assert set(Stats.__struct_fields__) == {*COUNTERS, *GAUGES, *others}
+
+
+def test_counters_of_a_lost_replica_stay_and_its_gauges_go() -> None:
+    cluster = ClusterStats()
+    assert cluster.total(["a"]) is None
+    cluster.note("a", numbered(5))
+    cluster.note("b", numbered(7))
+    total = cluster.total(["a", "b"])
+    assert total is not None
+    assert {getattr(total, name) for name in (*COUNTERS, *GAUGES)} == {12}
+    assert total.step_times == StepTimes(bounds_s=(0.1,), counts=(12, 2), seconds=12.0)
+    assert total.max_adapters_in_step == 7
+    for forget in (lambda: None, lambda: cluster.forget("a")):
+        forget()
+        total = cluster.total(["b"])
+        assert total is not None
+        assert {getattr(total, name) for name in COUNTERS} == {12}
+        assert {getattr(total, name) for name in GAUGES} == {7}
+    # An engine that restarted counts from zero.
+    cluster.note("b", numbered(2))
+    total = cluster.total(["b"])
+    assert total is not None
+    assert (total.num_steps, total.num_pages) == (14, 2)
+
+
+def test_adapters_and_tiers_are_listed_once() -> None:
+    def with_adapter(users: int, pinned: bool) -> Stats:
+        adapter = ResidentAdapter(digest="d", slot=1, num_pages=2, num_users=users, is_pinned=pinned, idle_s=users)
+        kept = KeptAdapter(digest="d", num_bytes=1, idle_s=0.0)
+        tier = TierContents(tier="host", used_bytes=1, max_bytes=4, num_adapters=1, num_evictions=0, adapters=(kept,))
+        return structs.replace(stats(), adapters=(adapter,), tiers=(tier,))
+
+    total = combined([with_adapter(1, True), with_adapter(2, True)])
+    (adapter,) = total.adapters
+    assert (adapter.num_pages, adapter.num_users, adapter.is_pinned, adapter.idle_s) == (4, 3, True, 1)
+    (tier,) = total.tiers
+    assert (tier.used_bytes, tier.max_bytes, tier.num_adapters, len(tier.adapters)) == (2, 8, 2, 1)
+    assert not combined([with_adapter(1, True), with_adapter(1, False)]).adapters[0].is_pinned
+    assert not combined([with_adapter(1, True), stats()]).adapters[0].is_pinned
+
+
+def test_reads_of_decode_steps_are_added_up_and_the_bandwidth_is_that_of_a_live_replica() -> None:
+    def reading(number: int) -> Stats:
+        reads = DecodeReads(num_bytes=number, seconds=float(number), bandwidth=float(number))
+        return structs.replace(stats(), decode_reads=reads)
+
+    total = combined([reading(1), reading(2)], [reading(4)])
+    assert total.decode_reads == DecodeReads(num_bytes=7, seconds=7.0, bandwidth=2.0)
+
+
+def test_a_late_answer_of_a_lost_replica_counts_once() -> None:
+    cluster = ClusterStats()
+    cluster.note("a", numbered(5))
+    cluster.note("b", numbered(7))
+    cluster.forget("a")
+    cluster.note("a", numbered(6))
+    total = cluster.total(["b"])
+    assert total is not None
+    assert total.num_steps == 13
