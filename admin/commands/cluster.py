@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -47,6 +49,7 @@ def up(
         typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).", show_default=False),
     ] = None,
     served_name: ServedName = None,
+    as_json: AsJson = False,
 ) -> None:
     """Start engines in a Ray cluster, or replace them one after the other if their settings have changed.
 
@@ -57,15 +60,24 @@ def up(
     from loramux.admin.server.settings import LOCAL_CLUSTER, Settings, SettingsError, load_settings
     from loramux.admin.serving.cluster_deployment import bring_up
 
-    given = {name: value for name, value in context.params.items() if name not in ("replicas", "max_replicas")}
+    own = ("replicas", "max_replicas", "as_json")
+    given = {name: value for name, value in context.params.items() if name not in own}
     given |= {"cluster_replicas": replicas, "cluster_max_replicas": max_replicas}
     try:
         settings = load_settings(Settings, given)
         if settings.cluster is None:
             settings = settings.model_copy(update={"cluster": LOCAL_CLUSTER})
-        bring_up(settings)
+        # With --json, the progress and the log do not belong to the output.
+        with redirect_stdout(sys.stderr if as_json else sys.stdout):
+            address = bring_up(settings)
     except (SettingsError, StartRefused) as error:
-        fail(str(error), WRONG_CALL)
+        fail(str(error), WRONG_CALL, error_document(str(error), "cluster_unavailable") if as_json else None)
+    name = settings.resolved_served_name
+    sentence = (
+        f"the cluster at {address} runs {name}\n"
+        f"start a server with the same settings: loramux serve --cluster {settings.cluster}"
+    )
+    tell({"object": "cluster", "state": "running", "address": address, "served_name": name}, sentence, as_json)
 
 
 @app.command()

@@ -32,9 +32,9 @@ from loramux.platform.cluster.ray_connection import (
 )
 
 
-def bring_up(settings: Settings) -> None:
+def bring_up(settings: Settings) -> str:
     """Start the local cluster, if the setting `cluster` asks for it, and start or replace the replicas. Blocks until
-    they run. Raises StartRefused.
+    they run. Returns the cluster's address. Raises StartRefused.
     """
     configure_logs(settings.log_format)
     load_extensions()
@@ -64,8 +64,7 @@ def bring_up(settings: Settings) -> None:
                 disconnect()
     except ClusterUnavailable as error:
         raise StartRefused(str(error)) from error
-    print(f"the cluster at {place.address} runs {settings.resolved_served_name}")
-    print(f"start a server with the same settings: loramux serve --cluster {settings.cluster}", flush=True)
+    return place.address
 
 
 def _join(place: ClusterPlace) -> None:
