@@ -23,9 +23,9 @@ _LINK_ERRORS = (errno.ELOOP, errno.ENOTDIR)
 class DirectorySource:
     """The files in one directory; see `Source`.
 
-    `root` is a directory that the operator allows, and `parts` are the names below it, none of which may be a symbolic
-    link. The files themselves must be regular files. What lies outside `root` is therefore never read, even if a tenant
-    can write below `root`.
+    `root` is a directory that the operator allows, and `parts` leads from it to the files. No part may be a symbolic
+    link, and the files must be regular files. The server therefore reads nothing outside `root`, even if a tenant can
+    write below it.
     """
 
     def __init__(self, root: Path, parts: tuple[str, ...]) -> None:

@@ -11,7 +11,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from loramux.adapter_store.blobs.interface import BlobStore, PresignedParts, PresignedPut, upload_key
-from loramux.adapter_store.errors import BlobNotFound, BlobTooLarge, PartsMissing, UploadNotFound, UploadRefused
+from loramux.adapter_store.errors import (
+    AdapterRejected,
+    BlobNotFound,
+    BlobTooLarge,
+    PartsMissing,
+    UploadNotFound,
+    UploadRefused,
+)
 from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, UPLOAD_FILES
 from loramux.adapter_store.formats.packed.canonical import digest_of
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
@@ -222,6 +229,11 @@ class Ingest:
                 self._blobs.delete(upload_key(upload_id, name))
         self.has_pending.set()
         return added.version
+
+    def check_source(self, source_url: str) -> None:
+        """Raise AdapterRejected if a source has no configuration. Raises what `create_version_from` raises, too."""
+        if not self._sources.open(source_url).has(CONFIG_FILE):
+            raise AdapterRejected("source_not_found", "the source has no such file", CONFIG_FILE)
 
     def create_version_from(self, adapter_id: str, source_url: str) -> AdapterVersion:
         """Create a version from files in an allowed bucket or hub repository, for a platform administrator.

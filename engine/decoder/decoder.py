@@ -141,7 +141,7 @@ class Decoder:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of the routed experts of all layers, of which a step reads those that its tokens choose."""
+        """Bytes of the routed experts of all layers. A step reads only the experts that its tokens choose."""
         blocks = (layer.feed_forward.inner for layer in self._layers)
         return sum(block.expert_bytes for block in blocks if isinstance(block, Mixture))
 

@@ -10,19 +10,23 @@ from fastapi import Depends, Request
 from loramux.migrations.database import Database
 from loramux.platform.batches.batch_rows import Batches
 from loramux.platform.batches.tenant_files import Owner, TenantFiles
-from loramux.platform.batches.transfers import Transfers
 from loramux.platform.requests.authentication import Caller
+from loramux.platform.tenant_slots import TenantSlots
+
+MAX_TRANSFERS = 4
+"""Maximum number of a tenant's uploads and downloads that one server handles at once, because each takes disk space."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchServices:
     files: TenantFiles
     batches: Batches
-    transfers: Transfers
+    transfers: TenantSlots
 
     @staticmethod
     def over(database: Database, files: TenantFiles) -> BatchServices:
-        return BatchServices(files, Batches(database, files), Transfers())
+        what = "files of this tenant are already being uploaded or downloaded"
+        return BatchServices(files, Batches(database, files), TenantSlots(MAX_TRANSFERS, what, "too_many_transfers"))
 
 
 async def _services_of(request: Request) -> BatchServices:

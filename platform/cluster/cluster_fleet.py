@@ -153,7 +153,7 @@ class ClusterFleet:
         self.beat()
 
     def beat(self) -> None:
-        """Close what has drained, and show the replicas that can run sequences to the router.
+        """Close replicas that have drained, and tell the router which replicas can run sequences.
 
         A replica that is being stopped takes sequences until a listed replica is ready. It ends only when this gateway
         closes its session.

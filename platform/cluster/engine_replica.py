@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
+import zmq.asyncio
 
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.messages import Stats, StatsRequest
@@ -46,7 +47,7 @@ class EngineReplica:
             stay_on_loopback()
         supervision = Supervision(step_timeout_s=parsed.step_timeout_s, start_timeout_s=parsed.start_timeout_s)
         self._engine = LocalEngine(parsed.engine, supervision)
-        self._sessions = GatewaySessions(self._engine)
+        self._sessions = GatewaySessions(self._engine, zmq.asyncio.Context())
         self._ready_s = time.monotonic()
         await self._engine.start()
         assert self._engine.info is not None

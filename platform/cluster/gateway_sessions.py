@@ -21,14 +21,15 @@ class SessionRefused(Exception):
 
 
 class GatewaySessions:
-    """Relays gateways to `engine`, which treats each of them as one more gateway on its machine.
+    """Relays gateways to `engine`, which treats each of them as one more gateway on its machine. `context` has the
+    sockets.
 
     A session of a gateway that has died ends after some seconds, because its link has become silent.
     """
 
-    def __init__(self, engine: RelayedEngine) -> None:
+    def __init__(self, engine: RelayedEngine, context: zmq.asyncio.Context) -> None:
         self._engine = engine
-        self._zmq = zmq.asyncio.Context()
+        self._zmq = context
         self._sessions: dict[str, _Session] = {}
 
     async def run(self, session_id: str) -> AsyncGenerator[bytes, None]:
@@ -63,9 +64,6 @@ class GatewaySessions:
         session.num_received += len(new)
         if new:
             session.tunnel.receive(new)
-
-    def close(self) -> None:
-        self._zmq.destroy(linger=0)
 
 
 class _Session:

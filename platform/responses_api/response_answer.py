@@ -220,7 +220,7 @@ class ResponseAnswer:
 
 
 def numbered(events: Sequence[Event], first: int) -> list[bytes]:
-    """Encode events, of which the first has the sequence number `first`."""
+    """Encode events, numbered from `first`."""
     return [
         sse.event({"type": event["type"], "sequence_number": number, **event}, event["type"])
         for number, event in enumerate(events, first)

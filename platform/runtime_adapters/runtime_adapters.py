@@ -9,7 +9,7 @@ from functools import partial
 
 from sqlalchemy import select
 
-from loramux.adapter_store.errors import AdapterExists, AliasChanged, AliasNotFound, StoreError
+from loramux.adapter_store.errors import AdapterExists, AdapterRejected, AliasChanged, AliasNotFound, StoreError
 from loramux.adapter_store.ingest.claims import IDENTICAL_TO
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, AdapterAliases
@@ -20,15 +20,25 @@ from loramux.migrations.schema import adapter_versions, uploads
 from loramux.platform.accounts.model_names import AdapterNotValidated, adapter_label, parse_adapter_name
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.admission.records import LoadCharge
-from loramux.platform.errors import ApiError, Conflict, InvalidRequest, NotFound, PermissionDenied, Unavailable
+from loramux.platform.errors import (
+    ApiError,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+)
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.requests.store_errors import api_error
 from loramux.platform.runtime_adapters.load_sources import LoadSources
+from loramux.platform.tenant_slots import TenantSlots
 from loramux.platform.threads import call_on
 
 LOAD_SCOPES = ("tenant:develop", "tenant:admin")
 VALIDATION_WAIT_S = 600.0
 """How long a call waits for the verdict on its version, in seconds."""
+MAX_LOADS = 4
+"""Maximum number of a tenant's loads that one server runs at once. Each waits for a verdict and asks the database."""
 WARM_WAIT_S = 60.0
 """How long a call waits for the engine to load the adapter, in seconds."""
 RETRY_S = 5.0
@@ -68,6 +78,8 @@ class RuntimeAdapters:
         self._executor = executor
         self.max_resident = max_resident
         """Maximum number of adapters in the engine at a time."""
+        what = "adapters of this tenant are already being loaded"
+        self._loads = TenantSlots(MAX_LOADS, what, "too_many_loads")
         self._aliases = AdapterAliases(services.database)
         self._states = VersionStates(services.database, registry)
 
@@ -81,6 +93,16 @@ class RuntimeAdapters:
         tenant_id, slug = _tenant_of(principal)
         adapter_name = _adapter_name(principal, name)
         url = self._sources.url(slug, path, "lora_path")
+        with self._loads.held(tenant_id):
+            return await self._load(principal, name, adapter_name, url, replaces=replaces)
+
+    async def _load(
+        self, principal: Principal, name: str, adapter_name: str, url: str, *, replaces: bool
+    ) -> LoadedAdapter:
+        assert principal.tenant_id is not None
+        # A mistyped path must not leave an adapter behind.
+        await call_on(self._executor, self._ingest.check_source, url)
+        tenant_id = principal.tenant_id
         adapter = await self._adapter(principal, tenant_id, adapter_name)
         await self._check_may_change(principal, adapter)
         before, _ = await self._default_of(adapter)
@@ -227,22 +249,24 @@ class RuntimeAdapters:
 
 
 def load_error(error: StoreError) -> ApiError:
-    """The API error for a store error: a path that does not exist is a 404, as in vLLM."""
-    code = getattr(error, "code", None)
-    if code == _NOT_SEEN:
-        return NotFound(str(error), code=_NOT_SEEN, param="lora_path")
+    """The API error for a store error, in which the path is at fault if the files are."""
+    if isinstance(error, AdapterRejected):
+        return _rejection(error.code, error.message, error.param)
     return api_error(error)
+
+
+def _rejection(code: str, message: str, param: str | None) -> ApiError:
+    told = f"the adapter was rejected: {message}" + ("" if param in (None, "source") else f" ({param})")
+    # As in vLLM, only a directory that does not exist is a 404.
+    kind = NotFound if (code, param) == (_NOT_SEEN, "source") else InvalidRequest
+    return kind(told, code=code, param="lora_path")
 
 
 def _refusal(version: AdapterVersion) -> ApiError:
     if version.state == "quarantined":
         return Conflict("the operator has quarantined these weights", code="quarantined", param="lora_path")
     error = version.report.get("error", {})
-    code, message, param = error.get("code"), error.get("message", "validation failed"), error.get("param")
-    told = f"the adapter was rejected: {message}" + ("" if param in (None, "source") else f" ({param})")
-    # As in vLLM, only a directory that does not exist is a 404.
-    kind = NotFound if (code, param) == (_NOT_SEEN, "source") else InvalidRequest
-    return kind(told, code=code, param="lora_path")
+    return _rejection(error.get("code", "invalid_value"), error.get("message", "validation failed"), error.get("param"))
 
 
 def _tenant_of(principal: Principal) -> tuple[str, str]:

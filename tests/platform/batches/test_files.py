@@ -12,8 +12,8 @@ from openai import NotFoundError
 
 from loramux.adapter_store.errors import BlobStoreUnavailable
 from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.batches.services import MAX_TRANSFERS
 from loramux.platform.batches.tenant_files import UPLOAD_US, Owner, TenantFiles
-from loramux.platform.batches.transfers import MAX_TRANSFERS
 from tests.platform.gateways import Gateway
 
 pytestmark = pytest.mark.anyio

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq.asyncio
 
 from loramux.platform.base_draw import BaseDraw
 from loramux.platform.cluster.cluster_engine import NO_ENGINE_ID, ClusterEngine
@@ -43,6 +44,7 @@ class CallsHere:
         self.replicas: dict[str, ReplicaHere] = {}
         self.kept: frozenset[str] = frozenset()
         self.sends_twice = False
+        self.context = zmq.asyncio.Context()
         self._directory = directory
         self._note: NoteReplicas | None = None
 
@@ -51,7 +53,7 @@ class CallsHere:
         assert scripted.info is not None
         served = ServedEngine(scripted, self._directory / f"{name}.sock", takes_pins=True)
         found = msgspec.structs.replace(ReplicaIdentity.of(scripted.info, 8), **identity)
-        replica = self.replicas[name] = ReplicaHere(scripted, served, GatewaySessions(served), found)
+        replica = self.replicas[name] = ReplicaHere(scripted, served, GatewaySessions(served, self.context), found)
         self.list()
         return replica
 
@@ -146,4 +148,4 @@ async def open_cluster(directory: Path) -> AsyncIterator[Cluster]:
         await fleet.close()
         for replica in calls.replicas.values():
             replica.served.close()
-            replica.sessions.close()
+        calls.context.destroy(linger=0)

@@ -5,6 +5,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+import zmq.asyncio
 
 from loramux.platform.cluster.gateway_sessions import GatewaySessions, SessionRefused
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.anyio
 
 async def test_missing_bytes_end_a_session(tmp_path: Path) -> None:
     served = ServedEngine(ScriptedEngine(), tmp_path / "engine.sock")
-    sessions = GatewaySessions(served)
+    context = zmq.asyncio.Context()
+    sessions = GatewaySessions(served, context)
     async with aclosing(sessions.run("one")) as stream:
         assert await anext(stream)
         with pytest.raises(SessionRefused, match="open already"):
@@ -27,13 +29,14 @@ async def test_missing_bytes_end_a_session(tmp_path: Path) -> None:
         assert [data async for data in stream] == []
     with pytest.raises(SessionRefused, match="no such session"):
         sessions.receive("one", 4, b"\0")
-    sessions.close()
+    context.destroy(linger=0)
     served.close()
 
 
 async def test_a_frame_that_is_no_message_ends_only_its_session(tmp_path: Path) -> None:
     served = ServedEngine(ScriptedEngine(), tmp_path / "engine.sock")
-    sessions = GatewaySessions(served)
+    context = zmq.asyncio.Context()
+    sessions = GatewaySessions(served, context)
     async with aclosing(sessions.run("good")) as good, aclosing(sessions.run("bad")) as bad:
         assert await anext(good)
         assert await anext(bad)
@@ -42,5 +45,5 @@ async def test_a_frame_that_is_no_message_ends_only_its_session(tmp_path: Path) 
         await until(ended.done)
         assert ended.result() is None
         sessions.receive("good", 0, b"\0\0\0\0")
-    sessions.close()
+    context.destroy(linger=0)
     served.close()

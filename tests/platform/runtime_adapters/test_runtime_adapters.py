@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.platform.accounts.audit_log import AuditFilter, AuditLog
 from loramux.platform.listener.app import create_openai_app
 from loramux.platform.runtime_adapters.load_sources import LoadSources
-from loramux.platform.runtime_adapters.runtime_adapters import RuntimeAdapters
+from loramux.platform.runtime_adapters.runtime_adapters import MAX_LOADS, RuntimeAdapters
 from tests.adapter_store.adapter_files import AdapterFiles, AdapterMaker
 from tests.adapter_store.ingest.ingest_world import DirectValidator
 from tests.adapter_store.small_base import make_target
 from tests.platform.gateways import Gateway
+from tests.platform.replicas.lab import until
 
 pytestmark = pytest.mark.anyio
 DEVELOP = ("adapters", "tenant:develop")
@@ -65,6 +67,10 @@ class Lab:
             return str(response.json()["error"]["code"])
         found = await self.http.get(f"/v1/models/{model}", headers={"authorization": f"Bearer {self.key}"})
         return str(found.json()["root"])
+
+    @property
+    def num_adapters(self) -> int:
+        return len(self.registry.list_adapters(self.gateway.tenant.id, 100).data)
 
     def aliases(self, name: str) -> dict[int, int]:
         adapter = self.registry.find_adapter(self.gateway.tenant.id, name)
@@ -169,6 +175,9 @@ async def test_only_allowed_directories_of_the_own_tenant_can_be_loaded(lab: Lab
         assert code_of(await lab.load("policy", path)) == expected, path
     assert await lab.answered_by("policy") == "model_not_found"
     assert lab.validator.num_calls == 0
+    # A mistyped path leaves no adapter behind. The files themselves are looked at only when the version is fetched.
+    assert code_of(await lab.load("other", f"{lab.directory}/missing")) == (404, "source_not_found")
+    assert lab.registry.find_adapter(lab.gateway.tenant.id, "other") is None
 
 
 async def test_a_developer_cannot_replace_or_unload_what_was_pushed(lab: Lab) -> None:
@@ -208,6 +217,24 @@ async def test_a_policy_can_be_loaded_before_its_first_step(lab: Lab) -> None:
     loaded = await lab.load("policy", write_adapter(lab.directory / "untrained", files))
     assert loaded.status_code == 200, loaded.text
     assert await lab.answered_by("policy") == "acme/policy@1"
+
+
+async def test_a_tenant_has_few_loads_at_once(lab: Lab) -> None:
+    let_go = threading.Event()
+    lab.validator.meanwhile = lambda: assert_set(let_go)
+    paths = [lab.write(f"{number}", seed=number) for number in range(MAX_LOADS)]
+    loads = [asyncio.ensure_future(lab.load(f"policy-{number}", path)) for number, path in enumerate(paths)]
+    await until(lambda: lab.num_adapters == MAX_LOADS)
+    refused = await lab.load("policy", paths[0])
+    assert code_of(refused) == (429, "too_many_loads")
+    assert refused.headers["retry-after"]
+    let_go.set()
+    assert [response.status_code for response in await asyncio.gather(*loads)] == [200] * MAX_LOADS
+    assert (await lab.load("policy", paths[0])).status_code == 200
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(60)
 
 
 async def test_files_that_are_refused_change_nothing(lab: Lab) -> None:

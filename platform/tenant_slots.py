@@ -1,4 +1,4 @@
-"""Limits how many files a tenant uploads and downloads at once, because each takes space on this server's disk."""
+"""Limits how much work of one kind a tenant has this server do at once."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from contextlib import contextmanager
 
 from loramux.platform.errors import RateLimited
 
-MAX_TRANSFERS = 4
-"""Maximum number of a tenant's uploads and downloads that one server handles at once."""
 RETRY_S = 5.0
 
 
-class Transfers:
-    """The running transfers, by tenant."""
+class TenantSlots:
+    """At most `most` pieces of work for each tenant. `what` says in an error what is already being done, as in "files
+    are already being uploaded", and `code` is the error's code.
+    """
 
-    def __init__(self, most: int = MAX_TRANSFERS) -> None:
+    def __init__(self, most: int, what: str, code: str) -> None:
         self._most = most
+        self._what = what
+        self._code = code
         self._running: Counter[str] = Counter()
 
     @contextmanager
     def held(self, tenant_id: str) -> Iterator[None]:
-        """Count a transfer until the context ends. Raises RateLimited."""
+        """Count a piece of work until the context ends. Raises RateLimited."""
         if self._running[tenant_id] >= self._most:
-            message = f"{self._most} files of this tenant are already being uploaded or downloaded"
-            raise RateLimited(message, code="too_many_transfers", retry_after_s=RETRY_S)
+            raise RateLimited(f"{self._most} {self._what}", code=self._code, retry_after_s=RETRY_S)
         self._running[tenant_id] += 1
         try:
             yield
