@@ -11,11 +11,13 @@ import pytest
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
+from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.migrated import migrate, migrated_sqlite
 from tests.platform.clocked_databases import FakeClock, empty
 from tests.platform.gateways import Gateway, listening, open_gateway
 from tests.platform.harmony_base import make_harmony_base
+from tests.platform.storing import KEY, allow, answers
 from tests.platform.tool_base import make_tool_base
 from tests.postgres import create_database
 
@@ -106,6 +108,18 @@ async def tools(
 ) -> AsyncIterator[Gateway]:
     """A gateway whose base has a chat template with tools and thinking."""
     async with open_gateway(accounts, tool_tokenizer, threads, max_model_len=1024) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def storing(
+    accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
+) -> AsyncIterator[Gateway]:
+    """A gateway that stores the responses and chat completions of the tenant acme. It answers "Secret answer"."""
+    settings = GatewaySettings(response_key=KEY)
+    async with open_gateway(accounts, tool_tokenizer, threads, settings, max_model_len=1024) as gateway:
+        allow(accounts, gateway.tenant.id)
+        answers(gateway, "Secret answer")
         yield gateway
 
 

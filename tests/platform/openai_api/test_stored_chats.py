@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,8 +19,7 @@ from loramux.platform.stored_responses.sealing import Sealing
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.responses_api.test_events import CALL
-from tests.platform.responses_api.test_stored import KEY, allow
-from tests.platform.responses_api.transcripts import answers
+from tests.platform.storing import KEY, allow, answers
 
 pytestmark = pytest.mark.anyio
 
@@ -32,18 +30,6 @@ MESSAGES: list[Any] = [
     {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}], "name": "Ann"},
 ]
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-
-
-@pytest.fixture
-async def storing(
-    accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
-) -> AsyncIterator[Gateway]:
-    """A gateway that stores the chat completions of the tenant acme."""
-    settings = GatewaySettings(response_key=KEY)
-    async with open_gateway(accounts, tool_tokenizer, threads, settings, max_model_len=1024) as gateway:
-        allow(accounts, gateway.tenant.id)
-        answers(gateway, "Secret answer")
-        yield gateway
 
 
 async def complete(gateway: Gateway, **body: Any) -> ChatCompletion:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -26,24 +26,14 @@ from loramux.platform.stored_responses import background_store, sealing
 from loramux.platform.stored_responses.background_store import BackgroundStore
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, listening, open_gateway
-from tests.platform.responses_api.test_stored import KEY, MISSING, allow, respond, status_of
-from tests.platform.responses_api.transcripts import EVENT, RESPONSES, answers
+from tests.platform.responses_api.test_stored import MISSING, respond, status_of
+from tests.platform.responses_api.transcripts import EVENT, RESPONSES
+from tests.platform.storing import KEY, allow, answers
 from tests.postgres import create_database
 
 pytestmark = pytest.mark.anyio
 
 UNFINISHED = ("queued", "in_progress")
-
-
-@pytest.fixture
-async def storing(
-    accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
-) -> AsyncIterator[Gateway]:
-    settings = GatewaySettings(response_key=KEY)
-    async with open_gateway(accounts, tool_tokenizer, threads, settings, max_model_len=1024) as gateway:
-        allow(accounts, gateway.tenant.id)
-        answers(gateway, "Secret answer")
-        yield gateway
 
 
 def stalls(gateway: Gateway, num_tokens: int, text: str = "one two three four five six") -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,8 +18,9 @@ from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.openai_api.test_tools import prompt_of
 from tests.platform.responses_api.test_background import finished, settled
 from tests.platform.responses_api.test_events import CALL, WEATHER
-from tests.platform.responses_api.test_stored import KEY, allow, respond
-from tests.platform.responses_api.transcripts import RESPONSES, answers, events_of
+from tests.platform.responses_api.test_stored import respond
+from tests.platform.responses_api.transcripts import RESPONSES, events_of
+from tests.platform.storing import KEY, allow, answers
 
 pytestmark = pytest.mark.anyio
 
@@ -31,17 +31,6 @@ QUESTION: Any = {"type": "message", "role": "user", "content": "How is Rome?"}
 
 def question(item_id: str) -> Any:
     return {**QUESTION, "id": item_id}
-
-
-@pytest.fixture
-async def storing(
-    accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
-) -> AsyncIterator[Gateway]:
-    settings = GatewaySettings(response_key=KEY)
-    async with open_gateway(accounts, tool_tokenizer, threads, settings, max_model_len=1024) as gateway:
-        allow(accounts, gateway.tenant.id)
-        answers(gateway, "Secret answer")
-        yield gateway
 
 
 async def items_of(gateway: Gateway, conversation_id: str) -> list[dict[str, Any]]:

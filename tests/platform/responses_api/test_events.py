@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from tests.platform.gateways import Gateway
-from tests.platform.responses_api.transcripts import answers, events_of, golden, transcript
+from tests.platform.responses_api.transcripts import events_of, golden, transcript
+from tests.platform.storing import answers
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,8 @@ from tests.platform.gateways import Gateway
 from tests.platform.openai_api.test_bad_input import refused
 from tests.platform.openai_api.test_tools import prompt_of
 from tests.platform.responses_api.test_events import SHELL, WEATHER
-from tests.platform.responses_api.transcripts import RESPONSES, answers
+from tests.platform.responses_api.transcripts import RESPONSES
+from tests.platform.storing import answers
 
 pytestmark = pytest.mark.anyio
 

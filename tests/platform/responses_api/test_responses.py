@@ -10,7 +10,8 @@ from loramux.platform.responses_api.openapi_schemas import ResponseDocument
 from tests.platform.gateways import Gateway
 from tests.platform.openai_api.test_tools import prompt_of
 from tests.platform.responses_api.test_events import CALL, WEATHER
-from tests.platform.responses_api.transcripts import RESPONSES, answers
+from tests.platform.responses_api.transcripts import RESPONSES
+from tests.platform.storing import answers
 
 pytestmark = pytest.mark.anyio
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,6 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from loramux.admin.serving.expired_rows import ExpiredRows
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.responses_api import response_input
 from loramux.platform.stored_responses.response_store import ResponseStore
@@ -22,27 +20,10 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.openai_api.test_tools import prompt_of
 from tests.platform.responses_api.test_events import CALL, WEATHER
-from tests.platform.responses_api.transcripts import RESPONSES, answers, events_of
+from tests.platform.responses_api.transcripts import RESPONSES, events_of
+from tests.platform.storing import KEY, allow, answers
 
 pytestmark = pytest.mark.anyio
-
-KEY = b"the key of the stored responses."
-
-
-def allow(database: Database, tenant_id: str, days: int = 30) -> None:
-    Tenants(database).update(tenant_id, TenantChanges(response_days=days), lambda tenant: None)
-
-
-@pytest.fixture
-async def storing(
-    accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
-) -> AsyncIterator[Gateway]:
-    """A gateway that stores the responses of the tenant acme."""
-    settings = GatewaySettings(response_key=KEY)
-    async with open_gateway(accounts, tool_tokenizer, threads, settings, max_model_len=1024) as gateway:
-        allow(accounts, gateway.tenant.id)
-        answers(gateway, "Secret answer")
-        yield gateway
 
 
 async def respond(gateway: Gateway, **body: Any) -> dict[str, Any]:

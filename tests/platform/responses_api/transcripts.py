@@ -10,7 +10,6 @@ from typing import Any
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from loramux.platform.engine_link.scripted_engine import Script
 from tests.platform.gateways import Gateway
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -18,12 +17,6 @@ RESPONSES = "/v1/responses"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 _ID = re.compile(r"(?:resp|msg|rs|fc|ctc)_[0-9a-f]{32,48}")
 _SHOWN = ("status", "output", "usage", "incomplete_details", "error")
-
-
-def answers(gateway: Gateway, text: str, **fields: Any) -> None:
-    """Make the engine answer with the text."""
-    token_ids = gateway.services.prompts.tokenizer.encode(text)[1:]
-    gateway.engine.script = lambda add: Script(token_ids=token_ids, **fields)
 
 
 async def events_of(gateway: Gateway, **body: Any) -> list[dict[str, Any]]:
