@@ -47,6 +47,10 @@ ENDPOINTS = {
     "/v1/chat/completions/batch": "chat",
     "/invocations": "invocations",
     "/v1/models": "models",
+    "/v1/load_lora_adapter": "load_adapter",
+    "/load_lora_adapter": "load_adapter",
+    "/v1/unload_lora_adapter": "unload_adapter",
+    "/unload_lora_adapter": "unload_adapter",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
