@@ -110,14 +110,21 @@ async def test_foreign_judge_ends_the_eval_like_an_absent_one(lab: EvalLab, judg
 async def test_judge_that_never_answers_ends_the_eval(lab: EvalLab) -> None:
     tokens = lab.gateway.services.prompts.tokenizer.encode("yes", add_special_tokens=False)
     lab.gateway.engine.script = lambda add: Script(token_ids=tokens, stall_after=None if add.digest else 0)
-    lab.patience = replace(PATIENCE, answer_s=0.2)
+    lab.patience = replace(PATIENCE, answer_s=0.5)
     async with lab.running():
         found = await lab.finished(lab.create([{"prompt": "p", "judge": "?"}] * 20, key_of(lab), judge="base"))
     assert (found.state, found.error_code, found.num_answers) == ("failed", "no_answers", 5)
-    assert {one.detail for one in lab.answers(found)} == {"no answer within 0.2 s"}
+    assert {one.detail for one in lab.answers(found)} == {"no answer within 0.5 s"}
     # The abandoned requests are settled.
     assert await lab.gateway.services.run.requests.drain(5)
-    assert len(lab.gateway.usage()) == len(lab.gateway.engine.adds) >= 5
+    settled = {event.request_id: event for event in lab.gateway.usage()}
+    assert len(settled) == len(lab.gateway.usage())
+    submitted = {add.sequence_id.rpartition("-")[0] for add in lab.gateway.engine.adds}
+    assert submitted <= settled.keys()
+    assert len(submitted) >= 5
+    # On a busy machine, a request can be abandoned before the engine has it, and then costs nothing.
+    for request_id in settled.keys() - submitted:
+        assert (settled[request_id].prompt_tokens, settled[request_id].completion_tokens) == (0, 0)
 
 
 async def test_line_that_does_not_fit_fails_alone(lab: EvalLab) -> None:
