@@ -123,7 +123,7 @@ test-clients: $(WARM) ## Test unmodified OpenAI clients and agent frameworks aga
 	$(VENV)/bin/python -m tests.environments clients
 	$(VENV)/bin/python -m pytest tests/clients -m campaign $(ARGS)
 
-test-cluster: $(WARM) ## Test engines in a local Ray cluster: end to end, kills, drains, changes, 8 minutes (LORAMUX_CLUSTER_KILLS=3)
+test-cluster: $(WARM) ## Test engines in a local Ray cluster: end to end, kills, drains, changes, 4 minutes (LORAMUX_CLUSTER_KILLS=3)
 	$(VENV)/bin/python -m tests.environments cluster
 	.venv-cluster/bin/python -m pytest tests/cluster -m campaign --timeout 600 -s $(ARGS)
 
