@@ -187,6 +187,10 @@ CAMPAIGNS: Mapping[str, Campaign] = {
             "LORAMUX_GATEWAY_KILLS": "40",
         },
     ),
+    "mutants": Campaign(
+        line="Known faults, most of them of other servers, put back one by one; each must be caught by its test",
+        commands=(("tests.mutants", "--out", "benchmarks/results/mutants.json"),),
+    ),
     "batches": Campaign(
         line="A batch over many adapters on a whole server, undisturbed and with kills "
         "(LORAMUX_SERVED_LINES=10000 _ADAPTERS=500 _KILLS=50)",

@@ -140,10 +140,10 @@ class RunningRequests:
                 raise
             raise Unauthenticated(DELETED) from error
         except asyncio.CancelledError:
-            reserving.add_done_callback(lambda done: self._settler.settle_unrun(plan.request_id, done))
+            self._settler.settle_unrun(plan.request_id, reserving)
             raise
         except TimeoutError:
-            reserving.add_done_callback(lambda done: self._settler.settle_unrun(plan.request_id, done))
+            self._settler.settle_unrun(plan.request_id, reserving)
             raise DatabaseTrouble("the reservation took too long") from None
         except TROUBLE:
             # The reservation may have been committed although its answer was lost.

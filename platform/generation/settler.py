@@ -66,16 +66,19 @@ class Settler:
                 self._hold(closing)
 
     def settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
-        """Release the reservation of an abandoned request, unless the finished future `reserving` shows that none was
-        made.
+        """Release the reservation of an abandoned request once the future `reserving` is done, unless it shows that
+        none was made.
         """
+        settling = asyncio.ensure_future(self._settle_unrun(request_id, reserving))
+        self._unrun.add(settling)
+        settling.add_done_callback(self._unrun.discard)
+
+    async def _settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
+        await asyncio.wait([reserving])
         error = None if reserving.cancelled() else reserving.exception()
         if reserving.cancelled() or not (error is None or isinstance(error, TROUBLE)):
             return
-        settle = self.settle(request_id, NEVER_RAN) if error is None else self.spool_unrun(request_id)
-        settling = asyncio.ensure_future(settle)
-        self._unrun.add(settling)
-        settling.add_done_callback(self._unrun.discard)
+        await (self.settle(request_id, NEVER_RAN) if error is None else self.spool_unrun(request_id))
 
     async def spool_unrun(self, request_id: str) -> None:
         """Spool the release of a reservation that the database may have made before its answer was lost."""
@@ -109,7 +112,9 @@ class Settler:
         return [RequestCheckpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
 
     async def none_held(self) -> None:
-        """Wait until no settlement is left in memory."""
+        """Wait until no settlement is left in memory and no abandoned request is left to be released."""
+        while self._unrun:
+            await asyncio.wait(set(self._unrun))
         await self._none_is_held.wait()
 
     async def spool_held(self) -> None:

@@ -53,6 +53,18 @@ def test_new_version_does_not_reuse_the_old_versions_prefix_pages(lookahead: boo
         simulation.run()
 
 
+def test_adapters_do_not_share_prefix_pages(lookahead: bool) -> None:
+    """Reported fault: cached K and V of one adapter answered requests for another, since keys left the adapter out."""
+    simulation = simulate_engine(adapters={"a": 2, "b": 2}, lookahead=lookahead)
+    prompt = tuple(range(50))
+    for number, digest in enumerate(["a", "b", None, "a", "b", None]):
+        add = simulation.make_add(str(number), prompt, 5, digest, isolation_key=KEY)
+        simulation.engine.add(b"gateway", add)
+        simulation.run()
+        assert simulation.tokens[add.sequence_id] == simulation.expected(add)
+        assert (simulation.finished[add.sequence_id].cached_tokens > 0) == (number >= 3)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [((b"salt", "x"), (b"saltx", None)), ((b"a", None), (b"a", "None")), ((b"k", "a"), (b"k", "aa"))],

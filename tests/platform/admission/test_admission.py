@@ -267,6 +267,17 @@ def test_request_that_never_ran_is_refunded(clocked: Database, acme: Tenant, mak
     assert counter(clocked).level == 4 * UNITS
 
 
+def test_request_that_never_ran_gives_its_place_back(
+    clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "concurrent_requests", 1)
+    admission = Admission(clocked)
+    never = Settlement(status="failed", prompt_tokens=0, completion_tokens=0, has_run=False, has_begun=False)
+    admission.settle(admission.reserve(make_request()).request_id, never)
+    assert counter(clocked).reserved == 0
+    admission.reserve(make_request())
+
+
 def test_settling_twice_charges_once(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
     admission = Admission(clocked)

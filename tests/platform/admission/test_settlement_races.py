@@ -105,6 +105,14 @@ def test_concurrently_recovered_request_is_corrected_once(running: Running) -> N
     assert Admission(running.database).commit([running.settling(6)]) == [False]
 
 
+def test_request_whose_server_was_only_slow_is_not_recovered(running: Running) -> None:
+    """The server extends its lease after another server has found that the lease had ended."""
+    with running.database.write() as connection:
+        connection.execute(update(schema.reservations).values(lease_expires_us=running.lease_expires_us + 1))
+    assert Admission(running.database).commit([running.recovering(), running.settling(5)]) == [False, True]
+    assert running.ledger() == (1, [], [])
+
+
 @pytest.mark.parametrize("how", ["settle", "extend", "recover"])
 def test_settlement_by_an_older_server_is_kept(running: Running, how: str) -> None:
     """An older server settled the request in the ledger without removing its row in `reservations`."""

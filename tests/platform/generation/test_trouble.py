@@ -469,6 +469,26 @@ async def test_lost_reservation_of_a_refused_request_is_released(gateway: Any, m
     assert (await settled(gateway)).completion_tokens == 0
 
 
+async def test_reservation_of_a_client_that_left_is_released(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    admission, has_left = gateway.services.run.commit._admission, threading.Event()
+    commit, has_begun = admission.commit, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(operations: Any) -> Any:
+        loop.call_soon_threadsafe(has_begun.set)
+        has_left.wait(10)
+        return commit(operations)
+
+    monkeypatch.setattr(admission, "commit", slow)
+    asking = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
+    await has_begun.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    has_left.set()
+    assert (await settled(gateway)).completion_tokens == 0
+    assert gateway.engine.adds == []
+
+
 async def test_unexpected_error_returns_500_with_the_request_id(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(operations: Any) -> None:
         raise ZeroDivisionError("a secret detail")

@@ -1,0 +1,36 @@
+"""Known faults that are put back are noticed. The campaign `mutants` runs all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutants.__main__ import FAILED, main, run
+from tests.mutants.known import MUTANTS
+from tests.mutants.mutant import ROOT, Mutant
+
+QUICK = ("prefix-key-without-adapter", "unload-after-several-choices", "cached-tokens-billed-twice")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=list(MUTANTS))
+def test_mutant_changes_the_product_and_names_a_test(mutant: Mutant) -> None:
+    assert mutant.source() != (ROOT / mutant.path).read_text()
+    path, _, name = mutant.test.partition("::")
+    assert f"def {name}(" in (ROOT / path).read_text()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_mutants_are_caught(name: str) -> None:
+    outcome = run([MUTANTS[name].test], MUTANTS[name])
+    assert outcome.returncode == FAILED, outcome.stdout
+
+
+def test_a_run_without_the_changed_module_proves_nothing() -> None:
+    test = "tests/platform/test_amounts.py"
+    outcome = run([test], MUTANTS["slot-of-a-running-request"])
+    assert outcome.returncode not in (0, FAILED), outcome.stdout
+
+
+def test_unknown_mutant_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["no-such-mutant"])
+    assert "there is no mutant no-such-mutant" in capsys.readouterr().err
