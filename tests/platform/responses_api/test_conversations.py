@@ -176,7 +176,7 @@ async def test_response_in_the_background_outlives_its_conversation(
     storing: Gateway, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
 ) -> None:
     made, finish = await storing.openai.conversations.create(), BackgroundStore.finish
-    calls = []
+    calls: list[str] = []
 
     def deleted_before(store: BackgroundStore, stored: Any, *rest: Any) -> str | None:
         if not calls:
