@@ -48,9 +48,15 @@ class Run:
             document = {"date": datetime.now(UTC).date().isoformat(), "machine": self.machine}
             if self.busy_before is not None and "busy_share" not in figures:
                 document["busy_share"] = {"before": round(self.busy_before, 3), "after": round(busy_share(), 3)}
-            self.arguments.out.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps(document | dict(figures), indent=1, allow_nan=False)
             self.arguments.out.write_text(text + "\n")
+
+
+def out_file(path: str) -> Path:
+    """The type of an argument that names a file to write. Makes its directory, so that no measured figure is lost."""
+    made = Path(path)
+    made.parent.mkdir(parents=True, exist_ok=True)
+    return made
 
 
 def new_parser(name: str, description: str | None, is_timed: bool = True) -> argparse.ArgumentParser:
@@ -60,7 +66,7 @@ def new_parser(name: str, description: str | None, is_timed: bool = True) -> arg
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--out", type=out_file, help="write the figures to this JSON file")
     if is_timed:
         add_allow_busy(parser)
     return parser

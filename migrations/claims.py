@@ -65,3 +65,13 @@ class RowClaims:
         table = self._table.c
         is_unclaimed = or_(table.claim_expires_us.is_(None), table.claim_expires_us < now_us)
         return table.state.in_(self._unfinished) & is_unclaimed
+
+
+def end_claims(database: Database, tables: Collection[Table]) -> None:
+    """End the claims on rows of these tables. The caller must be the only server on the database, so that the claims
+    are those of an earlier process.
+    """
+    with database.write() as connection:
+        for table in tables:
+            ended = {"claimed_by": None, "claim_expires_us": None}
+            connection.execute(update(table).where(table.c.claimed_by.is_not(None)).values(ended))

@@ -59,6 +59,8 @@ from loramux.admin.serving.upkeep import Upkeep
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.model_files import base_sha256
 from loramux.engine.loop.config import EngineConfig, pack_target, resolve_max_model_len
+from loramux.migrations import schema
+from loramux.migrations.claims import end_claims
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
@@ -219,6 +221,9 @@ def open_stores(
     database = Database(settings.resolved_database_url)
     stack.callback(database.close)
     _bring_up_to_date(database, settings.is_database_embedded)
+    if settings.is_database_embedded:
+        # The data directory is locked, so work that a killed process has claimed can continue at once.
+        end_claims(database, (schema.batches, schema.evals))
     blobs = open_blob_store(config.blob_url)
     # A wrong address or key must stop the start, not fail the first upload.
     blobs.check()

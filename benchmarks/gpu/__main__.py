@@ -35,6 +35,7 @@ from benchmarks.gpu.machine import describe
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.report import store, stored, table
 from benchmarks.gpu.table_step import META
+from benchmarks.harness import out_file
 
 PEERS = Path(__file__).parents[1] / "scratch" / "peers"
 TOTAL_S = 460
@@ -144,7 +145,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=out_file,
         help="write JSON to this file and keep its other parts, which must be from the same commit, card and versions",
     )
     amount = parser.add_mutually_exclusive_group()

@@ -33,6 +33,7 @@ from benchmarks.gpu.model import LLAMA_8B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Mo
 from benchmarks.gpu.prefill import PrefillCase
 from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, random_prompt
 from benchmarks.gpu.step import StepCase
+from benchmarks.harness import out_file
 from benchmarks.running_engine import greedy_adds
 
 NUM_TRACED = 10
@@ -151,7 +152,7 @@ def main() -> int:
     parser.add_argument(
         "--model", choices=MODELS, default="llama-3.1-8b", help="model with random weights (%(default)s)"
     )
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--out", type=out_file, help="write the figures to this JSON file")
     parser.add_argument(
         "--tiny",
         action="store_true",

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from benchmarks.gpu.model import LLAMA_7B, LLAMA_8B, QWEN3_30B_A3B, TINY, TINY_E
 from benchmarks.gpu.random_models import ALL_MODULES
 from benchmarks.gpu.table_bytes import Bytes, bytes_of, once, shape_text
 from benchmarks.gpu.table_step import RecordedStep, TableCase, TorchLaunch, TritonLaunch, record_step
+from benchmarks.harness import out_file
 
 MODELS = {
     "llama-3.1-8b": LLAMA_8B,
@@ -230,7 +230,9 @@ def main() -> int:
     parser.add_argument("--card", choices=CARDS, default="h200")
     parser.add_argument("--weights", choices=FORMATS, help="format of the layers' weights (default: bfloat16)")
     parser.add_argument("--node-us", type=float, help="microseconds that each launch adds to a graph")
-    parser.add_argument("--out", type=Path, help="write JSON to this file, and the same tables as Markdown next to it")
+    parser.add_argument(
+        "--out", type=out_file, help="write JSON to this file, and the same tables as Markdown next to it"
+    )
     arguments = parser.parse_args()
     card = CARDS[arguments.card]
     if arguments.node_us is not None:

@@ -41,7 +41,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.machine import describe
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import RandomAdapters
-from benchmarks.harness import exit_on_sigterm, finite, reports_failure
+from benchmarks.harness import exit_on_sigterm, finite, out_file, reports_failure
 from benchmarks.peers.child_server import HOST, child_server, free_port, own_environment
 from benchmarks.peers.vocabulary import FIRST_WORD
 from benchmarks.running_engine import GREEDY, start_engine
@@ -335,7 +335,7 @@ def _window(window: Window) -> dict[str, float]:
 def add_server(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that describe the server and its loads."""
     add = parser.add_argument
-    add("--out", type=Path, help="write the figures to this JSON file")
+    add("--out", type=out_file, help="write the figures to this JSON file")
     add("--shape", choices=SHAPES, default="8b", help="the base's shape (%(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--files", type=Path, help="existing directory for the base and the adapters, such as /dev/shm")

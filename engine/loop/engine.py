@@ -502,7 +502,7 @@ class Engine:
 
         if sequence.add.timeout_s is not None:
             self._timers.after(sequence, sequence.add.timeout_s, time_out)
-        if self._limits.max_waiting_s != float("inf"):
+        if self._limits.max_waiting_s != float("inf") and not sequence.is_background:
             self._timers.after(sequence, self._limits.max_waiting_s, give_up_waiting)
 
     def _shed(self) -> None:

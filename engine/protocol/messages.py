@@ -110,6 +110,10 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
     priority: int = 0
     """Orders the sequences of one share: lower values run first. It does not affect the order between shares."""
+    is_background: bool = False
+    """True if the sequence uses only what other sequences leave free: see `Scheduler`. The background sequences of a
+    share key are a share of their own.
+    """
     timeout_s: float | None = None
     """Seconds after which the sequence ends with `deadline_exceeded`. None means no deadline."""
     traceparent: str | None = None

@@ -10,7 +10,7 @@ from itertools import islice
 from operator import itemgetter
 
 from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, TOKEN_S, FairShare, ShareHeap, TurnKey, place
-from loramux.engine.sequences.sequence import Sequence
+from loramux.engine.sequences.sequence import Sequence, ShareKey
 
 MAX_ROUNDS = 64
 """Number of admissions from other shares after which a waiting share can go first, regardless of its counter."""
@@ -52,12 +52,15 @@ class FairQueue:
     can take more than K admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is
     resident and whose pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each
     share that has waited at least as long.
+
+    Background sequences come after all others. If their share has waited too long, its next sequence is no longer a
+    background sequence.
     """
 
     def __init__(self) -> None:
-        self._active: dict[str, FairShare] = {}
+        self._active: dict[ShareKey, FairShare] = {}
         # Longest idle first. Counters of idle shares are kept, so that a short idle time does not reset them.
-        self._idle: OrderedDict[str, FairShare] = OrderedDict()
+        self._idle: OrderedDict[ShareKey, FairShare] = OrderedDict()
         self._resident: set[str] = set()
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
         # Shares with waiting sequences, longest wait first.
@@ -102,7 +105,7 @@ class FairQueue:
 
     def set_limit(self, sequence: Sequence, num_tokens: int) -> None:
         """Change the token limit of a waiting sequence without changing its place in the queue."""
-        share = self._active[sequence.add.share_key]
+        share = self._active[sequence.share_key]
         self._discard(share, sequence)
         self._count_tokens(share, sequence, -1)
         sequence.num_reserved = num_tokens
@@ -122,7 +125,7 @@ class FairQueue:
     def charge_outputs(self, sequences: list[Sequence]) -> None:
         """Charge for one more output token of each sequence, running or waiting."""
         for sequence in sequences:
-            share = self._active[sequence.add.share_key]
+            share = self._active[sequence.share_key]
             share.charged += OUTPUT_PRICE
             share.served += OUTPUT_PRICE / share.weight
             if share.ready or share.cold:
@@ -131,13 +134,14 @@ class FairQueue:
 
     def charge_time(self, share_key: str, seconds: float) -> None:
         """Charge a share for processor time that it used besides its tokens."""
-        share = self._active.get(share_key) or self._idle.get(share_key)
+        keys = (share_key, False), (share_key, True)
+        share = next(filter(None, (shares.get(key) for shares in (self._active, self._idle) for key in keys)), None)
         if share is not None:
             self._charge(share, OUTPUT_PRICE * seconds / TOKEN_S)
 
     def leave(self, sequence: Sequence) -> None:
         """Remove a running sequence that has ended or been preempted."""
-        share = self._active[sequence.add.share_key]
+        share = self._active[sequence.share_key]
         share.num_running -= 1
         if share.is_waiting:
             self._changed[share] = None
@@ -150,7 +154,11 @@ class FairQueue:
 
     def served(self, sequence: Sequence) -> float:
         """The counter of a running or waiting sequence's share."""
-        return self._active[sequence.add.share_key].served
+        return self._active[sequence.share_key].served
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """True if the sequence's adapter is resident."""
+        return sequence.add.digest is None or sequence.add.digest in self._resident
 
     def set_resident(self, digest: str, is_resident: bool) -> None:
         """Mark an adapter as resident or not. Waiting sequences that need it become ready or cold."""
@@ -158,7 +166,7 @@ class FairQueue:
             return
         moved: defaultdict[FairShare, list[Sequence]] = defaultdict(list)
         for sequence in self._by_digest.get(digest, ()):
-            share = self._active[sequence.add.share_key]
+            share = self._active[sequence.share_key]
             if sequence not in share.parked:
                 moved[share].append(sequence)
         if is_resident:
@@ -211,10 +219,10 @@ class FairQueue:
         """The sequence to refuse when the queue is full, or None if every waiting sequence has run before.
 
         This is the newest of the lowest-priority sequences in the share with the most waiting tokens per weight. Shares
-        whose sequences have all run before are skipped.
+        of background sequences go first. Shares whose sequences have all run before are skipped.
         """
         waiting = [share for share in self._waiting if share.num_waiting_tokens]
-        waiting.sort(key=lambda share: share.num_waiting_tokens / share.weight, reverse=True)
+        waiting.sort(key=lambda share: (share.is_background, share.num_waiting_tokens / share.weight), reverse=True)
         for share in waiting:
             never_run = [one for one in (*share.ready, *share.cold) if not one.has_run]
             if never_run:
@@ -274,6 +282,9 @@ class FairQueue:
             if rounds >= MAX_COST_RATIO * bound or self._charged - share.charged_before >= ROUNDS_PER_SHARE * fair_wait:
                 self._late[share] = None
                 self._changed[share] = None
+                for line in (share.ready, share.cold):
+                    if line:
+                        line[0].is_background = False
 
     def _charge(self, share: FairShare, price: float) -> None:
         share.charged += price
@@ -290,7 +301,7 @@ class FairQueue:
             self._begin_wait(share)
             self._waiting_weight += share.weight
             self._least_waiting.update(share)
-        is_ready = self._is_ready(sequence)
+        is_ready = self.is_ready(sequence)
         insort(share.line(is_ready), sequence, key=place)
         self._count_line(is_ready, 1)
         self._changed[share] = None
@@ -299,7 +310,7 @@ class FairQueue:
         if sequence in share.parked:
             del share.parked[sequence]
             return
-        is_ready = self._is_ready(sequence)
+        is_ready = self.is_ready(sequence)
         line = share.line(is_ready)
         index = bisect_left(line, place(sequence), key=place)
         assert line[index] is sequence
@@ -325,11 +336,8 @@ class FairQueue:
         self._waiting.move_to_end(share)
         self._late.pop(share, None)
 
-    def _is_ready(self, sequence: Sequence) -> bool:
-        return sequence.add.digest is None or sequence.add.digest in self._resident
-
     def _take(self, sequence: Sequence) -> FairShare:
-        share = self._active[sequence.add.share_key]
+        share = self._active[sequence.share_key]
         self._discard(share, sequence)
         self._count_tokens(share, sequence, -1)
         self.num_waiting -= 1
@@ -347,7 +355,7 @@ class FairQueue:
             self.num_waiting_tokens += sign * sequence.num_reserved
 
     def _activated(self, sequence: Sequence) -> FairShare:
-        key = sequence.add.share_key
+        key = sequence.share_key
         share = self._active.get(key)
         if share is None:
             share = self._idle.pop(key, None) or FairShare(key)
@@ -385,7 +393,7 @@ def _cold_turn(share: FairShare) -> TurnKey:
 
 def _turn(sequence: Sequence, served: float, num_running: int) -> TurnKey:
     # A share whose counter was raised ties with another share. The share with fewer running sequences goes first.
-    return 1, served, num_running, sequence.arrival
+    return 2 if sequence.is_background else 1, served, num_running, sequence.arrival
 
 
 def _turns(share: FairShare, is_ready: bool, rounds: int) -> Iterator[tuple[TurnKey, Sequence]]:

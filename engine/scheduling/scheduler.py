@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
@@ -16,6 +16,16 @@ from loramux.engine.sequences.sequence import Sequence, SequenceState
 NEW_SHARE = 4
 """`1 / NEW_SHARE` of the rows that are not used for decoding is reserved for sequences that could start."""
 
+BACKGROUND_SHARE = 16
+"""`1 / BACKGROUND_SHARE` of a step's rows are the most for background sequences while other sequences run, so that a
+new request does not wait for a long step.
+"""
+
+QUIET_STEPS = 100
+"""Number of steps without other sequences after which background sequences fill the step."""
+
+MAX_YIELDS = 16
+"""Maximum number of consecutive steps in which background sequences do not take part because of other prompts."""
 
 _row_place = attrgetter("sequence.row_place")
 
@@ -32,6 +42,22 @@ class SchedulerLimits:
     look_ahead: int
 
 
+@dataclass(slots=True)
+class _Lane:
+    """The background sequences, or all others."""
+
+    decoding: list[Sequence] = field(default_factory=list)
+    """Running sequences whose next row is a decode row, in order of admission."""
+    prompts: list[Sequence] = field(default_factory=list)
+    """Running sequences whose prompt is not yet computed, in order of admission."""
+    waiting: list[tuple[int, Sequence]] = field(default_factory=list)
+    """Waiting sequences by turn, each with its position among all waiting sequences."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self.decoding) + len(self.prompts)
+
+
 class Scheduler:
     """Waiting and running sequences of one engine. `adapters` reports to `queue` which adapters are resident.
 
@@ -40,6 +66,10 @@ class Scheduler:
     loading is skipped and blocks no other sequence. When a running sequence needs a page and none is left, a sequence
     is preempted, to be recomputed later. The victim comes from the share with the highest counter. Ties go to the share
     with the youngest sequence. Within the share, it is the youngest of the sequences with the lowest priority.
+
+    Background sequences use what the others leave free. They take no part in a step that computes another sequence's
+    prompt, and have few rows while others run. They are preempted first for pages, and also when another sequence
+    needs a sequence slot, or room for its adapter.
     """
 
     def __init__(self, queue: FairQueue, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:
@@ -57,6 +87,9 @@ class Scheduler:
         self._unfit: list[Sequence] = []
         self._misstated: list[Sequence] = []
         self.num_preemptions = 0
+        # Steps since the last one in which another than a background sequence ran or waited.
+        self._num_quiet_steps = QUIET_STEPS
+        self._num_yields = 0
 
     @property
     def has_work(self) -> bool:
@@ -75,8 +108,14 @@ class Scheduler:
     def order_waiting(self) -> PoolDemand:
         """Order the waiting sequences for the next `schedule`, and return what they need from the adapter pool."""
         num_free_slots = self._num_free_slots()
+        num_behind = sum([one.is_background for one in self.running])
         # While no sequence can start, the order only decides which adapters are loaded next.
-        self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=num_free_slots > 0)
+        is_exact = num_free_slots + num_behind > 0
+        self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=is_exact)
+        if num_behind:
+            # Background sequences leave their slots to others.
+            num_ahead = sum([not one.is_background for one in self._order])
+            num_free_slots = max(num_free_slots, min(num_ahead, num_free_slots + num_behind))
         queue_positions: dict[str, int] = {}
         for position, sequence in enumerate(self._order):
             if sequence.add.digest is not None and sequence.add.digest not in queue_positions:
@@ -87,48 +126,23 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledSequence]:
         """Choose the next step's sequences, grouped by adapter. The list is empty if nothing can run."""
-        budget = self._limits.max_batch_tokens
-        num_preemptions = self.num_preemptions
-        scheduled: dict[Sequence, ScheduledSequence] = {}
         self._is_short, self._short_of_pages = False, None
-        # Decode rows come first, then prompts, each in order of admission.
-        decoding: list[Sequence] = []
-        prompts: list[Sequence] = []
+        self._make_room_for_adapters()
+        scheduled: dict[Sequence, ScheduledSequence] = {}
+        ahead, behind = _Lane(), _Lane()
         for sequence in self.running:
             if sequence.num_tokens < sequence.num_reserved and not sequence.waits_for_mask:
+                lane = behind if sequence.is_background else ahead
                 is_decoding = sequence.num_tokens - sequence.num_computed == 1
-                (decoding if is_decoding else prompts).append(sequence)
-        max_sequences = self._limits.max_sequences
-        num_free_slots = max_sequences - len(decoding) - len(prompts)
-        max_rows = min(budget, max_sequences)
-        running = SequenceState.RUNNING
-        for sequence in decoding:
-            if len(scheduled) == max_rows:
-                break
-            # Most sequences have room on their last page.
-            has_room = sequence.num_computed < sequence.num_room and sequence.state is running
-            if has_room or self._grow(sequence, 1, scheduled):
-                scheduled[sequence] = ScheduledSequence(sequence, 1)
-        budget -= len(scheduled)
-        # Rows that running prompts leave to new sequences, so that a short prompt does not wait for a long one.
-        kept = budget // NEW_SHARE if self.queue.num_ready and num_free_slots else 0
-        for sequence in prompts:
-            num_tokens = min(sequence.num_pending, budget - kept)
-            if num_tokens == 0 or len(scheduled) == max_sequences:
-                break
-            if self._grow(sequence, num_tokens, scheduled):
-                scheduled[sequence] = ScheduledSequence(sequence, num_tokens)
-                budget -= num_tokens
-        # After a preemption, admit no sequence in this step. Otherwise, the victim would immediately take its pages
-        # back.
-        if self.num_preemptions == num_preemptions and not self._is_short:
-            under_way = (scheduled[one] for one in prompts if one in scheduled)
-            is_midway = any(item.num_tokens < item.sequence.num_pending for item in under_way)
-            for item in self._admit(budget, num_free_slots, is_midway):
-                scheduled[item.sequence] = item
-                budget -= item.num_tokens
-            if is_midway:
-                self._fill_up(scheduled, budget)
+                (lane.decoding if is_decoding else lane.prompts).append(sequence)
+        for position, sequence in enumerate(self._order):
+            (behind if sequence.is_background else ahead).waiting.append((position, sequence))
+        num_free_slots = self._limits.max_sequences - ahead.num_running - behind.num_running
+        budget = self._fill(scheduled, ahead, self._limits.max_batch_tokens, num_free_slots)
+        self._num_quiet_steps = 0 if ahead.num_running or ahead.waiting else self._num_quiet_steps + 1
+        if behind.num_running or behind.waiting:
+            budget = min(budget, self._background_budget(scheduled))
+            self._fill(scheduled, behind, budget, self._num_free_slots())
         return sorted(scheduled.values(), key=_row_place)
 
     def take_unfit(self) -> list[Sequence]:
@@ -178,13 +192,86 @@ class Scheduler:
         """Maximum number of tokens of one request that fit in the pool next to its adapter and the pinned adapters."""
         return self._kv.max_tokens(self._adapters.num_pages_beside(digest, num_adapter_pages))
 
-    def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> None:
-        """Give rows that new sequences did not use back to the running prompts."""
-        for sequence, item in scheduled.items():
+    def _fill(self, scheduled: dict[Sequence, ScheduledSequence], lane: _Lane, budget: int, num_free_slots: int) -> int:
+        """Add a lane's sequences to the step: decode rows first, then prompts, each in order of admission, then waiting
+        sequences. Returns what is left of `budget`.
+        """
+        num_preemptions, num_before = self.num_preemptions, len(scheduled)
+        max_sequences = self._limits.max_sequences
+        max_scheduled = min(num_before + budget, max_sequences)
+        running = SequenceState.RUNNING
+        for sequence in lane.decoding:
+            if len(scheduled) == max_scheduled:
+                break
+            # Most sequences have room on their last page.
+            has_room = sequence.num_computed < sequence.num_room and sequence.state is running
+            if has_room or self._grow(sequence, 1, scheduled):
+                scheduled[sequence] = ScheduledSequence(sequence, 1)
+        budget -= len(scheduled) - num_before
+        # Rows that running prompts leave to new sequences, so that a short prompt does not wait for a long one.
+        kept = 0
+        if num_free_slots and lane.prompts and any(self.queue.is_ready(one) for _, one in lane.waiting):
+            kept = budget // NEW_SHARE
+        for sequence in lane.prompts:
+            num_tokens = min(sequence.num_pending, budget - kept)
+            if num_tokens == 0 or len(scheduled) == max_sequences:
+                break
+            if self._grow(sequence, num_tokens, scheduled):
+                scheduled[sequence] = ScheduledSequence(sequence, num_tokens)
+                budget -= num_tokens
+        # After a preemption, admit no sequence in this step. Otherwise, the victim would immediately take its pages
+        # back.
+        if self.num_preemptions == num_preemptions and not self.is_short_of_pages:
+            under_way = (scheduled[one] for one in lane.prompts if one in scheduled)
+            is_midway = any(item.num_tokens < item.sequence.num_pending for item in under_way)
+            for item in self._admit(lane.waiting, budget, num_free_slots, is_midway):
+                scheduled[item.sequence] = item
+                budget -= item.num_tokens
+            if is_midway:
+                budget = self._fill_up(scheduled, lane, budget)
+        return budget
+
+    def _background_budget(self, scheduled: dict[Sequence, ScheduledSequence]) -> int:
+        """Maximum number of rows for background sequences in a step with these other sequences."""
+        has_prompts = any(
+            item.num_tokens > 1 or item.sequence.num_tokens == item.sequence.num_prompt for item in scheduled.values()
+        )
+        if has_prompts and self._num_yields < MAX_YIELDS:
+            self._num_yields += 1
+            return 0
+        self._num_yields = 0
+        max_rows = self._limits.max_batch_tokens
+        return max_rows if self._num_quiet_steps >= QUIET_STEPS else max(1, max_rows // BACKGROUND_SHARE)
+
+    def _make_room_for_adapters(self) -> None:
+        """Preempt a background sequence if an adapter of another sequence finds no slot or pages."""
+        for sequence in self._order:
+            if sequence.is_background:
+                return
+            load = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
+            if load is not None and load.phase is AdapterPhase.STAGED:
+                self._vacate()
+                return
+
+    def _vacate(self) -> bool:
+        """Preempt the background sequence that was admitted last. Returns False if there is none."""
+        victim = next((one for one in reversed(self.running) if one.is_background), None)
+        if victim is None:
+            return False
+        self.preempt(victim)
+        return True
+
+    def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], lane: _Lane, budget: int) -> int:
+        """Give rows that new sequences did not use back to the running prompts. Returns what is left of `budget`."""
+        for sequence in lane.prompts:
+            item = scheduled.get(sequence)
+            if item is None:
+                continue
             extra = min(sequence.num_pending - item.num_tokens, budget)
             if extra > 0 and self._kv.grow(sequence, item.num_tokens + extra):
                 scheduled[sequence] = ScheduledSequence(sequence, item.num_tokens + extra)
                 budget -= extra
+        return budget
 
     def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[Sequence, ScheduledSequence]) -> bool:
         """Find pages for a sequence's next tokens, preempting sequences if necessary.
@@ -207,8 +294,11 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        last = max(self.running, key=lambda one: (self.queue.served(one), one.arrival))
-        return max((one for one in self.running if one.add.share_key == last.add.share_key), key=place)
+        last = max(self.running, key=lambda one: (one.is_background, self.queue.served(one), one.arrival))
+        return max(
+            (one for one in self.running if (one.share_key, one.is_background) == (last.share_key, last.is_background)),
+            key=place,
+        )
 
     def _num_free_slots(self) -> int:
         # A sequence that is paused or waits for a mask needs no slot. If all slots are taken when it resumes, it waits
@@ -222,11 +312,13 @@ class Scheduler:
         positions = (position for position, sequence in enumerate(self._order) if sequence is self._short_of_pages)
         return next(positions, NOT_SHORT)
 
-    def _admit(self, budget: int, num_free_slots: int, is_midway: bool) -> list[ScheduledSequence]:
+    def _admit(
+        self, waiting: list[tuple[int, Sequence]], budget: int, num_free_slots: int, is_midway: bool
+    ) -> list[ScheduledSequence]:
         """Admit waiting sequences. If `is_midway`, admit only sequences whose whole prompt fits into this step."""
         admitted: list[ScheduledSequence] = []
-        for position, sequence in enumerate(self._order):
-            if budget == 0 or num_free_slots == 0:
+        for position, sequence in waiting:
+            if budget == 0 or (num_free_slots == 0 and sequence.is_background):
                 break
             # Skip a sequence that was preempted or paused with a step in flight, because its tokens are incomplete
             # until that step is committed.
@@ -250,7 +342,13 @@ class Scheduler:
             prefix = self._kv.find_prefix(sequence)
             if is_midway and sequence.num_tokens - prefix.num_tokens > budget:
                 continue
+            while num_free_slots == 0 and self._vacate():
+                num_free_slots = self._num_free_slots()
+            if num_free_slots == 0:
+                break
             item = self._begin(sequence, entry, prefix, position, budget)
+            while item is None and not sequence.is_background and self._vacate():
+                item = self._begin(sequence, entry, prefix, position, budget)
             if item is None:
                 self._short_of_pages = sequence
                 break

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from loramux.engine.sequences.sequence import Sequence
+from loramux.engine.sequences.sequence import Sequence, ShareKey
 
 INPUT_PRICE = 1.0
 OUTPUT_PRICE = 2.0
@@ -26,7 +26,7 @@ TurnKey = tuple[float, ...]
 class FairShare:
     """A share's state in the fair order. `served` is its virtual token counter: token prices divided by the weight."""
 
-    key: str
+    key: ShareKey
     weight: int = 1
     served: float = 0.0
     ready: list[Sequence] = field(default_factory=list)
@@ -47,6 +47,10 @@ class FairShare:
     """
     charged_before: float = 0.0
     """Total charge of all shares when this share's wait began."""
+
+    @property
+    def is_background(self) -> bool:
+        return self.key[1]
 
     @property
     def is_waiting(self) -> bool:

@@ -16,6 +16,9 @@ from loramux.engine.constraints.token_rules import TokenRules
 from loramux.engine.protocol.messages import Add, TokenLogprobs
 from loramux.engine.sequences.cached_page import CachedPage
 
+ShareKey = tuple[str, bool]
+"""A share key, and whether the share is the one of the key's background sequences."""
+
 
 class SequenceState(Enum):
     WAITING = "waiting"
@@ -112,6 +115,9 @@ class Sequence:
     token_rules: TokenRules | None = None
     """The request's other rules for new tokens, such as bad words. None for most sequences."""
     # Stored rather than computed, because each step reads these values several times per sequence.
+    share_key: ShareKey = field(init=False)
+    is_background: bool = field(init=False)
+    """True if the sequence yields to others: see `Add.is_background`. False once its share has waited too long."""
     num_prompt: int = field(init=False)
     activation: int = field(init=False)
     """Position of the first token that the adapter modifies: see `Add.activation`."""
@@ -130,6 +136,8 @@ class Sequence:
         self.tokens = list(self.add.prompt)
         self.num_tokens = self.num_prompt = len(self.tokens)
         self.activation = self.add.activation
+        self.share_key = self.add.share_key, self.add.is_background
+        self.is_background = self.add.is_background
         self.is_pooled = self.add.pooling is not None
         # The limit of a pooled sequence is reached once its last step is in flight: see `choose`.
         self.num_reserved = self.num_prompt + (1 if self.is_pooled else self.add.max_tokens)

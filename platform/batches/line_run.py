@@ -17,7 +17,6 @@ from loramux.platform.admission.database_health import DatabaseTrouble
 from loramux.platform.batches.batch_claims import StoredAnswer, WaitingLine
 from loramux.platform.batches.output_lines import answered
 from loramux.platform.batches.room import Room
-from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.settler import NEVER_RAN
@@ -87,8 +86,7 @@ class LineRuns:
             try:
                 received = self._received(line)
                 plan, shape = await planned(self._services, caller, self._endpoint, received)
-                # Behind every other request of the tenant.
-                plan = replace(plan, endpoint=BATCHES, priority=MAX_PRIORITY)
+                plan = replace(plan, endpoint=BATCHES, priority=0, is_background=True)
                 await reserve(self._services, plan, received.body)
             except Exception as error:
                 refusal = _told(error)

@@ -14,6 +14,11 @@ from loramux.platform.generation.generation import Generation
 
 STATS_TIMEOUT_S = 5.0
 
+MAX_ENTERING = 4
+"""Maximum number of lines that are read, planned and reserved at once, so that many lines that end together do not
+occupy the gateway when the next ones start.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomLimits:
@@ -22,18 +27,14 @@ class RoomLimits:
     look_s: float = 0.25
     """Interval between looks at the engine, in seconds."""
     queue_s: float = 60.0
-    """Longest time for which lines wait because of other requests, in seconds. Then one line runs."""
-
-
-def lines_at_once(max_sequences: int) -> int:
-    """Return the sequences that run, with those of other requests, when a line is started, for an engine that runs
-    `max_sequences` at once. Fewer, so that a client's request never waits for a line to end.
-    """
-    return max(1, max_sequences * 3 // 4)
+    """Longest time for which lines wait because of other requests, in seconds. Then one line joins them."""
 
 
 class Room:
-    """The lines of this server's batches in the engine."""
+    """The lines of this server's batches in the engine.
+
+    They fill it, because they are background sequences, which make room for others at once.
+    """
 
     def __init__(self, engine: EngineClient, limits: RoomLimits) -> None:
         self._engine = engine
@@ -76,7 +77,7 @@ class Room:
             self._allowed = await self._look()
         num_own = self._num_own + self._num_entering
         is_starved = num_own == 0 and now_s - self._started_s >= self._limits.queue_s
-        return num_own < self._allowed or is_starved
+        return self._num_entering < MAX_ENTERING and (num_own < self._allowed or is_starved)
 
     @property
     def _num_own(self) -> int:
@@ -93,4 +94,4 @@ class Room:
         if stats.num_waiting > num_unbegun + self._num_entering:
             return 0
         num_others = max(0, stats.num_running - (self._num_own - min(stats.num_waiting, num_unbegun)))
-        return lines_at_once(self._limits.capacity()) - num_others
+        return self._limits.capacity() - num_others

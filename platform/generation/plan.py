@@ -106,6 +106,8 @@ class Plan:
     end_user: str | None
     priority: int = 0
     """Order among the requests of one share. Lower values run first."""
+    is_background: bool = False
+    """True if the request uses only what others leave free in the engine: see `Add.is_background`."""
     pooling: str | None = None
     """How each prompt is pooled (see `Add.pooling`), or None if the request generates tokens."""
     num_labels: int | None = None
@@ -162,6 +164,7 @@ class Plan:
             pooling=self.pooling,
             num_labels=self.num_labels,
             priority=self.priority,
+            is_background=self.is_background,
             traceparent=traceparent,
             host_floor_bytes=share.host_floor_bytes,
         )

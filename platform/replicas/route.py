@@ -55,7 +55,8 @@ def routing_request(add: Add) -> RoutingRequest:
     return RoutingRequest(
         digest=add.digest,
         prefix_key=prefix_key,
-        share_key=add.share_key,
+        # The lines of batches do not use up the part of the tenant's other requests.
+        share_key=f"{add.share_key} in the background" if add.is_background else add.share_key,
         weight=add.weight,
         num_prompt_tokens=len(add.prompt),
         max_tokens=add.max_tokens,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
 import structlog
 from fastapi import Request
+from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import Response
 
@@ -29,12 +31,20 @@ from loramux.platform.responses_api.output_items import Event
 from loramux.platform.responses_api.response_answer import (
     ResponseAnswer,
     cancelled_response,
+    complete_response,
     failed_response,
     numbered,
 )
 from loramux.platform.responses_api.response_chat import ResponseChat
 from loramux.platform.responses_api.response_stream import follow
-from loramux.platform.stored_responses.background_store import MAX_RUNNING, NewEvents, TooManyRunning, split_events
+from loramux.platform.stored_responses.background_store import (
+    MAX_RUNNING,
+    NewEvents,
+    NotAdded,
+    TooManyRunning,
+    split_events,
+)
+from loramux.platform.stored_responses.conversation_store import ConversationFull
 from loramux.platform.stored_responses.response_store import StoredResponse
 from loramux.platform.stored_responses.sealing import ContentTooLong
 
@@ -45,6 +55,8 @@ STORE_WAIT_S = 60.0
 RETRY_S = 1.0
 TOO_MANY_RETRY_S = 5.0
 
+COMPLETE = ("completed", "incomplete")
+"""States of responses that are added to their conversations."""
 TROUBLE = (SQLAlchemyError, DatabaseTrouble)
 log = structlog.get_logger(__name__)
 
@@ -206,7 +218,7 @@ class BackgroundRun:
         document = await self._finished(generation, error)
         stored = replace(self.queued, state=document["status"], response=document)
         try:
-            state = await self._store(stored, settlement)
+            state = await self._complete(stored, settlement)
             if state == "cancelling":
                 # The cancellation came too late to save work, but its caller was told that it had succeeded.
                 stored = self._ended_otherwise(*cancelled_response(document))
@@ -222,6 +234,20 @@ class BackgroundRun:
             self._services.metrics.responses.background.labels(stored.state).inc()
             return settlement
         return self._kept(generation, settlement)
+
+    async def _complete(self, stored: StoredResponse, settlement: Settlement) -> str | None:
+        """Store a finished response, and add a complete one to its conversation. Both happen, or the response says that
+        it is in no conversation. Returns the state in the database. Raises ContentTooLong.
+        """
+        document = stored.response
+        if document["status"] not in COMPLETE or document["conversation"] is None:
+            return await self._store(stored, settlement)
+        try:
+            add = await self._services.call(self._keeping.adding, document)
+            return await self._store(stored, settlement, add)
+        except (NotAdded, ConversationFull, ContentTooLong) as error:
+            log.warning("a response could not be added to its conversation", error=repr(error))
+            return await self._store(self._ended_otherwise(*complete_response(document)), settlement)
 
     def _ended_otherwise(self, document: Document, events: list[Event]) -> StoredResponse:
         """Return the row of another end. Its events replace the last event."""
@@ -243,15 +269,19 @@ class BackgroundRun:
         self._wait_for(events)
         return document
 
-    async def _store(self, stored: StoredResponse, settlement: Settlement) -> str | None:
+    async def _store(
+        self, stored: StoredResponse, settlement: Settlement, add: Callable[[Connection], bool] | None = None
+    ) -> str | None:
         """Store the finished response and the waiting events. Return its state in the database, or None if it has been
-        deleted. If the database keeps failing, return the state that it has. Raises ContentTooLong.
+        deleted. If the database keeps failing, return the state that it has. Raises ContentTooLong, and with `add` what
+        `BackgroundStore.finish` raises.
         """
         end_s = time.monotonic() + STORE_WAIT_S
         store = self._services.stored.background
         while True:
             try:
-                return await self._services.call(store.finish, stored, self._new_events(), settlement.completion_tokens)
+                events = self._new_events()
+                return await self._services.call(store.finish, stored, events, settlement.completion_tokens, add)
             except TROUBLE as error:
                 log.warning("a response in the background could not be stored", error=repr(error))
                 if time.monotonic() > end_s:

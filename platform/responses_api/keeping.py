@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 import structlog
+from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.platform.admission.database_health import DatabaseTrouble
@@ -54,17 +55,34 @@ class Keeping:
         )
 
     async def keep(self, document: Document) -> Document:
-        """Add the items to the conversation, if there is one, and store a complete response object, unless it is in the
-        background. Return it as it turned out.
+        """Add the items to the conversation, if there is one, and store a complete response object. Return it as it
+        turned out. Does nothing for a response in the background: see `adding`.
         """
         asked = self._received.body.asked
+        if asked.background:
+            return document
         if asked.conversation is not None:
-            is_added = await self._is_kept(self._append, asked.conversation, document)
+            is_added = await self._is_kept(self._append, document)
             document = {**document, "conversation": {"id": asked.conversation} if is_added else None}
-        if asked.background or not is_stored(self._services, self._target, self._received):
+        if not is_stored(self._services, self._target, self._received):
             return document
         stored = self.stored({**document, "store": True})
         return {**document, "store": await self._is_kept(self._put, stored)}
+
+    def adding(self, document: Document) -> Callable[[Connection], bool] | None:
+        """Return what adds the items to the conversation, or None if there is no conversation. Blocking. Raises
+        ContentTooLong.
+        """
+        conversation_id = self._received.body.asked.conversation
+        if conversation_id is None:
+            return None
+        target, adapter, days = self._target, self._target.model.adapter, self._target.share.response_days
+        items = [*listed_items(self._received.body.asked.input, home(self._received)), *document["output"]]
+        answered = Answered(None if adapter is None else adapter.adapter_id)
+        # The tenant's setting can have changed since the conversation began.
+        if days <= 0:
+            return lambda _: False
+        return self._services.stored.conversations.adding(target.tenant_id, conversation_id, items, days, answered)
 
     async def _is_kept(self, function: Callable[P, bool], *args: P.args, **kwargs: P.kwargs) -> bool:
         try:
@@ -77,11 +95,9 @@ class Keeping:
     def _put(self, stored: StoredResponse) -> bool:
         return self._services.stored.responses.put(stored, self._target.share.response_days)
 
-    def _append(self, conversation_id: str, document: Document) -> bool:
-        target, adapter, days = self._target, self._target.model.adapter, self._target.share.response_days
-        items = [*listed_items(self._received.body.asked.input, home(self._received)), *document["output"]]
-        answered = Answered(None if adapter is None else adapter.adapter_id)
-        # The tenant's setting can have changed since the conversation began.
-        return days > 0 and self._services.stored.conversations.append(
-            target.tenant_id, conversation_id, items, days, answered
-        )
+    def _append(self, document: Document) -> bool:
+        add = self.adding(document)
+        if add is None:
+            return False
+        with self._services.database.write() as connection:
+            return add(connection)

@@ -237,6 +237,12 @@ def failed_response(document: Document, error: ApiError) -> tuple[Document, list
     return failed, [{"type": "error", **told}, {"type": "response.failed", "response": failed}]
 
 
+def complete_response(document: Document) -> tuple[Document, list[Event]]:
+    """Return a complete response object that is in no conversation, and the last event of its stream."""
+    alone = {**document, "conversation": None}
+    return alone, [_last_event(alone)]
+
+
 def cancelled_response(document: Document) -> tuple[Document, list[Event]]:
     """Return a response object that was cancelled, and the last event of its stream."""
     cancelled = {**document, "status": "cancelled"}

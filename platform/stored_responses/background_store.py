@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,10 @@ _responses, _events, _reservations = schema.responses, schema.response_events, s
 
 class TooManyRunning(Exception):
     """The tenant already has MAX_RUNNING unfinished responses in the background."""
+
+
+class NotAdded(Exception):
+    """The response's conversation has been deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +108,22 @@ class BackgroundStore:
             self._checkpoint(connection, stored.id, num_tokens)
             return str(state)
 
-    def finish(self, stored: StoredResponse, events: NewEvents, num_tokens: int | None) -> str | None:
+    def finish(
+        self,
+        stored: StoredResponse,
+        events: NewEvents,
+        num_tokens: int | None,
+        add: Callable[[Connection], bool] | None = None,
+    ) -> str | None:
         """Store a finished response with the rest of its events. `stored.state` becomes its state.
+
+        `add` adds the response to its conversation, in the same transaction. If it returns False or raises an error,
+        nothing is stored.
 
         Return its state, which is another one if it was finished before or must be cancelled, or None if it has been
         deleted. `num_tokens`
         is what the request is charged. If it is None, nothing changes unless the response is lost.
-        Raises ContentTooLong.
+        Raises ContentTooLong, NotAdded if `add` returns False, or what it raises.
         """
         content = sealed_content(self._sealing, stored)
         with self._database.write() as connection:
@@ -122,6 +135,8 @@ class BackgroundStore:
             now_us = self._database.now_us(connection)
             if num_tokens is None and not is_request_lost(connection, row, now_us):
                 return str(row.background_state)
+            if add is not None and not add(connection):
+                raise NotAdded
             self._add(connection, stored.tenant_id, stored.id, row.num_events, events, now_us)
             changed = update(_responses).where(_responses.c.id == stored.id)
             connection.execute(changed.values(background_state=stored.state, content=content))

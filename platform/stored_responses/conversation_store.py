@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +158,19 @@ class ConversationStore:
         With `answered`, they are the items of a response: items that the conversation already has are left out, and the
         limits are twice as high. Raises ConversationFull, ContentTooLong, or DuplicateItem.
         """
+        add = self.adding(tenant_id, conversation_id, items, days, answered)
+        with self._database.write() as connection:
+            return add(connection)
+
+    def adding(
+        self,
+        tenant_id: str,
+        conversation_id: str,
+        items: Sequence[dict[str, Any]],
+        days: int,
+        answered: Answered | None = None,
+    ) -> Callable[[Connection], bool]:
+        """Return what `append` does in its transaction, for a transaction that does more. Raises ContentTooLong."""
         slack = 1 if answered is None else 2
         encoded = [msgspec.json.encode(item) for item in items]
         keys = [self._key(tenant_id, conversation_id, item["id"]) for item in items]
@@ -165,7 +178,8 @@ class ConversationStore:
             self._sealing.seal(tenant_id, f"{conversation_id} {key}", content)
             for key, content in zip(keys, encoded, strict=True)
         ]
-        with self._database.write() as connection:
+
+        def add(connection: Connection) -> bool:
             query = select(_conversations).where(
                 _conversations.c.id == conversation_id, _conversations.c.tenant_id == tenant_id
             )
@@ -213,7 +227,9 @@ class ConversationStore:
                     expires_us=max(row.expires_us, self._database.now_us(connection) + days * DAY_US),
                 )
             )
-        return True
+            return True
+
+        return add
 
     def update(self, conversation: StoredConversation, metadata: Mapping[str, str]) -> bool:
         """Replace the metadata. Return False if the conversation has been deleted. Raises ContentTooLong."""

@@ -9,7 +9,7 @@ from typing import Any
 from tests.platform.tool_base import TEMPLATE
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
 
 LAB_ADAPTERS: Mapping[str, str | None] = {
     "plain": None,
@@ -54,7 +54,7 @@ class DrawnRequest:
 
     @property
     def is_charged(self) -> bool:
-        """True if the request generates tokens."""
+        """True if the request runs in the engine."""
         return not self.is_refused and self.path != TOKENIZE
 
     @property
@@ -72,6 +72,14 @@ class DrawnRequest:
         if self.path != CHAT or not self.body.keys() <= _IN_RESPONSES:
             return self
         return DrawnRequest("response", RESPONSES, _response_body(self.body), self.is_refused, self.body)
+
+    def as_stored(self) -> DrawnRequest:
+        """Return the same request with an answer that is stored, and for a response, made in the background."""
+        if self.is_refused or self.path not in (CHAT, RESPONSES) or not self.body.get("stream"):
+            return self
+        stored = {"background": True} if self.path == RESPONSES else {"store": True}
+        kind = "background" if self.path == RESPONSES else "stored chat"
+        return DrawnRequest(kind, self.path, {**self.body, **stored}, chat=self.chat or self.body)
 
     def as_message(self) -> DrawnRequest:
         """Return the same request to `/v1/messages`, or this request if that endpoint lacks one of its fields."""
@@ -110,12 +118,19 @@ class RequestDraw:
             self._history: 2,
             self._thinking: 2,
             self._constrained: 2,
+            self._embedding: 1,
         }
         drawn = dice.choices([*kinds], [*kinds.values()])[0](max_tokens)
         if drawn.path == CHAT and dice.random() < 0.1:
             return drawn.as_tokenize()
         endpoints = (drawn, drawn.as_response(), drawn.as_message())
-        return dice.choices(endpoints, (4, 3, 3))[0]
+        chosen = dice.choices(endpoints, (4, 3, 3))[0]
+        return chosen.as_stored() if dice.random() < 0.3 else chosen
+
+    def _embedding(self, max_tokens: int) -> DrawnRequest:
+        dice = self._dice
+        prompt = [5] * dice.randint(1, 300)
+        return DrawnRequest("embedding", EMBEDDINGS, {"model": dice.choice(("base", "plain")), "input": prompt})
 
     def _completion(self, max_tokens: int) -> DrawnRequest:
         constraints: list[dict[str, Any]] = [

@@ -31,6 +31,7 @@ from loramux.platform.quotas.metrics import TOKENS_PER_MONTH
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.drawn_requests import LAB_ADAPTERS, MESSAGES, STOPPING, DrawnRequest, streamed_completion
 from tests.platform.ready_adapters import add_ready_adapter, digest_of
+from tests.platform.storing import KEY, allow
 from tests.platform.tool_base import make_tool_base
 from tests.ports import free_port
 
@@ -139,6 +140,7 @@ class GatewayLab:
             "data_dir": str(self._disk / f"gateway-{number}"),
             "database_url": self._database_url,
             "served_name": "base",
+            "response_key": KEY.decode(),
             "port": free_port(),
             "admin_port": free_port(),
             "log": str(self._disk / f"gateway-{number}.log"),
@@ -202,6 +204,7 @@ class GatewayLab:
         too.
         """
         tenant = Tenants(self.database).create(slug)
+        allow(self.database, tenant.id)
         for name, template in LAB_ADAPTERS.items():
             files = None if template is None else {TEMPLATE_FILE: template.encode()}
             add_ready_adapter(self.database, tenant.id, name, [digest_of(name)], files, base_id=self.base_id)
@@ -333,6 +336,7 @@ def usage_of(answer: bytes) -> tuple[str, Truth] | None:
     ends = (b"[DONE]", b"}") if b"\nevent: response." in body else (b"[DONE]", b'{"type":"message_stop"}')
     is_complete = body.rstrip(b"\r\n0").endswith(ends) if length is None else len(body) == int(length.group(1))
     usage = re.findall(rb'"prompt_tokens":(\d+),"completion_tokens":(\d+)', body)
+    usage += [(num, b"0") for num in re.findall(rb'"usage":\{"prompt_tokens":(\d+),"total_tokens":', body)]
     usage += re.findall(rb'"input_tokens":(\d+),"input_tokens_details":\{[^}]*\},"output_tokens":(\d+)', body)
     told = re.findall(rb'"input_tokens":(\d+),"cache_\w+":0,"cache_\w+":(\d+),"output_tokens":(\d+)', body)
     # A stream of `/v1/messages` tells its usage twice. The last is final.

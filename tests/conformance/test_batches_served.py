@@ -8,10 +8,11 @@ import random
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 
 import httpx
 import openai
@@ -20,6 +21,8 @@ import torch
 from openai.types import Batch
 from safetensors.torch import load_file, save_file
 
+from loramux.admin.client.client import AdminClient
+from loramux.admin.client.push import push_adapter
 from loramux.migrations.database import Database
 from tests.conformance.served import Deployment, PlainHttp, deployment
 from tests.platform.batches.batch_lab import CHAT, content_of, events_of, line
@@ -31,7 +34,7 @@ NUM_ADAPTERS = int(os.environ.get("LORAMUX_SERVED_ADAPTERS", "500"))
 NUM_KILLS = int(os.environ.get("LORAMUX_SERVED_KILLS", "50"))
 MAX_RESIDENT = 16
 """Maximum number of adapters in the engine, far fewer than the batch names."""
-MAX_RUNNING = 12
+MAX_RUNNING = 64
 """Maximum number of lines that a server with the default `max_sequences` runs at once."""
 PIRATE = Path(__file__).parents[2] / "admin" / "demo" / "adapters" / "pirate"
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -104,8 +107,10 @@ def site(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Site:
     with made.running():
         made.json("tenants", "create", "acme")
         key = made.json("keys", "create", "--tenant", "acme")["secret"]
-        for number in range(NUM_ADAPTERS):
-            copy = copytree(PIRATE, directory / "adapter", dirs_exist_ok=True)
+        client = AdminClient(f"http://127.0.0.1:{made.admin_port}", made.admin_key, timeout_s=120.0)
+
+        def push(number: int) -> None:
+            copy = copytree(PIRATE, directory / f"a{number}")
             # Each adapter has weights of its own. The engine loads equal weights only once.
             noise = torch.Generator().manual_seed(number)
             varied = {
@@ -113,7 +118,11 @@ def site(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Site:
                 for name, value in tensors.items()
             }
             save_file(varied, Path(copy) / "adapter_model.safetensors")
-            made.json("adapters", "push", str(copy), "--tenant", "acme", "--name", f"a{number}")
+            push_adapter(client, Path(copy), "acme", f"a{number}")
+            rmtree(copy)
+
+        with client, ThreadPoolExecutor(4) as pool:
+            list(pool.map(push, range(NUM_ADAPTERS)))
     return Site(made, key)
 
 

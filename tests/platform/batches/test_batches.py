@@ -22,7 +22,6 @@ from loramux.migrations.schema import prices
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.batches import batch_rows
 from loramux.platform.batches.tenant_files import Owner
-from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.ledger.prices import Price
 from loramux.platform.quotas.policies import QuotaPolicies
@@ -89,7 +88,7 @@ async def test_batch_is_answered_and_charged(lab: BatchLab) -> None:
         event, usage = events.pop(one["response"]["request_id"]), one["response"]["body"]["usage"]
         assert (event.prompt_tokens, event.completion_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
     assert events == {}
-    assert {add.priority for add in lab.gateway.engine.adds} == {MAX_PRIORITY}
+    assert {(add.is_background, add.priority) for add in lab.gateway.engine.adds} == {(True, 0)}
     file = await lab.gateway.openai.files.retrieve(batch.output_file_id or "")
     assert (file.purpose, file.filename) == ("batch_output", f"{batch.id}_output.jsonl")
 
@@ -105,7 +104,7 @@ async def test_other_endpoints_can_be_batched(lab: BatchLab, url: str, kind: str
         answers, errors = await lab.outputs(await lab.finished(batch))
     assert errors == []
     assert answers[0]["response"]["body"]["object"] == kind
-    assert [add.priority for add in lab.gateway.engine.adds] == [MAX_PRIORITY]
+    assert [add.is_background for add in lab.gateway.engine.adds] == [True]
 
 
 async def test_lines_of_an_adapter_run_together(lab: BatchLab) -> None:
@@ -258,7 +257,7 @@ async def test_lines_wait_while_other_requests_wait(lab: BatchLab) -> None:
         assert (await lab.finished(batch)).status == "completed"
 
 
-async def test_lines_leave_room(lab: BatchLab) -> None:
+async def test_lines_fill_the_engine(lab: BatchLab) -> None:
     most = 0
 
     def script(add: Any) -> Script:
@@ -269,7 +268,7 @@ async def test_lines_leave_room(lab: BatchLab) -> None:
     lab.gateway.engine.script = script
     async with lab.running():
         await lab.finished(await lab.create([line(f"{number}") for number in range(40)]))
-    assert most == 4
+    assert most == 6
 
 
 async def test_cancelled_batch_keeps_its_answers(lab: BatchLab) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from loramux.adapter_store.errors import ClaimLost
+from loramux.migrations import schema
+from loramux.migrations.claims import end_claims
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
 from loramux.platform.admission.reservation_rows import LEASE_US
@@ -72,8 +74,8 @@ async def dead_server(lab: BatchLab, tmp_path: Path) -> Dead:
     return Dead(lab, claimed.claim, batch.id, named, claimed.batch.api_key_id)
 
 
-async def continued(dead: Dead, clock: FakeClock) -> list[dict[str, Any]]:
-    clock.advance(31)
+async def continued(dead: Dead, clock: FakeClock, after_s: int = 31) -> list[dict[str, Any]]:
+    clock.advance(after_s)
     batch = await dead.lab.gateway.openai.batches.retrieve(dead.batch_id)
     async with dead.lab.running():
         batch = await dead.lab.finished(batch)
@@ -115,6 +117,19 @@ async def test_request_without_an_answer_is_not_charged(
     assert len(gateway_on_each.engine.adds) == 2
     assert {one["response"]["request_id"] for one in answers}.isdisjoint({one.request_id for one in dead.lines})
     check_ledger(lab, answers)
+
+
+async def test_restarted_only_server_continues_at_once(
+    gateway_on_each: Gateway, clock: FakeClock, tmp_path: Path
+) -> None:
+    lab = BatchLab(gateway_on_each)
+    dead = await dead_server(lab, tmp_path)
+    dead.reserve(dead.lines[0])
+    assert BatchQueue(gateway_on_each.database).claim() is None
+    end_claims(gateway_on_each.database, (schema.batches, schema.evals))
+    check_ledger(lab, await continued(dead, clock, after_s=0))
+    with pytest.raises(ClaimLost):
+        dead.store(dead.lines[1], "b")
 
 
 async def test_recovered_requests_are_corrected(gateway_on_each: Gateway, clock: FakeClock, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.stored_responses import conversation_store
+from loramux.platform.stored_responses.background_store import BackgroundStore
 from loramux.platform.stored_responses.conversation_store import ConversationStore
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
@@ -155,6 +156,48 @@ async def test_response_in_the_background_extends_its_conversation(storing: Gate
     assert event.completion_tokens == found["usage"]["output_tokens"]
 
 
+async def test_response_that_is_cancelled_too_late_adds_nothing(
+    storing: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, finish = await storing.openai.conversations.create(), BackgroundStore.finish
+
+    def cancelled_before(store: BackgroundStore, stored: Any, *rest: Any) -> str | None:
+        store.cancel(stored)
+        return finish(store, stored, *rest)
+
+    monkeypatch.setattr(BackgroundStore, "finish", cancelled_before)
+    found = await finished(storing, await respond(storing, conversation=made.id, background=True, input="Hi"))
+    assert (found["status"], found["conversation"]) == ("cancelled", {"id": made.id})
+    assert await items_of(storing, made.id) == []
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
+async def test_response_in_the_background_outlives_its_conversation(
+    storing: Gateway, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    made, finish = await storing.openai.conversations.create(), BackgroundStore.finish
+    calls: list[str] = []
+
+    def deleted_before(store: BackgroundStore, stored: Any, *rest: Any) -> str | None:
+        if not calls:
+            conversations = storing.services.stored.conversations
+            conversations.delete(conversations.get(storing.tenant.id, made.id))  # type: ignore[arg-type]
+        calls.append(stored.state)
+        return finish(store, stored, *rest)
+
+    monkeypatch.setattr(BackgroundStore, "finish", deleted_before)
+    asked: dict[str, Any] = {"conversation": made.id, "background": True, "input": "Hi"}
+    if is_streamed:
+        found = (await events_of(storing, **asked))[-1]["response"]
+    else:
+        found = await finished(storing, await respond(storing, **asked))
+    assert (found["status"], found["conversation"]) == ("completed", None)
+    assert (await storing.http.get(f"{RESPONSES}/{found['id']}")).json() == found
+    assert len(calls) == 2
+    [event] = await settled(storing)
+    assert event.completion_tokens == found["usage"]["output_tokens"]
+
+
 async def test_failed_response_adds_nothing(storing: Gateway) -> None:
     made = await storing.openai.conversations.create()
     answers(storing, "one two", error="nan_logits")
@@ -233,7 +276,7 @@ async def test_conversation_says_if_it_could_not_be_extended(storing: Gateway, m
     def fail(*_: Any) -> bool:
         raise OperationalError("insert", {}, Exception("the disk is full"))
 
-    monkeypatch.setattr(ConversationStore, "append", fail)
+    monkeypatch.setattr(ConversationStore, "adding", fail)
     response = await respond(storing, conversation=made.id)
     assert (response["status"], response["conversation"], response["store"]) == ("completed", None, True)
 
