@@ -65,6 +65,8 @@ def _rotate_and_store(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a = launch.arguments
     q = a["NUM_Q"] * 2 * a["HALF"] * 2 * a["q_ptr"].itemsize
     kv = 2 * a["NUM_KV"] * a["HEAD_DIM"] * (a["k_ptr"].itemsize + a["kv_ptr"].itemsize)
+    if a["ROTATES_K"]:
+        kv += a["NUM_KV"] * 2 * a["HALF"] * a["k_ptr"].itemsize
     return once(step.batch.num_tokens * (q + kv + 2 * a["HALF"] * FLOAT))
 
 
@@ -256,6 +258,10 @@ def _combine(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     return once(out + partial * num_heads * (a["HEAD_DIM"] + 1) * FLOAT)
 
 
+def _gather_pages(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    return once(2 * launch.arguments["rows_ptr"].nbytes)
+
+
 def _group_maxima(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a = launch.arguments
     return once(launch.grid[0] * (a["V"] * a["logits_ptr"].itemsize + a["NUM_GROUPS"] * FLOAT))
@@ -284,6 +290,7 @@ _FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
     "_sum": _sum,
     "_attend": _attend,
     "_combine": _combine,
+    "_gather_pages": _gather_pages,
     "group_maxima": _group_maxima,
     "choose_tokens": _choose_greedily,
 }
