@@ -157,6 +157,8 @@ class Attention:
         )  # fmt: skip
         elements = self._plan.workspace_elements(case.num_rows, case.num_sequences, model.attention)
         self._workspace = torch.full((elements,), torch.nan, device=bench.device)
+        num_counters = self._plan.num_counters(case.num_rows, case.num_sequences, model.attention)
+        self._counters = torch.zeros(num_counters, dtype=torch.int32, device=bench.device)
 
     @property
     def num_layers(self) -> int:
@@ -165,7 +167,7 @@ class Attention:
     def launch(self, layer: int) -> None:
         paged_attention(
             self.q, self.pool, layer % self.num_layers, self.batch, self.model.attention, self._plan, self._workspace,
-            self.out,
+            self._counters, self.out,
         )  # fmt: skip
 
     def dense(self, layer: int, sequences: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,6 +46,11 @@ from loramux.kernels.tables import (
     Segments,
 )
 
+MIN_COUNTERS = 1 << 16
+"""Number of attention's counters that are allocated at the start: enough for steps of 4,096 sequences with 16 KV heads
+on average.
+"""
+
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -139,6 +144,7 @@ class GpuKernels(GpuLora):
         if contiguous_attention is None and has_flash_attention(pool.raw.device, pool.kv.dtype):
             contiguous_attention = flash_attention
         self._contiguous_attention = contiguous_attention
+        self._counters = [torch.zeros(MIN_COUNTERS, dtype=torch.int32, device=pool.raw.device)]
         self.outer = GpuLora(pool.flat, pdl=pdl)
         if num_processors is None:
             # Triton's interpreter runs one program after another.
@@ -173,7 +179,7 @@ class GpuKernels(GpuLora):
         sinks: torch.Tensor | None = None,
         kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        plan, elements = _planned(
+        plan, elements, num_counters = _planned(
             q.shape[0], batch.seq_lens.shape[0], spec, q.dtype.itemsize, batch.max_q <= 1, self._num_processors
         )
         keys = batch.contiguous
@@ -185,7 +191,15 @@ class GpuKernels(GpuLora):
                     return
                 plan = replace(plan, long=None)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
-        paged_attention(q, self._pool, layer, batch, spec, plan, workspace, out, sinks)
+        paged_attention(q, self._pool, layer, batch, spec, plan, workspace, self._counters_of(num_counters), out, sinks)
+
+    def _counters_of(self, count: int) -> torch.Tensor:
+        """At least `count` counters, all zero between launches. A captured graph keeps using the ones of its capture,
+        so smaller ones are kept. Steps warm up with the largest shape, and before they are captured.
+        """
+        if self._counters[-1].numel() < count:
+            self._counters.append(torch.zeros(count, dtype=torch.int32, device=self._pool.raw.device))
+        return self._counters[-1]
 
     def _contiguous_kv(
         self,
@@ -257,10 +271,11 @@ class GpuKernels(GpuLora):
 @lru_cache(maxsize=4096)
 def _planned(
     num_tokens: int, num_sequences: int, spec: AttentionSpec, itemsize: int, all_short: bool, num_processors: int
-) -> tuple[AttentionPlan, int]:
-    """Plan a batch's launches and workspace size.
+) -> tuple[AttentionPlan, int, int]:
+    """Plan a batch's launches, and the sizes of its workspace and counters.
 
     Layers with the same `spec` share a plan, and the next step often needs it again.
     """
     plan = attention_plan(num_tokens, num_sequences, spec, itemsize, all_short=all_short, num_processors=num_processors)
-    return plan, plan.workspace_elements(num_tokens, num_sequences, spec)
+    sizes = (num_tokens, num_sequences, spec)
+    return plan, plan.workspace_elements(*sizes), plan.num_counters(*sizes)
