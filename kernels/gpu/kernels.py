@@ -47,8 +47,7 @@ from loramux.kernels.tables import (
 )
 
 MIN_COUNTERS = 1 << 16
-"""Number of attention's counters that are allocated at the start: enough for steps of 4,096 sequences with 16 KV heads
-on average.
+"""Number of attention's counters that are allocated at the start: enough for 4,096 tiles of query rows and 16 KV heads.
 """
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
