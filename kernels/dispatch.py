@@ -102,7 +102,14 @@ class Kernels(LoraKernels, Protocol):
 
         Without `k` and `v`, only rotate q, for a layer that reads the K and V of another layer. The rotation acts on
         the two halves of each head. q is changed in place. Afterwards, the contents of k and of q's padding rows are
-        undefined.
+        undefined, but `paged_attention` can read k.
+        """
+        ...
+
+    def max_gathered_pages(self, spec: AttentionSpec) -> int:
+        """Maximum number of pages that `ContiguousKeys` may list for layers with this attention.
+
+        If it is 0, the kernels do not read `AttentionBatch.contiguous` for these layers.
         """
         ...
 
@@ -114,10 +121,13 @@ class Kernels(LoraKernels, Protocol):
         spec: AttentionSpec,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """`out = softmax(soft_cap(q kᵀ * scale) + mask) v` over the pages of each sequence.
 
-        `sinks`, float32 `[num_heads]`, contains for each head the score of an additional key that has no value.
+        `sinks`, float32 `[num_heads]`, contains for each head the score of an additional key that has no value. `kv`
+        is the k and v that `rotate_and_store` has just stored in this layer, if it did. Kernels may read them instead
+        of the pages.
         """
         ...
 

@@ -133,6 +133,34 @@ class LoraCall:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ContiguousKeys:
+    """Where the K and V of a step's prefills are in contiguous rows, for attention kernels that cannot read pages.
+
+    A prefill is a sequence with at least two query rows. Query rows are divided into the ranges `[cu_q[i], cu_q[i +
+    1])`, and the rows of K and V into the ranges `[cu_k[i], cu_k[i + 1])`. Range `2 * j + 1` is the `j`-th prefill: its
+    rows are the last positions of its context, which is its range of K and V. The ranges between them contain all other
+    query rows, whose results are overwritten, and rows of K and V that belong to no context.
+
+    Without `pages`, no prefill has a prefix. `cu_k` is then `cu_q`: K and V of query row `t` are in row `t`, as
+    `Kernels.rotate_and_store` leaves them. With `pages`, int32 `[num_listed]`, page `pages[i]` contains rows
+    `[page_tokens * i, page_tokens * (i + 1))` of K and V.
+
+    `cu_q` and `cu_k` are int32 `[2 * num_prefills + 2]`. `max_q` and `max_k` bound the query rows and the context of a
+    prefill. `num_rows` is the number of query rows of all sequences. `rows_per_key` is the mean number of query rows of
+    the prefill that a row of K belongs to. `has_decodes` is true if a sequence has a single query row.
+    """
+
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    pages: torch.Tensor | None
+    max_q: int
+    max_k: int
+    num_rows: int
+    rows_per_key: float
+    has_decodes: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
     """The sequences of a step: their query rows, context lengths and pages.
 
@@ -147,6 +175,8 @@ class AttentionBatch:
 
     A captured graph has fixed numbers of sequences and rows. On a GPU, a padding sequence has no query rows. A padding
     row belongs to no sequence and has a negative entry in `kv_slots`.
+
+    `contiguous` is known only in steps that are not captured, and None in all others.
     """
 
     cu_q: torch.Tensor
@@ -155,6 +185,7 @@ class AttentionBatch:
     page_starts: torch.Tensor
     kv_slots: torch.Tensor
     max_q: int
+    contiguous: ContiguousKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)

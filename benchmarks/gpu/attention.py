@@ -14,7 +14,9 @@ from benchmarks.gpu.bench import POOL_STD, Bench, Row, require_close
 from benchmarks.gpu.model import Model, model_of
 from loramux.kernels.gpu.attention import paged_attention
 from loramux.kernels.gpu.attention_plan import PAGE_TOKENS, attention_plan
-from loramux.kernels.tables import AttentionBatch, PoolViews
+from loramux.kernels.gpu.contiguous_attention import flash_attention, gather_pages, has_flash_attention
+from loramux.kernels.reference.attention import contiguous_attention
+from loramux.kernels.tables import AttentionBatch, ContiguousKeys, PoolViews
 
 MAX_KV_BYTES = 72 << 30
 """Maximum size of a case's pages, in bytes. If not all layers fit, the row reports how many are stored."""
@@ -33,6 +35,8 @@ concentrated on a single key.
 """
 
 OURS, SDPA = "loramux", "torch SDPA on contiguous K and V"
+CONTIGUOUS, GATHERED = "loramux on contiguous K and V", "loramux on gathered pages"
+"""How the engine computes a prefill without and with a prefix in steps that are not captured."""
 
 LayerLaunch = Callable[[int], None]
 
@@ -75,6 +79,8 @@ def cases(bench: Bench) -> list[AttentionCase]:
     batches = (1, 64) if bench.is_quick else (1, 16, 64, 256)
     contexts = (1024,) if bench.is_quick else (512, 1024, 8192)
     prefills = (2048,) if bench.is_quick else (512, 2048, 8192)
+    if bench.is_full:
+        prefills = (*prefills, 32768)
     prefill = [AttentionCase(1, length, length) for length in prefills]
     decode = [AttentionCase(batch, context, 1) for context in contexts for batch in batches]
     if not bench.is_full:
@@ -99,7 +105,10 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
     for case in cases(bench)[shard::num_shards]:
         num_layers = num_stored(model, case, bench.dtype.itemsize, MAX_KV_BYTES)
         pool = bench.pool(model.geometry(bench.dtype.itemsize, num_layers), WARM_POOL_BYTES)
-        Attention(bench, model, case, pool).launch(0)
+        attention = Attention(bench, model, case, pool)
+        attention.launch(0)
+        if not case.is_decode:
+            gather_pages(pool, 0, attention.batch.pages, model.attention)
 
 
 def allowed_bytes(bench: Bench) -> int:
@@ -148,6 +157,8 @@ class Attention:
         )  # fmt: skip
         elements = self._plan.workspace_elements(case.num_rows, case.num_sequences, model.attention)
         self._workspace = torch.full((elements,), torch.nan, device=bench.device)
+        num_counters = self._plan.num_counters(case.num_rows, case.num_sequences, model.attention)
+        self._counters = torch.zeros(num_counters, dtype=torch.int32, device=bench.device)
 
     @property
     def num_layers(self) -> int:
@@ -156,7 +167,7 @@ class Attention:
     def launch(self, layer: int) -> None:
         paged_attention(
             self.q, self.pool, layer % self.num_layers, self.batch, self.model.attention, self._plan, self._workspace,
-            self.out,
+            self._counters, self.out,
         )  # fmt: skip
 
     def dense(self, layer: int, sequences: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,6 +239,34 @@ def sdpa_way(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
     return (decode if case.is_decode else prefill), num_layers
 
 
+def contiguous_ways(bench: Bench, attention: Attention) -> tuple[dict[str, LayerLaunch], int]:
+    """Prepare torch's FlashAttention over gathered pages, with and without the gather, for the only sequence of a
+    prefill. Return the launches and the number of copied layers.
+    """
+    case, model, pages = attention.case, attention.model, attention.batch.pages
+    spec, device = model.attention, bench.device
+    num_layers = min(attention.num_layers, max(1, MAX_DENSE_BYTES // case.kv_bytes(model, bench.dtype.itemsize)))
+    compute = flash_attention if has_flash_attention(device, bench.dtype) else contiguous_attention
+
+    def bounds(end: int) -> torch.Tensor:
+        return torch.tensor([0, 0, end, end], dtype=torch.int32, device=device)
+
+    keys = ContiguousKeys(
+        cu_q=bounds(case.num_queries), cu_k=bounds(case.context), pages=pages, max_q=case.num_queries,
+        max_k=case.context, num_rows=case.num_rows, rows_per_key=case.num_queries, has_decodes=False,
+    )  # fmt: skip
+    stored = [gather_pages(attention.pool, layer, pages, spec) for layer in range(num_layers)]
+
+    def contiguous(layer: int) -> None:
+        compute(attention.q, *stored[layer % num_layers], keys, spec, attention.out)
+
+    def gathered(layer: int) -> None:
+        rows = gather_pages(attention.pool, layer % attention.num_layers, pages, spec)
+        compute(attention.q, *rows, keys, spec, attention.out)
+
+    return {CONTIGUOUS: contiguous, GATHERED: gathered}, num_layers
+
+
 def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> Iterator[Row]:
     itemsize = bench.dtype.itemsize
     num_layers = num_stored(model, case, itemsize, allowed)
@@ -239,6 +278,12 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
     errors = {OURS: max(attention.check(attention.launch, layer) for layer in sorted({0, num_layers - 1}))}
     launches: dict[str, LayerLaunch] = {OURS: attention.launch}
     stored = {OURS: num_layers}
+    if not case.is_decode:
+        ways, num_copied = contiguous_ways(bench, attention)
+        stored |= {CONTIGUOUS: num_copied, GATHERED: num_layers}
+        for name, launch in ways.items():
+            errors[name] = max(attention.check(launch, layer) for layer in sorted({0, stored[name] - 1}))
+        launches |= ways
     try:
         launch, stored[SDPA] = sdpa_way(bench, attention)
         errors[SDPA] = max(attention.check(launch, layer) for layer in sorted({0, stored[SDPA] - 1}))
@@ -275,8 +320,8 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
             figures["tb_s"] = read / one / 1e12
         else:
             figures["tflop_s"] = case.operations(model) / one / 1e12
-        if name == OURS and SDPA in seconds:
-            figures["over_sdpa"] = seconds[OURS] / seconds[SDPA]
+        if name != SDPA and SDPA in seconds:
+            figures["over_sdpa"] = seconds[name] / seconds[SDPA]
         if stored[name] < model.num_layers:
             figures["stored_layers"] = stored[name]
         yield Row(str(case), name, figures | {"error": errors[name]})

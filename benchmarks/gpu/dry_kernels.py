@@ -176,12 +176,14 @@ def _attention_case(bench: Bench, model: Model, case: AttentionCase, allowed: in
         attention = Attention(bench, model, case, pool)
         rows = memory.restart()
         _, num_dense = gpu_attention.sdpa_way(bench, attention)
-        copies = memory.live - rows
-        # SDPA's own outputs, in addition to the memory for gathering pages.
-        transient = memory.peak - memory.live + attention.out.nbytes
         launched = Listed()
         with launched.within(bench):
             attention.launch(0)
+            ways = {} if case.is_decode else gpu_attention.contiguous_ways(bench, attention)[0]
+        num_ways = 2 + len(ways)
+        copies = memory.live - rows
+        # SDPA's own outputs, in addition to the memory for gathering pages.
+        transient = memory.peak - memory.live + attention.out.nbytes
     # The check keeps one sequence at a time in memory: K and V in float64, and three copies of the scores.
     heads = model.num_kv_heads
     checked = case.context * 8 * (2 * heads * model.head_dim + 3 * model.num_heads * gpu_attention.SAMPLED_ROWS)
@@ -192,12 +194,12 @@ def _attention_case(bench: Bench, model: Model, case: AttentionCase, allowed: in
     moved = case.kv_bytes(model, itemsize) + 2 * attention.q.nbytes
     layer = floor_s(bench, moved, case.operations(model), launches=launched.num_launches)
     repeated = layer * model.num_layers
-    seconds = OVER_FLOOR * measuring_seconds([repeated, layer] * 2, floor_s(bench, FLUSH_BYTES))
-    seconds += 4 * CAPTURE_S + 2 * 2 * case.num_sequences * CHECK_OPS * HOST_OP_S
-    seconds += floor_s(bench, 3 * copies) + 2 * OVER_FLOOR * floor_s(bench, 9 * moved)
+    seconds = OVER_FLOOR * measuring_seconds([repeated, layer] * num_ways, floor_s(bench, FLUSH_BYTES))
+    seconds += 2 * num_ways * CAPTURE_S + num_ways * 2 * case.num_sequences * CHECK_OPS * HOST_OP_S
+    seconds += floor_s(bench, 3 * copies) + num_ways * OVER_FLOOR * floor_s(bench, 9 * moved)
     shapes = {
         "q, out": shape_of(attention.q),
         "pages": shape_of(attention.pages),
         "stored layers": f"{num_layers}, SDPA {num_dense}",
     }
-    return Need(str(case), shapes, 2, held, seconds, frozenset(launched.programs))
+    return Need(str(case), shapes, num_ways, held, seconds, frozenset(launched.programs))

@@ -94,6 +94,7 @@ def cases(model: Model) -> Iterator[TableCase]:
     yield replace(
         prefill, name="prefill, 16 prompts of 128: 16 adapters, rank 16", num_adapters=16, modules=ALL_MODULES
     )
+    yield TableCase("prefill, last 2,048 of 8,192: base only", 1, 6144, 2048)
 
 
 def _expert_cases(model: Model, num_experts: int) -> Iterator[TableCase]:

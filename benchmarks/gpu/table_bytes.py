@@ -65,6 +65,8 @@ def _rotate_and_store(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a = launch.arguments
     q = a["NUM_Q"] * 2 * a["HALF"] * 2 * a["q_ptr"].itemsize
     kv = 2 * a["NUM_KV"] * a["HEAD_DIM"] * (a["k_ptr"].itemsize + a["kv_ptr"].itemsize)
+    if a["ROTATES_K"]:
+        kv += a["NUM_KV"] * 2 * a["HALF"] * a["k_ptr"].itemsize
     return once(step.batch.num_tokens * (q + kv + 2 * a["HALF"] * FLOAT))
 
 
@@ -218,14 +220,10 @@ def _splits_used(arguments: dict[str, Any], num_keys: int, num_splits: int) -> i
     return -(-tiles // max(-(-tiles // num_splits), arguments["MIN_TILES"]))
 
 
-def _split_rows(arguments: dict[str, Any], step: RecordedStep, num_splits: int) -> tuple[int, int]:
-    """Number of query rows whose keys are all in one split, and number of partial results of the other query rows."""
-    whole = partial = 0
-    for rows, keys in _tiles(arguments, step):
-        used = _splits_used(arguments, keys, num_splits)
-        whole += rows if used == 1 else 0
-        partial += 0 if used == 1 else rows * used
-    return whole, partial
+def _num_partial(arguments: dict[str, Any], step: RecordedStep, num_splits: int) -> int:
+    """Number of partial results of all query rows."""
+    used = ((rows, _splits_used(arguments, keys, num_splits)) for rows, keys in _tiles(arguments, step))
+    return sum(rows * count for rows, count in used if count > 1)
 
 
 def _attend(launch: TritonLaunch, step: RecordedStep) -> Bytes:
@@ -241,19 +239,14 @@ def _attend(launch: TritonLaunch, step: RecordedStep) -> Bytes:
             distinct += min(length, seen)
     row = num_heads * a["HEAD_DIM"] * a["q_ptr"].itemsize
     num_rows = sum(rows for rows, _ in tiles)
-    whole, partial = _split_rows(a, step, num_splits)
-    # A partial result consists of HEAD_DIM floats and a log-sum-exp.
-    rest = (num_rows + whole) * row + partial * num_heads * (a["HEAD_DIM"] + 1) * FLOAT
+    partial = _num_partial(a, step, num_splits)
+    # A partial result consists of HEAD_DIM floats and a log-sum-exp. It is written once and read once.
+    rest = 2 * num_rows * row + 2 * partial * num_heads * (a["HEAD_DIM"] + 1) * FLOAT
     return Bytes(distinct * key + rest, sum(keys for _, keys in tiles) * key + rest)
 
 
-def _combine(launch: TritonLaunch, step: RecordedStep) -> Bytes:
-    a = launch.arguments
-    num_heads = launch.grid[1] * a["GROUP"]
-    whole, partial = _split_rows(a, step, a["num_splits"])
-    num_rows = sum(rows for rows, _ in _tiles(a, step)) - whole
-    out = num_rows * num_heads * a["HEAD_DIM"] * a["out_ptr"].itemsize
-    return once(out + partial * num_heads * (a["HEAD_DIM"] + 1) * FLOAT)
+def _gather_pages(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    return once(2 * launch.arguments["rows_ptr"].nbytes)
 
 
 def _group_maxima(launch: TritonLaunch, step: RecordedStep) -> Bytes:
@@ -283,7 +276,7 @@ _FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
     "_sum_splits": _sum_splits,
     "_sum": _sum,
     "_attend": _attend,
-    "_combine": _combine,
+    "_gather_pages": _gather_pages,
     "group_maxima": _group_maxima,
     "choose_tokens": _choose_greedily,
 }

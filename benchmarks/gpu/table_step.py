@@ -34,6 +34,7 @@ from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.sequences.batch import Batch, ScheduledSequence, build_batch
 from loramux.engine.sequences.sequence import PageTable, block_list
 from loramux.engine.sequences.sequence import Sequence as EngineSequence
+from loramux.kernels.gpu.contiguous_attention import flash_attention
 from loramux.kernels.gpu.kernels import GpuKernels
 from loramux.kernels.gpu.sampling import sample_tokens
 from loramux.kernels.tables import PoolViews
@@ -112,6 +113,9 @@ class UncomputingAccelerator(HostAccelerator):
 
     device = META
 
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(META)
+
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
@@ -155,7 +159,7 @@ class MetaEngine:
         geometry = self.target.geometry
         raw = torch.empty((num_pages, geometry.num_layers, geometry.page_bytes), dtype=torch.uint8, device=META)
         self.pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry)
-        kernels = GpuKernels(self.pool, num_processors=card.multiprocessors)
+        kernels = GpuKernels(self.pool, num_processors=card.multiprocessors, contiguous_attention=flash_attention)
         self.tables = SlotTables(self.target, max_resident_adapters, accelerator, self.decoder.outer_factors)
         max_listed_pages = max_sequences * -(-max_len // PAGE_TOKENS)
         buffer = StepBuffer(accelerator, max_batch_tokens, max_sequences, max_listed_pages)

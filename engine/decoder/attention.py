@@ -71,7 +71,8 @@ class Attention:
             k = None if k is None else in_halves(k, num_pairs)
         batch, attended = step.attention[self.cache_group], step.outputs[head_dim]
         kernels.rotate_and_store(q, k, v, *angles, self.cache_layer, batch)
-        kernels.paged_attention(q, self.cache_layer, batch, spec, attended, self.sinks)
+        stored = None if k is None or v is None else (k, v)
+        kernels.paged_attention(q, self.cache_layer, batch, spec, attended, self.sinks, stored)
         if gate is not None:
             attended = attended * gate.sigmoid()
         return attended.view(num_tokens, q_out)

@@ -19,6 +19,7 @@ from loramux.engine.decoder.decoder import Decoder, HeadAdapters
 from loramux.engine.decoder.vocabularies import Vocabularies
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.device_faults import reason_of
+from loramux.engine.execution.contiguous_keys import contiguous_keys, padding_keys
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledStep
 from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
@@ -115,6 +116,9 @@ class GraphExecutor:
         # Each step writes the hidden states of its sample rows here, after the final norm.
         largest = step_shape(max_sequences, max_sequences, max_q=2, max_rank=0)
         self._hidden = decoder.new_hidden(largest.num_sequences)
+        # 0 if no layer reads contiguous K and V.
+        most_pages = max(map(kernels.max_gathered_pages, decoder.shapes.attention), default=0)
+        self._max_gathered_pages = min(most_pages, buffer.max_listed_blocks)
 
     @property
     def num_graphs(self) -> int:
@@ -134,6 +138,8 @@ class GraphExecutor:
             self._forward(layout)
             if shape.is_captured:
                 self._has_run.add(shape)
+            elif not shape.max_rank:
+                self._warm_up_contiguous_keys(layout)
             if captures and shape.is_decode:
                 self._capture(layout)
             if shape.max_rank:
@@ -141,6 +147,14 @@ class GraphExecutor:
                 self._warm_up_outer(replace(shape, has_outer=True))
             num_samples = min(shape.num_sequences, self._max_sequences)
             self._warm_up_sampling(layout, self._decoder.logits(self._hidden[:num_samples]))
+
+    def _warm_up_contiguous_keys(self, layout: StepLayout) -> None:
+        """Run the kernels of prefills over contiguous K and V, with as many gathered pages as a step may have."""
+        if not self._max_gathered_pages:
+            return
+        for num_pages in (0, self._max_gathered_pages):
+            keys = padding_keys(num_pages, self._accelerator.device)
+            self._forward(layout.with_contiguous_keys([keys] * len(layout.inputs.attention)))
 
     def _warm_up_sampling(self, layout: StepLayout, logits: torch.Tensor) -> None:
         for params in (
@@ -161,6 +175,9 @@ class GraphExecutor:
     def submit(self, batch: Batch) -> GraphForward:
         outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
         layout = self._buffer.load(batch, self._kept_shape(self._shape(batch, has_outer=outer is not None)), outer)
+        if not layout.shape.is_captured and self._max_gathered_pages:
+            groups, stage = self._decoder.cache_layout.groups, self._accelerator.stage
+            layout = layout.with_contiguous_keys(contiguous_keys(batch, groups, self._max_gathered_pages, stage))
         scored = pools = None
         if batch.scores or batch.pooled:
             scored, pools = self._run_with_prompt_rows(layout, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from loramux.engine.execution.sampler import uniforms_of, used_temperature
 from loramux.engine.execution.step_shape import StepShape, step_shape
 from loramux.engine.sequences.batch import Batch, OuterSlots, StepInputs
 from loramux.kernels.segments import SEGMENT_ROWS, group_rows
-from loramux.kernels.tables import AttentionBatch, Segments
+from loramux.kernels.tables import AttentionBatch, ContiguousKeys, Segments
 
 ALIGNMENT = 16
 """Alignment of fields, in bytes, as required by vector loads."""
@@ -62,6 +63,13 @@ class StepLayout:
     staged: tuple[dict[str, npt.NDArray[np.generic]], ...]
     blocks_offset: int
 
+    def with_contiguous_keys(self, keys: Sequence[ContiguousKeys | None]) -> StepLayout:
+        """The layout for one step that is not captured. `keys` has an entry for each of `CacheLayout.groups`."""
+        attention = tuple(
+            replace(one, contiguous=found) for one, found in zip(self.inputs.attention, keys, strict=True)
+        )
+        return replace(self, inputs=replace(self.inputs, attention=attention))
+
 
 class StepBuffer:
     """Device memory for one step's metadata, and the host memory from which it is copied.
@@ -88,7 +96,7 @@ class StepBuffer:
         ends = [_fields(shape, num_groups, has_states)[-1].end for shape in (largest, decode)]
         num_bytes = max(ends) + ALIGNMENT + block_bytes
         self._accelerator = accelerator
-        self._max_listed_blocks = max_listed_blocks
+        self.max_listed_blocks = max_listed_blocks
         self._num_groups = num_groups
         self._has_states = has_states
         self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=accelerator.device)
@@ -121,7 +129,7 @@ class StepBuffer:
         fields = _fields(shape, self._num_groups, self._has_states)
         # The blocks come last, because batches list different numbers of blocks, and `load` copies no unused ones.
         blocks_offset = _aligned(fields[-1].end)
-        fields.append(_Field("blocks", torch.int32, self._max_listed_blocks, blocks_offset))
+        fields.append(_Field("blocks", torch.int32, self.max_listed_blocks, blocks_offset))
 
         def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:
             found = {one.name: memory[one.offset : one.end].view(one.dtype) for one in fields}

@@ -60,6 +60,9 @@ class CpuKernels(CpuLora):
         pages = self.kv_of(num_kv_heads, head_dim)
         cpu_kv.write(*rows_of(k), *rows_of(v), pages, layer, self._kv_slots, num_kv_heads, head_dim)
 
+    def max_gathered_pages(self, spec: AttentionSpec) -> int:
+        return 0
+
     def paged_attention(
         self,
         q: torch.Tensor,
@@ -68,6 +71,7 @@ class CpuKernels(CpuLora):
         spec: AttentionSpec,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self._read_batch(batch)
         if sinks is not None:

@@ -125,6 +125,9 @@ class RecordingKernels:
                 self._tape.for_each_row(rows.STORE[pool.itemsize], (*words, self._groups[id(batch)]))
                 self._tape.own(pool)
 
+    def max_gathered_pages(self, spec: AttentionSpec) -> int:
+        return 0
+
     def paged_attention(
         self,
         q: torch.Tensor,
@@ -133,6 +136,7 @@ class RecordingKernels:
         spec: AttentionSpec,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         with self._mode.off():
             pool = self._kernels.kv_of(spec.num_kv_heads, spec.head_dim)

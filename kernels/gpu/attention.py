@@ -7,7 +7,7 @@ transposed. `rotate_and_store.py` writes the GPU layout.
 One kernel handles both prefill and decode. Each program processes up to `block_m` (query, head) pairs that share one KV
 head, and iterates over tiles of keys with an online softmax (Milakov and Gimelshein, 2018). To fill the device, and to
 keep one long context from delaying a step, several programs can share a context. They write partial results to a
-workspace, which a second kernel combines (Flash-Decoding; Dao et al., 2023).
+workspace, and the program that finishes last combines them (Flash-Decoding; Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ import triton.language as tl
 
 from loramux.kernels.gpu.attention_plan import PAGE_TOKENS, PARTIAL_PAD, AttentionPlan
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
+
+COMBINED_ELEMENTS = 2048
+"""Number of elements of partial results that a program reads at once when it combines them."""
 
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if these kernels run in Triton's interpreter, where `tl.dot` cannot multiply bfloat16."""
@@ -36,6 +39,7 @@ def paged_attention(
     spec: AttentionSpec,
     plan: AttentionPlan,
     workspace: torch.Tensor,
+    counters: torch.Tensor,
     out: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> None:
@@ -47,10 +51,13 @@ def paged_attention(
     float32 `[num_heads]`, contains for each head the score of an additional key that has no value.
 
     `workspace` is float32 with at least `plan.workspace_elements(...)` elements. Its contents do not matter before or
-    after the call. The batch is read on the device, so a captured graph can be replayed after the batch's tensors are
-    overwritten in place. Sequences without query rows, and rows that belong to no sequence, are padding and are
-    skipped. No page or pool element is read beyond the end of a context or before the first key that any of its rows
-    sees. `check_attention` defines what is supported.
+    after the call. `counters` is int32 with at least `plan.num_counters(...)` elements, which are zero before and after
+    the call. Calls that share it must not overlap.
+
+    The batch is read on the device, so a captured graph can be replayed after the batch's tensors are overwritten in
+    place. Sequences without query rows, and rows that belong to no sequence, are padding and are skipped. No page or
+    pool element is read beyond the end of a context or before the first key that any of its rows sees.
+    `check_attention` defines what is supported.
     """
     group_size = spec.num_heads // spec.num_kv_heads
     num_tokens, num_sequences = q.shape[0], batch.seq_lens.shape[0]
@@ -59,40 +66,29 @@ def paged_attention(
     assert workspace.dtype is torch.float32
     assert sinks is None or (sinks.dtype is torch.float32 and sinks.is_contiguous())
     assert workspace.numel() >= plan.workspace_elements(num_tokens, num_sequences, spec)
+    assert counters.dtype is torch.int32
+    assert counters.numel() >= plan.num_counters(num_tokens, num_sequences, spec)
     for tiling in (plan.short, plan.long):
         if tiling is None or num_sequences == 0:
             continue
-        block_q = tiling.block_q(group_size)
-        num_tiles = tiling.num_tiles(num_tokens, num_sequences, group_size)
-        is_split = tiling.num_splits > 1
-        # Both kernels derive their work from these values, so both must receive the same ones.
-        shared: dict[str, Any] = {
-            "GROUP": group_size, "HEAD_DIM": spec.head_dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(spec.head_dim)),
-            "BLOCK_Q": block_q, "TILE_N": tiling.tile_n, "MIN_ROWS": tiling.min_rows, "MAX_ROWS": tiling.max_rows,
-            "WINDOW": spec.sliding_window or 0, "PARTIAL_PAD": PARTIAL_PAD, "MIN_TILES": tiling.min_tiles,
-        }  # fmt: skip
-        # Without sinks, any pointer will do, because neither kernel reads it.
+        block_q, block_d = tiling.block_q(group_size), max(16, triton.next_power_of_2(spec.head_dim))
+        num_pairs = min(triton.next_power_of_2(block_q * group_size), COMBINED_ELEMENTS // block_d)
+        # Without sinks, any pointer will do, because the kernel does not read it.
         sinks_or_any = workspace if sinks is None else sinks
-        _attend[(num_tiles, spec.num_kv_heads, tiling.num_splits)](
-            q, kv, out, workspace, sinks_or_any, batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts,
+        _attend[(tiling.num_tiles(num_tokens, num_sequences, group_size), spec.num_kv_heads, tiling.num_splits)](
+            q, kv, out, workspace, counters, sinks_or_any, batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts,
             q.stride(0), out.stride(0), num_sequences, layer,
             spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * math.log2(math.e),
-            **shared,
+            GROUP=group_size, HEAD_DIM=spec.head_dim, BLOCK_D=block_d, BLOCK_Q=block_q, TILE_N=tiling.tile_n,
+            MIN_ROWS=tiling.min_rows, MAX_ROWS=tiling.max_rows, WINDOW=spec.sliding_window or 0,
+            PARTIAL_PAD=PARTIAL_PAD, MIN_TILES=tiling.min_tiles,
             NUM_LAYERS=kv.shape[1], NUM_KV_HEADS=spec.num_kv_heads, PAGE_TOKENS=PAGE_TOKENS,
-            BLOCK_M=tiling.block_m, SOFT_CAP=(spec.soft_cap or 0.0) * math.log2(math.e), IS_SPLIT=is_split,
-            HAS_SINKS=sinks is not None,
+            BLOCK_M=tiling.block_m, SOFT_CAP=(spec.soft_cap or 0.0) * math.log2(math.e),
+            IS_SPLIT=tiling.num_splits > 1, HAS_SINKS=sinks is not None,
+            PAIRS=num_pairs, BLOCK_SPLITS=COMBINED_ELEMENTS // (num_pairs * block_d),
             DOT_TYPE=tl.float32 if IS_INTERPRETED and q.dtype is torch.bfloat16 else _DOT_TYPES[q.dtype],
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
-        if is_split:
-            # Decode has few pairs and is latency-bound. In prefill, most of the launched tiles are empty.
-            pairs = 1 if num_tiles == num_sequences else 8
-            _combine[(num_tiles, spec.num_kv_heads, triton.cdiv(block_q * group_size, pairs))](
-                workspace, out, sinks_or_any, batch.cu_q, batch.seq_lens, out.stride(0), num_sequences,
-                tiling.num_splits, **shared, BLOCK_SPLITS=triton.next_power_of_2(tiling.num_splits), PAIRS=pairs,
-                HAS_SINKS=sinks is not None, num_warps=4,
-            )  # fmt: skip
 
 
 @triton.jit
@@ -226,6 +222,7 @@ def _attend(
     kv_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
+    counters_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
     cu_q_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
@@ -253,13 +250,16 @@ def _attend(
     SOFT_CAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ) -> None:
     """Process one tile of one KV head's query rows against one split of the keys.
 
     The grid is `(tiles, num_kv_heads, splits)`. Writes `out` or, when split, `partial[line, head, split]`: `HEAD_DIM`
     values of the split's attention, then the base-2 logarithm of its sum of exponentials. A line is a token or, if each
-    sequence has only one tile, a row of a tile. If only one split has keys, it writes `out`.
+    sequence has only one tile, a row of a tile. If only one split has keys, it writes `out`. Otherwise, the program
+    that counts as the last in `counters[tile, kv_head]` combines the partial results, and resets the counter.
     """
     kv_head, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, row, num_queries, first_position = _tile_of(
@@ -268,8 +268,9 @@ def _attend(
     if num_queries == 0:
         return
     first_tile, last_tile, split_tiles = _keys_of(first_position, num_queries, num_splits, TILE_N, MIN_TILES, WINDOW)
+    num_used = (last_tile - first_tile + split_tiles - 1) // split_tiles
     # If only one split has keys, its result needs no combining.
-    is_only = last_tile - first_tile <= split_tiles
+    is_only = num_used <= 1
     first_tile += split * split_tiles
     if first_tile >= last_tile:
         return
@@ -325,69 +326,82 @@ def _attend(
         tl.store(partial_ptr + place + HEAD_DIM, size, mask=(query < num_queries) & (is_only == 0))
         is_stored &= is_only
     tl.store(out_ptr + (token * out_stride)[:, None] + column, value, mask=is_stored)
+    if IS_SPLIT and is_only == 0:
+        # All threads must have stored their part before one of them publishes it. The counter's release and acquire
+        # then order these stores before the loads of the program that counts last.
+        tl.debug_barrier()
+        counter = counters_ptr + tl.program_id(0) * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_used - 1:
+            tl.store(counter, 0)
+            for first_pair in range(0, num_queries * GROUP, PAIRS):
+                _combine(
+                    partial_ptr, out_ptr, sinks_ptr, row, num_queries, kv_head, first_pair, num_used, num_splits,
+                    out_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_Q, MAX_ROWS, PARTIAL_PAD, NUM_KV_HEADS, HAS_SINKS,
+                    PAIRS, BLOCK_SPLITS,
+                )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_splits"])
+@triton.jit
 def _combine(
     partial_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
-    cu_q_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor,
-    out_stride: tl.tensor,
-    num_sequences: tl.tensor,
+    row: tl.tensor,
+    num_queries: tl.tensor,
+    kv_head: tl.tensor,
+    first_pair: tl.tensor,
+    num_used: tl.tensor,
     num_splits: tl.tensor,
+    out_stride: tl.tensor,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    TILE_N: tl.constexpr,
-    MIN_ROWS: tl.constexpr,
     MAX_ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
     PARTIAL_PAD: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
     PAIRS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
 ) -> None:
-    """Combine the partial results of `PAIRS` (query, head) pairs, weighted by their sums of exponentials.
+    """Combine the partial results of PAIRS of a tile's (query, head) pairs, weighted by their sums of exponentials.
 
-    The grid is `(tiles, num_kv_heads, blocks of pairs)`. Reads only splits that had keys, because the others wrote
-    nothing. If there was only one, it has already written the result.
+    Reads only the `num_used` splits that had keys, because the others wrote nothing.
     """
-    kv_head = tl.program_id(1)
-    _, row, num_queries, position = _tile_of(
-        tl.program_id(0), cu_q_ptr, seq_lens_ptr, num_sequences, BLOCK_Q, MIN_ROWS, MAX_ROWS
-    )
-    first_pair = tl.program_id(2) * PAIRS
-    last_pair = tl.minimum(first_pair + PAIRS, num_queries * GROUP)
-    if first_pair >= last_pair:
-        return
-    first_tile, last_tile, split_tiles = _keys_of(position, num_queries, num_splits, TILE_N, MIN_TILES, WINDOW)
-    num_used = (last_tile - first_tile + split_tiles - 1) // split_tiles
-    if num_used == 1:
-        return
-
-    split = tl.arange(0, BLOCK_SPLITS)
+    pair = first_pair + tl.arange(0, PAIRS)
     d = tl.arange(0, BLOCK_D)
-    is_used = split < num_used
-    for pair in range(first_pair, last_pair):
-        token = (row + pair // GROUP).to(tl.int64)
-        head = kv_head * GROUP + pair % GROUP
-        line = tl.program_id(0).to(tl.int64) * BLOCK_Q + pair // GROUP if MAX_ROWS == BLOCK_Q else token
-        slot = (line * (tl.num_programs(1) * GROUP) + head) * num_splits + split
-        place = partial_ptr + slot * (HEAD_DIM + PARTIAL_PAD)
-        size = tl.load(place + HEAD_DIM, mask=is_used, other=float("-inf"))
-        value = tl.load(place[:, None] + d[None, :], mask=is_used[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-        largest = tl.max(size, 0)
-        total = 0.0
-        if HAS_SINKS:
-            # The sink counts once per head, so `_attend` adds it only if a single split has all keys. Sizes are base-2
-            # logarithms, and a sink is an exponent of e.
-            sink = tl.load(sinks_ptr + head) * 1.4426950408889634
-            largest = tl.maximum(largest, sink)
-            total = tl.exp2(sink - largest)
-        weight = tl.exp2(size - largest)
-        value = tl.sum(value * weight[:, None], 0) / (total + tl.sum(weight, 0))
-        tl.store(out_ptr + token * out_stride + head * HEAD_DIM + d, value, mask=d < HEAD_DIM)
+    query = pair // GROUP
+    head = kv_head * GROUP + pair % GROUP
+    is_pair = query < num_queries
+    token = (row + query).to(tl.int64)
+    line = tl.program_id(0).to(tl.int64) * BLOCK_Q + query if MAX_ROWS == BLOCK_Q else token
+    first_place = (line * (NUM_KV_HEADS * GROUP) + head) * num_splits * (HEAD_DIM + PARTIAL_PAD)
+    # A finite number, so that NaN among the sizes does not lead to inf - inf.
+    largest = tl.full([PAIRS], -1e30, tl.float32)
+    total = tl.zeros([PAIRS], tl.float32)
+    if HAS_SINKS:
+        # The sink counts once per head, so `_attend` adds it only if a single split has all keys. Sizes are base-2
+        # logarithms, and a sink is an exponent of e.
+        largest = tl.load(sinks_ptr + head, mask=is_pair, other=0.0) * 1.4426950408889634
+        total += 1.0
+    acc = tl.zeros([PAIRS, BLOCK_D], tl.float32)
+    for first in range(0, num_used, BLOCK_SPLITS):
+        split = first + tl.arange(0, BLOCK_SPLITS)
+        is_used = (split < num_used)[:, None] & is_pair[None, :]
+        place = partial_ptr + first_place[None, :] + split[:, None] * (HEAD_DIM + PARTIAL_PAD)
+        # Other multiprocessors wrote these values, so read them from the L2 cache.
+        size = tl.load(place + HEAD_DIM, mask=is_used, other=float("-inf"), cache_modifier=".cg")
+        value = tl.load(
+            place[:, :, None] + d[None, None, :], mask=is_used[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        new_largest = tl.maximum(largest, tl.max(size, 0))
+        weight = tl.exp2(size - new_largest[None, :])
+        decline = tl.exp2(largest - new_largest)
+        total = total * decline + tl.sum(weight, 0)
+        acc = acc * decline[:, None] + tl.sum(value * weight[:, :, None], 0)
+        largest = new_largest
+    column = head[:, None] * HEAD_DIM + d[None, :]
+    is_stored = is_pair[:, None] & (d < HEAD_DIM)[None, :]
+    value = acc / tl.where(is_pair, total, 1.0)[:, None]
+    tl.store(out_ptr + (token * out_stride)[:, None] + column, value, mask=is_stored)

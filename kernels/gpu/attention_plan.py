@@ -97,6 +97,16 @@ class AttentionPlan:
             for tiling in (self.short, self.long)
         )
 
+    def num_counters(self, num_tokens: int, num_sequences: int, spec: AttentionSpec) -> int:
+        """Number of counters that `paged_attention` needs. Layers may share the counters."""
+        group_size = spec.num_heads // spec.num_kv_heads
+        return max(
+            tiling.num_tiles(num_tokens, num_sequences, group_size) * spec.num_kv_heads
+            if tiling is not None and tiling.num_splits > 1
+            else 0
+            for tiling in (self.short, self.long)
+        )
+
 
 def attention_plan(
     num_tokens: int,

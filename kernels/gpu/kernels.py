@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -15,6 +16,14 @@ from loramux.kernels.gpu.attention import paged_attention
 from loramux.kernels.gpu.attention_plan import AttentionPlan, attention_plan, check_attention
 from loramux.kernels.gpu.coded_products import multiply_coded_experts
 from loramux.kernels.gpu.coded_weights import CodedWeights
+from loramux.kernels.gpu.contiguous_attention import (
+    ContiguousAttention,
+    flash_attention,
+    gather_pages,
+    has_flash_attention,
+    is_gathering_worthwhile,
+    max_gathered_pages,
+)
 from loramux.kernels.gpu.delta import check_delta, convolve, delta_rule
 from loramux.kernels.gpu.expand import lora_expand
 from loramux.kernels.gpu.experts import multiply_experts, sum_experts
@@ -27,7 +36,19 @@ from loramux.kernels.gpu.shrink import lora_shrink, num_splits
 from loramux.kernels.gpu.trained_rows import replace_columns, replace_rows
 from loramux.kernels.routing import ExpertWeights, Routing, StackedExperts
 from loramux.kernels.routing_spec import RoutingSpec
-from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews, Segments
+from loramux.kernels.tables import (
+    AttentionBatch,
+    AttentionSpec,
+    ContiguousKeys,
+    LoraCall,
+    ModuleGroup,
+    PoolViews,
+    Segments,
+)
+
+MIN_COUNTERS = 1 << 16
+"""Number of attention's counters that are allocated at the start: enough for 4,096 tiles of query rows and 16 KV heads.
+"""
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -106,11 +127,23 @@ class GpuKernels(GpuLora):
     `AttentionBatch.max_q`, so a captured graph stays valid when the contents of its tensors change. Scratch memory
     comes from torch's allocator, which makes no driver calls after the first steps and keeps the memory of captured
     graphs separate. Launches are planned for `num_processors` multiprocessors, by default as many as the pool's GPU
-    has.
+    has. `contiguous_attention` computes prefills from contiguous K and V. By default, it is `flash_attention` if torch
+    has it. Without it, prefills read pages.
     """
 
-    def __init__(self, pool: PoolViews, *, pdl: bool = False, num_processors: int | None = None) -> None:
+    def __init__(
+        self,
+        pool: PoolViews,
+        *,
+        pdl: bool = False,
+        num_processors: int | None = None,
+        contiguous_attention: ContiguousAttention | None = None,
+    ) -> None:
         super().__init__(pool, pdl=pdl)
+        if contiguous_attention is None and has_flash_attention(pool.raw.device, pool.kv.dtype):
+            contiguous_attention = flash_attention
+        self._contiguous_attention = contiguous_attention
+        self._counters = [torch.zeros(MIN_COUNTERS, dtype=torch.int32, device=pool.raw.device)]
         self.outer = GpuLora(pool.flat, pdl=pdl)
         if num_processors is None:
             # Triton's interpreter runs one program after another.
@@ -129,7 +162,11 @@ class GpuKernels(GpuLora):
         layer: int,
         batch: AttentionBatch,
     ) -> None:
-        rotate_and_store(q, k, v, cos, sin, self._pool, layer, batch)
+        rotates_k = batch.contiguous is not None and batch.contiguous.pages is None
+        rotate_and_store(q, k, v, cos, sin, self._pool, layer, batch, rotates_k=rotates_k)
+
+    def max_gathered_pages(self, spec: AttentionSpec) -> int:
+        return 0 if self._contiguous_attention is None else max_gathered_pages(spec, self._pool.kv.dtype)
 
     def paged_attention(
         self,
@@ -139,12 +176,44 @@ class GpuKernels(GpuLora):
         spec: AttentionSpec,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        plan, elements = _planned(
+        plan, elements, num_counters = _planned(
             q.shape[0], batch.seq_lens.shape[0], spec, q.dtype.itemsize, batch.max_q <= 1, self._num_processors
         )
+        keys = batch.contiguous
+        if keys is not None and sinks is None:
+            rows = self._contiguous_kv(layer, keys, spec, kv)
+            if rows is not None and self._contiguous_attention is not None:
+                self._contiguous_attention(q, *rows, keys, spec, out)
+                if not keys.has_decodes:
+                    return
+                plan = replace(plan, long=None)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
-        paged_attention(q, self._pool, layer, batch, spec, plan, workspace, out, sinks)
+        paged_attention(q, self._pool, layer, batch, spec, plan, workspace, self._counters_of(num_counters), out, sinks)
+
+    def _counters_of(self, count: int) -> torch.Tensor:
+        """At least `count` counters, all zero between launches. A captured graph keeps using the ones of its capture,
+        so smaller ones are kept. Steps warm up with the largest shape, and before they are captured.
+        """
+        if self._counters[-1].numel() < count:
+            self._counters.append(torch.zeros(count, dtype=torch.int32, device=self._pool.raw.device))
+        return self._counters[-1]
+
+    def _contiguous_kv(
+        self,
+        layer: int,
+        keys: ContiguousKeys,
+        spec: AttentionSpec,
+        kv: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V as `keys` describes them, or None if this layer has to read pages."""
+        max_pages = self.max_gathered_pages(spec)
+        if keys.pages is None:
+            return kv if max_pages else None
+        if keys.pages.shape[0] > max_pages or not is_gathering_worthwhile(keys, spec):
+            return None
+        return gather_pages(self._pool, layer, keys.pages, spec)
 
     def multiply(self, linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return linear(x)
@@ -201,10 +270,11 @@ class GpuKernels(GpuLora):
 @lru_cache(maxsize=4096)
 def _planned(
     num_tokens: int, num_sequences: int, spec: AttentionSpec, itemsize: int, all_short: bool, num_processors: int
-) -> tuple[AttentionPlan, int]:
-    """Plan a batch's launches and workspace size.
+) -> tuple[AttentionPlan, int, int]:
+    """Plan a batch's launches, and the sizes of its workspace and counters.
 
     Layers with the same `spec` share a plan, and the next step often needs it again.
     """
     plan = attention_plan(num_tokens, num_sequences, spec, itemsize, all_short=all_short, num_processors=num_processors)
-    return plan, plan.workspace_elements(num_tokens, num_sequences, spec)
+    sizes = (num_tokens, num_sequences, spec)
+    return plan, plan.workspace_elements(*sizes), plan.num_counters(*sizes)

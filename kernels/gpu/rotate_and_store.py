@@ -18,13 +18,15 @@ def rotate_and_store(
     pool: PoolViews,
     layer: int,
     batch: AttentionBatch,
+    *,
+    rotates_k: bool = False,
 ) -> None:
     """Rotate `(a, b)`, the halves of the first `2 * n` elements of each head of q and k, to
     `(a cos - b sin, b cos + a sin)`; store v and the rotated k of row `t` at `batch.kv_slots[t]`.
 
-    - `q` `[T, num_heads, head_dim]` is changed in place. `k` and `v` `[T, num_kv_heads, head_dim]` are only read.
-      Without them, nothing is stored. All are float32, float16 or bfloat16, and rows may be views into wider rows.
-      Arithmetic is float32.
+    - `q` `[T, num_heads, head_dim]` is changed in place. `k` and `v` `[T, num_kv_heads, head_dim]` are only read,
+      except that `k` is also rotated in place with `rotates_k`. Without them, nothing is stored. All are float32,
+      float16 or bfloat16, and rows may be views into wider rows. Arithmetic is float32.
     - `cos` and `sin` float32 `[T, n]`, contiguous, `2 * n <= head_dim`.
     - The rotated k is rounded to its own dtype. Then k and v are rounded to the pool's dtype (to nearest, ties to even)
       and stored as `[num_kv_heads, page_tokens, head_dim]` in their page, K in the first half of its elements and V in
@@ -45,7 +47,7 @@ def rotate_and_store(
         _rotate_and_store[(num_rows,)](
             q, keys, values, cos, sin, kv, batch.kv_slots, q.stride(0), keys.stride(0), values.stride(0), layer,
             NUM_Q=num_q, NUM_KV=num_kv, HEAD_DIM=head_dim, HALF=half,
-            NUM_LAYERS=kv.shape[1], PAGE_TOKENS=pool.geometry.page_tokens, BLOCK=block,
+            NUM_LAYERS=kv.shape[1], PAGE_TOKENS=pool.geometry.page_tokens, ROTATES_K=rotates_k, BLOCK=block,
             BLOCK_Q=triton.next_power_of_2(num_q), BLOCK_KV=triton.next_power_of_2(max(1, num_kv)),
             BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
             BLOCK_V=triton.next_power_of_2(max(1, num_kv * head_dim)),
@@ -88,6 +90,7 @@ def _rotate_and_store(
     HALF: tl.constexpr,
     NUM_LAYERS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    ROTATES_K: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -123,6 +126,9 @@ def _rotate_and_store(
         stored = keys + head * (PAGE_TOKENS * HEAD_DIM) + i
         tl.store(stored, a, mask=is_k)
         tl.store(stored + HALF, b, mask=is_k)
+        if ROTATES_K:
+            tl.store(k_row + head * HEAD_DIM + i, a, mask=is_k)
+            tl.store(k_row + head * HEAD_DIM + i + HALF, b, mask=is_k)
         if 2 * HALF < HEAD_DIM:
             d = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
             is_rest = (head < NUM_KV) & (d < HEAD_DIM)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, ContiguousKeys, PoolViews
 
 
 def kv_write(k: torch.Tensor, v: torch.Tensor, pool: PoolViews, layer: int, batch: AttentionBatch) -> None:
@@ -66,6 +68,36 @@ def paged_attention(
             scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), -1)
         weights = torch.softmax(scores, -1)[..., : k.shape[1]]
         out[begin:end] = torch.einsum("hts,hsd->thd", weights, v.repeat_interleave(group_size, 0))
+
+
+def contiguous_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: ContiguousKeys,
+    spec: AttentionSpec,
+    out: torch.Tensor,
+) -> None:
+    """`paged_attention` of the prefills of `keys`, whose K and V are rows of `k` and `v`.
+
+    `k` and `v` `[num_keys, num_kv_heads, head_dim]`, and `q` and `out` `[T, num_heads, head_dim]`, of any one dtype.
+    Other rows of `out` are not specified, and `spec` has no soft cap.
+    """
+    cu_q, cu_k = keys.cu_q.tolist(), keys.cu_k.tolist()
+    for prefill in range(1, len(cu_q) - 1, 2):
+        rows, seen = slice(cu_q[prefill], cu_q[prefill + 1]), slice(cu_k[prefill], cu_k[prefill + 1])
+        length = seen.stop - seen.start
+        position = torch.arange(length - (rows.stop - rows.start), length, device=q.device)[:, None]
+        key = torch.arange(length, device=q.device)
+        is_visible = key <= position
+        if spec.sliding_window is not None:
+            is_visible &= key > position - spec.sliding_window
+        heads = [one.transpose(0, 1)[None] for one in (q[rows], k[seen], v[seen])]
+        with sdpa_kernel(SDPBackend.MATH):
+            found = functional.scaled_dot_product_attention(
+                heads[0], heads[1], heads[2], attn_mask=is_visible, scale=spec.scale, enable_gqa=True
+            )
+        out[rows] = found[0].transpose(0, 1)
 
 
 def _kv_pages(pool: PoolViews, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -25,6 +25,9 @@ class ReferenceKernels(ReferenceLora):
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
         attention.kv_write(k, v, self._pool, layer, batch)
 
+    def max_gathered_pages(self, spec: AttentionSpec) -> int:
+        return 0
+
     def paged_attention(
         self,
         q: torch.Tensor,
@@ -33,6 +36,7 @@ class ReferenceKernels(ReferenceLora):
         spec: AttentionSpec,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         attention.paged_attention(q, self._pool, layer, batch, spec, out, sinks)
 

@@ -25,13 +25,15 @@ from loramux.engine.execution.step_shape import reachable_shapes
 from loramux.engine.loop.engine import Engine
 from loramux.engine.protocol.messages import Add, DecodeReads, Finished, SamplingParams, StatsRequest, StepOutput
 from loramux.engine.sequences.layer_groups import LayerGroups
+from loramux.kernels.reference.attention import contiguous_attention
 from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.reference.lora import ReferenceLora
 from loramux.kernels.segments import LARGE_SEGMENT_ROWS
-from loramux.kernels.tables import LoraCall
+from loramux.kernels.tables import LoraCall, PoolViews
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
 from tests.engine.device.gpu_backend import capture_early, gpu_backend
+from tests.kernels.gpu.interpreted import import_kernels
 
 PLANS = [
     AdapterPlan("r1", 1, ["v_proj"], alpha=2.0),
@@ -273,6 +275,49 @@ def test_large_steps_expand_adapters_without_affines_first(
         blocks = [block for layer in executor._decoder._layers for block in (layer.attention.qkv, layer.attention.o)]
         adds = any(block.adding is not None for block in blocks)
         assert len(noted) == (3 if expands_first and adds else 0), "the base and two adapters"
+    assembled.adapters.close()
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [pytest.param(one, marks=() if one == "llama" else pytest.mark.campaign) for one in FAMILIES],
+    indirect=True,
+)
+def test_uncaptured_steps_read_contiguous_keys(
+    subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of prompts without prefixes, then a chunk of a prompt beside a decode, then a decode in a graph."""
+    monkeypatch.setattr(step_shape, "MAX_GRAPH_TOKENS", 15)
+    kernels, contiguous = import_kernels("kernels", "contiguous_attention")
+    monkeypatch.setattr(contiguous, "MIN_PAIRS_PER_KEY", 0)
+    noted: set[tuple[bool, bool]] = set()
+
+    def attention(*arguments: Any) -> None:
+        keys, out = arguments[3], arguments[5]
+        noted.add((keys.pages is None, keys.has_decodes))
+        out[: keys.num_rows] = torch.nan
+        contiguous_attention(*arguments)
+
+    def make_kernels(pool: PoolViews, shapes: object) -> Any:
+        return kernels.GpuKernels(pool, contiguous_attention=attention)
+
+    assembled = subject.assemble(replace(backend, make_kernels=make_kernels), max_batch_tokens=32)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    asked = requests_of(subject, [(None, 5), ("r3", 40)], num_tokens=2)
+    tokens = tokens_of(assembled.engine, [add for _, add in asked.values()])
+    for sequence_id, (name, add) in asked.items():
+        logits = recorder.by_sequence[sequence_id]
+        assert_parity(subject, name, add, logits)
+        assert tokens[sequence_id] == [int(row.argmax()) for row in logits]
+    config = ModelConfig.load(subject.directory)
+    attention_config = config.attention
+    # With a soft cap or sinks, all layers read pages.
+    is_read = attention_config.soft_cap is None and not attention_config.has_sinks
+    assert bool(noted) == is_read
+    if is_read:
+        assert {is_fresh for is_fresh, _ in noted} == {True, False}
+        assert any(has_decodes for _, has_decodes in noted)
+    assembled.engine.check_integrity()
     assembled.adapters.close()
 
 

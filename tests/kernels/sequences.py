@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, ContiguousKeys, PoolViews
 
 LAYER = 1
 
@@ -91,3 +91,37 @@ def plain_attention(
     if sinks is not None:
         scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, q.shape[0], 1)), -1)
     return torch.einsum("hts,shd->thd", torch.softmax(scores, -1)[..., : k.shape[0]], v)
+
+
+def with_contiguous_keys(batch: AttentionBatch, *, gathers: bool, poison: int) -> AttentionBatch:
+    """The batch with `contiguous` set for its sequences of several query rows, written as a loop over sequences.
+
+    Without `gathers`, no such sequence may have a prefix.
+    """
+    cu_q, cu_k, pages, pairs = [0], [0], [], 0
+    counts = batch.cu_q.diff().tolist()
+    lengths = batch.seq_lens.tolist()
+    prefills = [i for i, rows in enumerate(counts) if rows > 1]
+    for i in prefills:
+        first = int(batch.cu_q[i])
+        cu_q += [first, first + counts[i]]
+        if gathers:
+            cu_k += [16 * len(pages), 16 * len(pages) + lengths[i]]
+            listed = int(batch.page_starts[i])
+            pages += batch.pages[listed : listed + -(-lengths[i] // 16)].tolist()
+        pairs += counts[i] * lengths[i]
+    num_rows = int(batch.cu_q[-1])
+    cu_q.append(num_rows)
+    cu_k.append(16 * len(pages))
+    assert poison not in pages
+    keys = ContiguousKeys(
+        cu_q=torch.tensor(cu_q, dtype=torch.int32),
+        cu_k=torch.tensor(cu_k if gathers else cu_q, dtype=torch.int32),
+        pages=torch.tensor(pages, dtype=torch.int32) if gathers else None,
+        max_q=max(counts[i] for i in prefills),
+        max_k=max(lengths[i] for i in prefills),
+        num_rows=num_rows,
+        rows_per_key=pairs / sum(lengths[i] for i in prefills),
+        has_decodes=1 in counts,
+    )
+    return replace(batch, contiguous=keys)

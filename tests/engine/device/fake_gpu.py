@@ -170,7 +170,9 @@ def start_engine(
     device = accelerator.device
     backend = Backend(
         accelerator=accelerator,
-        make_kernels=lambda pool, shapes: gpu.GpuKernels(pool, num_processors=132),
+        make_kernels=lambda pool, shapes: gpu.GpuKernels(
+            pool, num_processors=132, contiguous_attention=lambda *arguments: None
+        ),
         make_linear=DenseLinear,
         activation_dtype=None,
         make_quantized_linear=lambda weight, bias: coded_linear.make_coded_linear(weight, bias, device),

@@ -76,25 +76,28 @@ def test_engine_start_after_compiling_ahead_compiles_nothing(model: str, capabil
 
 def cases() -> Iterator[Any]:
     models = {
-        "llama": (LLAMA, None, 13),
-        "gemma": (GEMMA, None, 13),
-        "mixture": (MIXTURE, None, 18),
-        "quantized": (MIXTURE, CodedZeroWeights(), 19),
-        "hybrid": (HYBRID, None, 15),
+        "llama": (LLAMA, None, 12),
+        "gemma": (GEMMA, None, 12),
+        "mixture": (MIXTURE, None, 17),
+        "quantized": (MIXTURE, CodedZeroWeights(), 18),
+        "hybrid": (HYBRID, None, 14),
     }
     for version, names_target in {"triton-3.7": True, "triton-3.6": False}.items():
         for name, model in models.items():
             is_quick = name == "llama" or (names_target and name != "hybrid")
             marks = () if is_quick else pytest.mark.campaign
-            yield pytest.param(*model, names_target, id=f"{version}-{name}", marks=marks)
+            yield pytest.param(*model, names_target, {}, id=f"{version}-{name}", marks=marks)
+    # Steps that are not captured gather pages for prefills.
+    yield pytest.param(LLAMA, None, 13, True, {"max_batch_tokens": 1040}, id="large-steps")
 
 
-@pytest.mark.parametrize(("model", "weights", "num_kernels", "names_target"), list(cases()))
+@pytest.mark.parametrize(("model", "weights", "num_kernels", "names_target", "limits"), list(cases()))
 def test_recorded_programs_match_the_warm_up(
     model: dict[str, Any],
     weights: WeightSource | None,
     num_kernels: int,
     names_target: bool,
+    limits: dict[str, int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -139,7 +142,7 @@ def test_recorded_programs_match_the_warm_up(
     monkeypatch.setattr(compiler, "compile", note)
     monkeypatch.setattr(HostAccelerator, "capture", capture)
     with fake_driver(90):
-        start_engine(tmp_path, model, record, weights=weights).adapters.close()
+        start_engine(tmp_path, model, record, weights=weights, **limits).adapters.close()
     assert len({name.rpartition("-")[0] for name in wanted}) == num_kernels
     assert recorded == wanted
     assert captured

@@ -28,6 +28,7 @@ TRITON_MODULES = (
     "code_values",
     "coded_linear",
     "coded_products",
+    "contiguous_attention",
     "delta",
     "dequantized_products",
     "expand",
