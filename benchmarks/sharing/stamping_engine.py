@@ -69,6 +69,8 @@ class StampScript(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int = 1 << 20
     """Number of adapters that the pool holds. A full pool evicts the least recently used idle adapter."""
     parallel_loads: int = 4
+    resident: tuple[str, ...] = ()
+    """Digests of the adapters that are resident at the start."""
     capacity: int = 1 << 20
     """Number of sequences that run at once. Other sequences wait, first come, first served."""
     token_ids: tuple[int, ...] = (0,)
@@ -97,7 +99,7 @@ class AdapterSlots:
     def __init__(self, script: StampScript) -> None:
         self._script = script
         # The number of sequences that use each resident adapter, least recently used first.
-        self._users: OrderedDict[str, int] = OrderedDict()
+        self._users: OrderedDict[str, int] = OrderedDict.fromkeys(script.resident, 0)
         self._loading: dict[str, float] = {}
         self._then: OrderedDict[str, list[Callable[[], None]]] = OrderedDict()
         self._pinned: set[str] = set()
