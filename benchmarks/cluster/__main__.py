@@ -13,7 +13,7 @@ chunk. All ways use one adapter, which their engine holds:
     ray proxy          Ray Serve runs the gateway too, and its proxy takes the requests
 
 Choice of replicas: requests arrive at random times, for adapters that follow Zipf's law. There are three engines, each
-of which holds some of the adapters, and loading one takes a while:
+of which holds some of the adapters, and loading one takes a while. The hit rate is 1 minus the loads per request:
 
     ray, our router    a server in front of three replicas
     ray, default       the same, but each request is a call of a handle, and Ray Serve's default router chooses
@@ -133,24 +133,24 @@ def _figures(seconds: Sequence[float]) -> dict[str, float]:
 def measure_routers(run: Run, world: World) -> list[dict[str, Any]]:
     options, rows = run.arguments, []
     for way in options.routers:
-        hits = world.folder / f"hits-{way.replace(', ', '-').replace(' ', '-')}"
-        hits.touch()
+        counts = world.folder / f"counts-{way.replace(', ', '-').replace(' ', '-')}"
+        counts.touch()
         script = msgspec.structs.replace(
             world.script,
             interval_s=options.interval_ms / 1000,
             load_s=options.load_ms / 1000,
             num_slots=options.resident,
             capacity=options.capacity,
-            hits=str(hits),
+            counts=str(counts),
         )
         run.console.print(f"choice of replicas: {way}")
         with ROUTERS[way](world, script) as system:
             for alpha in options.alpha:
-                rows.append({"way": way, "zipf": alpha, **_routed(options, world, system, alpha, hits)})
+                rows.append({"way": way, "zipf": alpha, **_routed(options, world, system, alpha, counts)})
     return rows
 
 
-def _routed(options: argparse.Namespace, world: World, system: System, alpha: float, hits: Path) -> dict[str, Any]:
+def _routed(options: argparse.Namespace, world: World, system: System, alpha: float, counts: Path) -> dict[str, Any]:
     traffic = Traffic(num_prompt=PROMPT_TOKENS, num_output=options.tokens, alpha=alpha, vocab_size=VOCAB_SIZE)
 
     def arrive(part: str, num_requests: int) -> list[float]:
@@ -159,13 +159,14 @@ def _routed(options: argparse.Namespace, world: World, system: System, alpha: fl
         return asyncio.run(run_arrivals(system.urls, world.api_key, bodies, options.rate, seed)).first_token_s
 
     arrive("warm-up", options.warm_up)
-    before = hits.stat().st_size
+    before = counts.stat().st_size
     first_token_s = arrive("measured", options.requests)
-    found = hits.read_bytes()[before:]
-    if len(found) != options.requests:
-        raise SystemFailed(f"the engines ran {len(found)} sequences instead of {options.requests}")
+    found = counts.read_bytes()[before:]
+    num_sequences, num_loads = found.count(b"s"), found.count(b"l")
+    if num_sequences != options.requests:
+        raise SystemFailed(f"the engines ran {num_sequences} sequences instead of {options.requests}")
     return {
-        "hit_rate": round(found.count(b"1") / len(found), 4),
+        "hit_rate": round(1 - num_loads / num_sequences, 4),
         "first_token": {**percentiles_ms(first_token_s, 50, 90, 99, digits=1), "count": len(first_token_s)},
     }
 

@@ -75,8 +75,8 @@ class StampScript(msgspec.Struct, frozen=True, kw_only=True):
     """Number of sequences that run at once. Other sequences wait, first come, first served."""
     token_ids: tuple[int, ...] = (0,)
     """The tokens of an answer, in order. Longer answers repeat them."""
-    hits: str | None = None
-    """File to which a byte is appended for each sequence with an adapter: `1` if it was resident, otherwise `0`."""
+    counts: str | None = None
+    """File to which a byte is appended for each sequence with an adapter (`s`) and for each load (`l`)."""
     model_sha256: str = ""
     base_sha256: str = ""
 
@@ -181,7 +181,8 @@ class StampingEngine:
         self._ready: deque[Sequence] = deque()
         self._running: dict[tuple[bytes, str], Sequence] = {}
         self._num_steps = self._num_prompt_tokens = self._num_tokens = 0
-        self._hits = None if script.hits is None else os.open(script.hits, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._counts = None if script.counts is None else os.open(script.counts, flags)
 
     def serve(self) -> None:
         next_s = time.monotonic() + self._script.interval_s
@@ -191,7 +192,9 @@ class StampingEngine:
             # A poll waits for whole milliseconds. Steps may be late, because tokens are stamped when they are sent.
             if self._socket.poll(math.ceil(left_s * 1000)):
                 self._receive()
+            num_loads = self._slots.num_loads
             self._slots.advance(time.monotonic())
+            self._count(b"l" * (self._slots.num_loads - num_loads))
             self._start_ready()
             is_step = bool(self._running) and time.monotonic() >= next_s
             if time.monotonic() >= next_s:
@@ -202,6 +205,10 @@ class StampingEngine:
                 self._emit(list(self._running.values()))
             if self._record is not None:
                 self._record.note_pass(is_step)
+
+    def _count(self, events: bytes) -> None:
+        if self._counts is not None and events:
+            os.write(self._counts, events)
 
     def _receive(self) -> None:
         while True:
@@ -251,8 +258,7 @@ class StampingEngine:
         if digest is None:
             self._ready.append(sequence)
             return
-        if self._hits is not None:
-            os.write(self._hits, b"1" if self._slots.holds(digest) else b"0")
+        self._count(b"s")
         self._slots.when_resident(digest, lambda: self._hold(sequence, digest))
 
     def _hold(self, sequence: Sequence, digest: str) -> None:
