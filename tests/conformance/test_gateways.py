@@ -77,7 +77,7 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
         async def one(number: int) -> tuple[int, bytes]:
             while True:
                 status, answer = await send(lab.gateways[number % len(lab.gateways)].port, key, requests[number])
-                # Retry after refusals for other reasons: only one about tokens is final. Messages have 529 in place of 503.
+                # Retry after refusals for other reasons: only one about tokens is final. Messages use 529 for 503.
                 if status == 200 or (status == 429 and b"tokens_per_minute" in answer):
                     return status, answer
                 assert status in (429, 503, 529), answer
