@@ -34,7 +34,9 @@ BENCHMARKS = {
     "hot-load": Benchmark("hot_load", "Loading adapters from the disk tier, compared with plain reads"),
     "trained-rows": Benchmark("trained_rows", "Memory and time of a trained head, compared with the base's own"),
     "sharing": Benchmark("sharing.round_robin", "Three servers that share requests, compared with round robin"),
-    "forwarding": Benchmark("sharing.forwarding", "Time that running a request on another server adds"),
+    "cluster": Benchmark("cluster", "Engines in a Ray cluster, compared with servers of their own", "9 minutes"),
+    "broadcasts": Benchmark("cluster.broadcasts", "Bytes that a Ray cluster of 50 replicas sends to its gateways"),
+    "forwarding": Benchmark("sharing.forwarding", "Time that running a request on another server adds", "2 minutes"),
     "quantized": Benchmark("quantized", "Products and decode steps with 8 and 4 bits, compared with bfloat16"),
     "quantization-quality": Benchmark(
         "quantization_quality", "How much each format of weights changes the predictions of real models"

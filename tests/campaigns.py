@@ -24,6 +24,8 @@ class Campaign:
     """Arguments of `python -m`, run in this order. The user's arguments are appended to the last command."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Environment variables, used if the user sets no other value."""
+    environment: str | None = None
+    """The virtual environment of `tests.environments` in which the last command runs. None means this one."""
     is_nightly: bool = True
     """False if a plain machine without root cannot run it."""
 
@@ -161,7 +163,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/admin/serving/test_gateway.py",
                 "tests/platform/generation/test_database_trouble.py",
                 "tests/platform/generation/test_database_refusals.py",
-                marks="campaign and not fleet",
+                marks="campaign and not fleet and not cluster",
                 is_shown=True,
             ),
         ),
@@ -190,6 +192,27 @@ CAMPAIGNS: Mapping[str, Campaign] = {
     "mutants": Campaign(
         line="Known faults, most of them of other servers, put back one by one; each must be caught by its test",
         commands=(("tests.mutants", "--out", "benchmarks/results/mutants.json"),),
+    ),
+    "cluster": Campaign(
+        line="Engines in a local Ray cluster: kills, changes of size and settings, a lost head, and the gateways' "
+        "campaign (LORAMUX_CLUSTER_KILLS=100 LORAMUX_CLUSTER_FIGURES=FILE)",
+        commands=(
+            ("tests.environments", "cluster"),
+            _pytest(
+                "tests/cluster",
+                "tests/conformance/test_gateways.py",
+                marks="campaign and cluster",
+                timeout_s=36000,
+                is_shown=True,
+            ),
+        ),
+        settings={
+            "LORAMUX_CLUSTER_KILLS": "100",
+            "LORAMUX_GATEWAY_CUTS": "3000",
+            "LORAMUX_GATEWAY_STOPS": "100",
+            "LORAMUX_GATEWAY_KILLS": "40",
+        },
+        environment="cluster",
     ),
     "batches": Campaign(
         line="A batch over many adapters on a whole server, undisturbed and with kills "
@@ -244,8 +267,9 @@ def main(arguments: Sequence[str]) -> int:
 def _run(campaign: Campaign, more: Sequence[str]) -> int:
     unset = {name: value for name, value in campaign.settings.items() if not os.environ.get(name)}
     *first, last = campaign.commands
-    for command in (*first, (*last, *more)):
-        done = subprocess.run([sys.executable, "-m", *command], env={**os.environ, **unset}, check=False)
+    python = sys.executable if campaign.environment is None else f".venv-{campaign.environment}/bin/python"
+    for interpreter, command in (*((sys.executable, one) for one in first), (python, (*last, *more))):
+        done = subprocess.run([interpreter, "-m", *command], env={**os.environ, **unset}, check=False)
         if done.returncode:
             return done.returncode
     return 0

@@ -320,6 +320,8 @@ class Settings(ModelSettings):
     """Number of engines that `loramux cluster up` starts; the smallest number, if `cluster_max_replicas` is set."""
     cluster_max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = None
     """If set, the number of engines follows the number of running and waiting requests, up to this number."""
+    cluster_downscale_delay_s: Annotated[float, Field(ge=1.0, le=86_400.0)] = 300.0
+    """Seconds for which fewer engines must be enough before their number shrinks, if `cluster_max_replicas` is set."""
     router: str = HOMES
     """How servers with `peer_address` or `cluster` choose the engine that runs a request. `homes` sends each adapter's
     requests to a few engines that hold it. Other values: [the routers of extensions](extending.md#routers).

@@ -32,9 +32,11 @@ from loramux.platform.cluster.ray_connection import (
 )
 
 
-def bring_up(settings: Settings) -> str:
+def bring_up(settings: Settings, command: tuple[str, ...] | None = None) -> str:
     """Start the local cluster, if the setting `cluster` asks for it, and start or replace the replicas. Blocks until
     they run. Returns the cluster's address. Raises StartRefused.
+
+    `command` is the command line that starts an engine, or None for loramux's own engine.
     """
     configure_logs(settings.log_format)
     load_extensions()
@@ -59,7 +61,7 @@ def bring_up(settings: Settings) -> str:
             place = ClusterPlace.of(settings)
             _join(place)
             try:
-                _deploy(settings, config)
+                _deploy(settings, config, command)
             finally:
                 disconnect()
     except ClusterUnavailable as error:
@@ -74,13 +76,14 @@ def _join(place: ClusterPlace) -> None:
     connect(place.address)
 
 
-def _deploy(settings: Settings, config: EngineConfig) -> None:
+def _deploy(settings: Settings, config: EngineConfig, command: tuple[str, ...] | None) -> None:
     from loramux.platform.cluster.deployment import ReplicaPlan, deploy
 
     supervision = supervision_of(settings, config)
     plan = ReplicaPlan(
         num_replicas=settings.cluster_replicas,
         max_replicas=settings.cluster_max_replicas,
+        downscale_delay_s=settings.cluster_downscale_delay_s,
         # Replicas of a local cluster share its CPUs.
         num_cpus=0.0 if settings.cluster == LOCAL_CLUSTER else float(config.num_threads),
         num_gpus=1.0 if config.device == "cuda" else 0.0,
@@ -89,7 +92,7 @@ def _deploy(settings: Settings, config: EngineConfig) -> None:
         step_timeout_s=supervision.step_timeout_s,
         is_on_loopback=settings.cluster == LOCAL_CLUSTER,
     )
-    deploy(config, plan)
+    deploy(config, plan, command)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

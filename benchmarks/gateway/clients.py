@@ -139,19 +139,19 @@ class Client(asyncio.Protocol):
 
 def run_load(address: Address, load: Load) -> Outcome:
     """Run a load and return all answers, not yet parsed. Raises SystemFailed if a connection breaks."""
-    return uvloop.run(_run(address, load))
+    return uvloop.run(repeat(address.port, _request(address, load), load))
 
 
-async def _run(address: Address, load: Load) -> Outcome:
+async def repeat(port: int, request: bytes, load: Load) -> Outcome:
+    """Let the clients of a load send `request` again and again. Raises SystemFailed if a connection breaks."""
     loop = asyncio.get_running_loop()
     answers: list[Received] = []
-    request = _request(address, load)
     started_s = time.perf_counter()
 
     async def run_client(number: int) -> None:
         await asyncio.sleep(load.ramp_s * number / load.num_clients)
         _, client = await loop.create_connection(
-            lambda: Client(request, load.is_streamed, started_s + load.seconds, answers), "127.0.0.1", address.port
+            lambda: Client(request, load.is_streamed, started_s + load.seconds, answers), "127.0.0.1", port
         )
         await client.done
 
@@ -169,9 +169,14 @@ def _request(address: Address, load: Load) -> bytes:
     }
     if load.is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return post(address, "/v1/chat/completions", body)
+
+
+def post(address: Address, path: str, body: dict[str, Any]) -> bytes:
+    """The bytes of a POST request with a JSON body."""
     encoded = msgspec.json.encode(body)
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{address.port}\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{address.port}\r\n"
         f"authorization: Bearer {address.api_key}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(encoded)}\r\n\r\n"
     )

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 from ray import serve
+from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from loramux.engine.loop.config import EngineConfig
 from loramux.platform.cluster.engine_replica import EngineReplica, ReplicaSettings
-from loramux.platform.cluster.ray_connection import APP, ClusterUnavailable
+from loramux.platform.cluster.ray_connection import APP, DEPLOYMENT, ClusterUnavailable
 
-DEPLOYMENT = "engine"
 MAX_CALLS = 10_000
 """Calls that a replica handles at once. Each gateway has one session and at most one further call. The engine, not Ray
 Serve, limits requests, because a queue before the engine would not be fair between tenants.
@@ -24,7 +24,6 @@ REPORT_PERIOD_S = 1.0
 """How often Ray Serve asks replicas for their state, in seconds."""
 HEALTH_PERIOD_S = 2.0
 UPSCALE_DELAY_S = 10.0
-DOWNSCALE_DELAY_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +33,8 @@ class ReplicaPlan:
     num_replicas: int
     max_replicas: int | None = None
     """If set, the number of replicas grows and shrinks with the work, from `num_replicas` to this number."""
+    downscale_delay_s: float = 300.0
+    """How long fewer replicas must be enough before their number shrinks, in seconds."""
     num_cpus: float
     num_gpus: float
     drain_s: float
@@ -43,21 +44,34 @@ class ReplicaPlan:
     is_on_loopback: bool
 
 
-def deploy(config: EngineConfig, plan: ReplicaPlan, app: str = APP) -> None:
+def deploy(config: EngineConfig, plan: ReplicaPlan, command: tuple[str, ...] | None = None, app: str = APP) -> None:
     """Start the replicas, or replace them one after the other if their configuration has changed. Blocks until they
     run.
 
+    `command` is the command line that starts an engine, or None for loramux's own engine.
+
     Raises ClusterUnavailable with the reason if they do not start.
     """
+    # Gateways use handles. Without this, Ray Serve would start HTTP proxies.
+    serve.start(proxy_location="Disabled")
+    try:
+        serve.run(replicas(config, plan, command), name=app, route_prefix=None)
+    except RuntimeError as error:
+        raise ClusterUnavailable(_failure(app, error)) from error
+
+
+def replicas(config: EngineConfig, plan: ReplicaPlan, command: tuple[str, ...] | None = None) -> Application:
+    """Return the deployment of the replicas, which is not running yet."""
     options: dict[str, Any] = {"num_replicas": plan.num_replicas}
     if plan.max_replicas is not None:
-        options = {"autoscaling_config": autoscaling_config(plan.num_replicas, plan.max_replicas)}
+        options = {"autoscaling_config": autoscaling_config(plan, plan.max_replicas)}
     settings = msgspec.json.encode(
         ReplicaSettings(
             engine=config,
             start_timeout_s=plan.start_timeout_s,
             step_timeout_s=plan.step_timeout_s,
             is_on_loopback=plan.is_on_loopback,
+            command=command,
         )
     )
     deployment = serve.deployment(
@@ -76,21 +90,15 @@ def deploy(config: EngineConfig, plan: ReplicaPlan, app: str = APP) -> None:
     )
     # Ray Serve replaces replicas of another version, and gives each call a version of its own unless it is given one.
     code_version = hashlib.sha256(version("loramux").encode() + settings).hexdigest()[:16]
-    bound = deployment.options(version=code_version, _internal=True).bind(settings.decode())
-    # Gateways use handles. Without this, Ray Serve would start HTTP proxies.
-    serve.start(proxy_location="Disabled")
-    try:
-        serve.run(bound, name=app, route_prefix=None)
-    except RuntimeError as error:
-        raise ClusterUnavailable(_failure(app, error)) from error
+    return deployment.options(version=code_version, _internal=True).bind(settings.decode())
 
 
-def autoscaling_config(min_replicas: int, max_replicas: int) -> AutoscalingConfig:
+def autoscaling_config(plan: ReplicaPlan, max_replicas: int) -> AutoscalingConfig:
     return AutoscalingConfig(
-        min_replicas=min_replicas,
+        min_replicas=plan.num_replicas,
         max_replicas=max_replicas,
         upscale_delay_s=UPSCALE_DELAY_S,
-        downscale_delay_s=DOWNSCALE_DELAY_S,
+        downscale_delay_s=plan.downscale_delay_s,
         policy=AutoscalingPolicy(policy_function="loramux.platform.cluster.autoscaling:decide"),
     )
 

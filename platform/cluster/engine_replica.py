@@ -14,6 +14,7 @@ from loramux.engine.protocol.messages import Stats, StatsRequest
 from loramux.platform.cluster.gateway_sessions import GatewaySessions
 from loramux.platform.cluster.replica_report import CoarseState, HeldState, ReplicaIdentity, as_values
 from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.engine_link.engine_process import ENGINE_COMMAND
 from loramux.platform.engine_link.local_engine import LocalEngine, Supervision
 
 STATS_WAIT_S = 1.0
@@ -31,6 +32,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: float
     is_on_loopback: bool
     """True if only this machine may reach the replica."""
+    command: tuple[str, ...] | None = None
+    """The command line that starts the engine, or None for loramux's own engine."""
 
 
 class EngineReplica:
@@ -46,7 +49,7 @@ class EngineReplica:
         if parsed.is_on_loopback:
             stay_on_loopback()
         supervision = Supervision(step_timeout_s=parsed.step_timeout_s, start_timeout_s=parsed.start_timeout_s)
-        self._engine = LocalEngine(parsed.engine, supervision)
+        self._engine = LocalEngine(parsed.engine, supervision, parsed.command or ENGINE_COMMAND)
         self._sessions = GatewaySessions(self._engine, zmq.asyncio.Context())
         self._ready_s = time.monotonic()
         await self._engine.start()

@@ -9,6 +9,7 @@ from typing import Any
 
 from ray import serve
 
+from loramux.platform.cluster.ray_connection import DEPLOYMENT
 from loramux.platform.cluster.replica_calls import ListedReplica, NoteReplicas
 from loramux.platform.cluster.router_hub import HUBS, RouterHub
 
@@ -23,7 +24,7 @@ class RayCalls:
         self._app = app
         self._hub = HUBS.setdefault(app, RouterHub())
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        self._handle: Any = serve.get_app_handle(app)
+        self._handle: Any = serve.get_deployment_handle(DEPLOYMENT, app)
 
     @property
     def trouble(self) -> None:

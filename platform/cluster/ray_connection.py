@@ -18,6 +18,8 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "
 NAMESPACE = "loramux"
 APP = "loramux"
 """The application of Ray Serve that runs the replicas."""
+DEPLOYMENT = "engine"
+"""The deployment of the replicas in the application."""
 PROBE_TIMEOUT_S = 5.0
 
 

@@ -1,19 +1,25 @@
-"""A local Ray cluster with replicas of the demo base: answers, bills, kills, drains, and what listens.
+"""A local Ray cluster with replicas of the demo base: answers, bills, kills, drains, sizes, and what listens.
 
-LORAMUX_CLUSTER_KILLS=3 is the number of replicas that are killed under 32 streams.
+LORAMUX_CLUSTER_KILLS=3 is the number of replicas that are killed under 32 streams. LORAMUX_CLUSTER_FIGURES=FILE writes
+what was counted and measured to this file, after each kill and each later test.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +28,18 @@ import msgspec
 import pytest
 from sqlalchemy import select
 
+from benchmarks.machine import describe
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from tests.conformance.fleet_streams import Stream, is_billed_as_received, numbered_stream, send_stream
 from tests.conformance.gateway_lab import LabGateway
 from tests.conformance.served import LORAMUX, Deployment, deployment
 
-pytestmark = [pytest.mark.campaign, pytest.mark.anyio]
+pytestmark = [pytest.mark.campaign, pytest.mark.cluster, pytest.mark.anyio]
 
 DEMO = Path(__file__).parents[2] / "admin" / "demo"
 NUM_KILLS = int(os.environ.get("LORAMUX_CLUSTER_KILLS", "3"))
+FIGURES = os.environ.get("LORAMUX_CLUSTER_FIGURES")
 NUM_STREAMS = 32
 PATIENCE_S = 120.0
 MAX_SEQUENCES = "8"
@@ -135,10 +143,22 @@ def is_ours(pid: int) -> bool:
 
 
 heads: list[int] = []
+MOVED = 'loramux_forwarded_sequences_total{outcome="moved"}'
 
 
-def up(made: Deployment, replicas: int, **environment: str) -> None:
-    done = run_cluster(made, "up", "--model", str(made.model), "--replicas", str(replicas), **environment)
+def note(**figures: Any) -> None:
+    """Add figures to the file that LORAMUX_CLUSTER_FIGURES names, if it is set."""
+    if FIGURES is None:
+        return
+    file = Path(FIGURES)
+    document: dict[str, Any] = {"machine": describe(), "date": datetime.now(UTC).date().isoformat()}
+    with suppress(FileNotFoundError):
+        document = json.loads(file.read_text())
+    file.write_text(json.dumps(document | figures, indent=1) + "\n")
+
+
+def up(made: Deployment, replicas: int, *arguments: str, **environment: str) -> None:
+    done = run_cluster(made, "up", "--model", str(made.model), "--replicas", str(replicas), *arguments, **environment)
     assert done.returncode == 0, done.stderr
 
 
@@ -196,24 +216,44 @@ async def test_answers_are_billed_as_received(stand: Stand) -> None:
 
 
 async def test_killed_replicas_cost_only_started_streams(stand: Stand) -> None:
-    num_lost, replaced_s = 0, []
+    num_lost, replaced_s, traffic_s = 0, list[float](), list[float]()
+    num_killed_in_vain = 0
     for number in range(NUM_KILLS):
         await asyncio.to_thread(until, lambda: len(stand.serving()) == 2)
         streaming = asyncio.create_task(stand.stream_many(NUM_STREAMS, seed=100 + number))
         await asyncio.sleep(random.Random(number).uniform(0.3, 1.5))
         before = set(stand.serving())
-        os.kill(replica_pids()[0], signal.SIGKILL)
+        num_killed_in_vain += streaming.done()
+        os.kill(random.Random(number).choice(replica_pids()), signal.SIGKILL)
         killed_s = time.monotonic()
         streams = await streaming
         await asyncio.to_thread(stand.check_bills, streams)
+        # Only a stream that has started is ended: all others complete under the identifier in their head.
+        assert all(one.num_received > 0 for one in streams if one.is_ended_by_error)
         num_lost += sum(one.is_ended_by_error for one in streams)
         await asyncio.to_thread(until, lambda known=before: bool(set(stand.serving()) - known))
-        replaced_s.append(time.monotonic() - killed_s)
-    moved = stand.metric('loramux_forwarded_sequences_total{outcome="moved"}')
+        replaced_s.append(round(time.monotonic() - killed_s, 1))
+        (new,) = set(stand.serving()) - before
+        while not await asyncio.to_thread(stand.num_cached_pages, new):
+            stand.check_bills(await stand.stream_many(8, seed=10_000 + number))
+        traffic_s.append(round(time.monotonic() - killed_s, 1))
+        note(
+            kills={
+                "kills": number + 1,
+                "streams": (number + 1) * NUM_STREAMS,
+                "after_the_streams": num_killed_in_vain,
+                "ended_by_an_error": num_lost,
+                "moved": round(stand.metric(MOVED)),
+                "replaced_s": replaced_s,
+                "traffic_s": traffic_s,
+            }
+        )
     print(
-        f"{NUM_KILLS} kills under {NUM_STREAMS} streams: {num_lost} streams ended by an error, {moved:.0f} moved, "
-        f"replacements after {', '.join(f'{seconds:.1f}' for seconds in replaced_s)} s"
+        f"{NUM_KILLS} kills under {NUM_STREAMS} streams: {num_lost} streams ended by an error, "
+        f"{stand.metric(MOVED):.0f} moved, replacements took requests after {min(traffic_s)} to {max(traffic_s)} s, "
+        f"in the median {statistics.median(traffic_s):.1f} s"
     )
+    assert num_killed_in_vain < NUM_KILLS
 
 
 async def test_a_rolling_change_loses_no_request(stand: Stand) -> None:
@@ -228,6 +268,7 @@ async def test_a_rolling_change_loses_no_request(stand: Stand) -> None:
     assert not before & set(stand.serving())
     await asyncio.to_thread(stand.check_bills, streams)
     assert all(one.is_complete for one in streams)
+    note(rolling_change={"streams": len(streams), "lost": 0})
     print(f"a rolling change under load: {len(streams)} streams, none lost")
 
 
@@ -257,7 +298,37 @@ async def test_more_work_than_room_is_refused_with_a_time_to_wait(stand: Stand) 
         assert b'"code":"overloaded"' in one.answer
         assert re.search(rb"(?i)retry-after: [1-9]", one.answer)
     stand.check_bills([one for one in streams if one.status == 200])
+    note(back_pressure={"streams": len(streams), "refused": len(refused)})
     print(f"back-pressure: {len(refused)} of {len(streams)} requests refused with 503 and Retry-After")
+
+
+async def test_the_number_of_replicas_follows_the_work(stand: Stand) -> None:
+    delay = {"LORAMUX_CLUSTER_DOWNSCALE_DELAY_S": "5", "LORAMUX_MAX_BATCH_TOKENS": "256"}
+    await asyncio.to_thread(partial(up, stand.deployment, 1, "--max-replicas", "2", **delay))
+    await asyncio.to_thread(until, lambda: len(stand.serving()) == 1)
+    streams: list[Stream] = []
+
+    async def stream_until(is_so: Callable[[], bool], number: int) -> float:
+        """Keep `number` streams running until `is_so`. Return the seconds that it took."""
+        started_s = time.monotonic()
+        waiting = asyncio.create_task(asyncio.to_thread(until, is_so))
+
+        async def client(seed: int) -> None:
+            while not waiting.done():
+                streams.extend(await stand.stream_many(1, seed=seed + len(streams)))
+
+        await asyncio.gather(waiting, *(client(10_000 * place) for place in range(number)))
+        return round(time.monotonic() - started_s, 1)
+
+    grown_s = await stream_until(lambda: len(stand.serving()) == 2, 2 * int(MAX_SEQUENCES))
+    shrunk_s = await stream_until(lambda: len(stand.serving()) == 1, 1)
+    await asyncio.to_thread(stand.check_bills, streams)
+    assert all(one.is_complete for one in streams)
+    note(autoscaling={"streams": len(streams), "lost": 0, "grown_s": grown_s, "shrunk_s": shrunk_s})
+    print(
+        f"autoscaling: {len(streams)} streams, none lost; a second replica after {grown_s} s of load, and one again "
+        f"{shrunk_s} s after it"
+    )
 
 
 async def test_a_server_survives_the_loss_of_the_head(stand: Stand) -> None:

@@ -1,8 +1,8 @@
 """Forks gateway processes with everything already imported: `python -m tests.conformance.gateway_maker`.
 
 Each line on standard input contains one gateway's settings as JSON. The answer is the gateway's process ID. This
-process reaps its children, so that a killed gateway disappears completely. With `ends`, it forks a whole server whose
-engine is a paced one that writes this file.
+process reaps its children, so that a killed gateway disappears completely. With `cluster`, it forks a whole server
+whose engines run in a cluster. With `ends`, it forks one whose engine is a paced one that writes this file.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import loramux.admin.server.http_servers
 import loramux.admin.serving.assembly
+import loramux.admin.serving.cluster
 import loramux.admin.serving.gateway_assembly
 import loramux.admin.serving.sharing  # noqa: F401
 from loramux.admin.server.settings import Settings, load_settings
@@ -41,7 +42,9 @@ def main() -> None:
                 settings[name] = Path(settings[name])
             code = 1
             try:
-                if ends is None:
+                if "cluster" in settings:
+                    serve.run(load_settings(Settings, settings))
+                elif ends is None:
                     gateway.run(load_settings(Settings, settings))
                 else:
                     command = (sys.executable, "-m", "tests.conformance.paced_engine", str(settings["model"]), ends)

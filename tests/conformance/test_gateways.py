@@ -19,6 +19,7 @@ from sqlalchemy import update
 from loramux.migrations import schema
 from loramux.platform.generation.maintenance import CHECKPOINT_INTERVAL_S
 from loramux.platform.quotas.policies import QuotaPolicies
+from tests.conformance.cluster_lab import ClusterLab
 from tests.conformance.drawn_requests import COMPLETIONS, EMBEDDINGS, DrawnRequest, RequestDraw
 from tests.conformance.fleet_lab import FleetLab
 from tests.conformance.gateway_lab import GatewayLab, LabGateway, gateway_lab, make_lab_base, send, usage_of
@@ -34,11 +35,20 @@ MAX_TOKENS = 10
 campaign = pytest.mark.campaign
 
 
-@pytest.fixture(scope="module", params=["gateways", pytest.param("fleet", marks=[campaign, pytest.mark.fleet])])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gateways",
+        pytest.param("fleet", marks=[campaign, pytest.mark.fleet]),
+        pytest.param("cluster", marks=[campaign, pytest.mark.cluster]),
+    ],
+)
 def lab(
     request: pytest.FixtureRequest, postgres_server: str, demo_base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayLab]:
-    """Gateways of one engine, four in the campaign and two otherwise, or three servers that share requests."""
+    """Gateways of one engine, four in the campaign and two otherwise, three servers that share requests, or four
+    servers in front of a Ray cluster.
+    """
     is_campaign = "campaign" in (request.config.getoption("-m") or "").replace("not campaign", "")
     model = make_lab_base(tmp_path_factory.mktemp("base"), demo_base)
     url = create_database(postgres_server, request.param)
@@ -46,6 +56,8 @@ def lab(
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-lab-")))
         if request.param == "fleet":
             yield stack.enter_context(closing(FleetLab(directory, url, model, 3)))
+        elif request.param == "cluster":
+            yield stack.enter_context(closing(ClusterLab(directory, url, model, 4)))
         else:
             yield stack.enter_context(gateway_lab(directory, url, model, 4 if is_campaign else 2))
 
@@ -65,10 +77,10 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
         async def one(number: int) -> tuple[int, bytes]:
             while True:
                 status, answer = await send(lab.gateways[number % len(lab.gateways)].port, key, requests[number])
-                # Retry after refusals for other reasons: only one about tokens is final.
+                # Retry after refusals for other reasons: only one about tokens is final. Messages use 529 for 503.
                 if status == 200 or (status == 429 and b"tokens_per_minute" in answer):
                     return status, answer
-                assert status in (429, 503), answer
+                assert status in (429, 503, 529), answer
                 await asyncio.sleep(random.uniform(0.05, 0.5))
 
         return await asyncio.gather(*(one(number) for number in range(num_racers)))

@@ -70,6 +70,18 @@ def test_arguments_go_to_the_last_of_two_commands(calls: list[Call]) -> None:
     assert calls[1][0][2:] == ["--out", "FILE"]
 
 
+def test_only_the_last_command_runs_in_the_campaigns_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(command[0])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(campaigns.subprocess, "run", run)
+    assert main(["cluster"]) == 0
+    assert ran == [sys.executable, ".venv-cluster/bin/python"]
+
+
 def test_failed_command_ends_the_campaign(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
 

@@ -30,18 +30,36 @@ def test_both_ways_are_measured(tmp_path: Path) -> None:
 
 def test_a_lost_connection_ends_the_run(tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
-    engine = subprocess.Popen([sys.executable, "-m", "benchmarks.sharing.stamping_engine", str(path), "20"])
+    engine = subprocess.Popen([sys.executable, "-m", "benchmarks.sharing.stamping_engine", "{}", str(path)])
 
     async def lose() -> None:
         async with asyncio.timeout(60):
             session = await EngineConnection.open(path, lambda *_: None)
             engine.kill()
             with pytest.raises(RunFailed, match="a connection ended"):
-                await run_clients(session, 1, 1, 2, Sample([], []))
+                await run_clients(session, 1, 1, 2, Sample([], []), 60.0)
             session.close(frozenset())
 
     try:
         asyncio.run(lose())
+    finally:
+        engine.kill()
+        engine.wait()
+
+
+def test_a_run_without_an_end_fails(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    script = '{"interval_s": 1000.0}'
+    engine = subprocess.Popen([sys.executable, "-m", "benchmarks.sharing.stamping_engine", script, str(path)])
+
+    async def wait() -> None:
+        session = await EngineConnection.open(path, lambda *_: None)
+        with pytest.raises(RunFailed, match="no end after 0 s"):
+            await run_clients(session, 1, 1, 2, Sample([], []), 0.2)
+        session.close(frozenset())
+
+    try:
+        asyncio.run(wait())
     finally:
         engine.kill()
         engine.wait()
