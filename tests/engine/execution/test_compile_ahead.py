@@ -80,7 +80,7 @@ def cases() -> Iterator[Any]:
         "gemma": (GEMMA, None, 13),
         "mixture": (MIXTURE, None, 18),
         "quantized": (MIXTURE, CodedZeroWeights(), 19),
-        "hybrid": (HYBRID, None, 15),
+        "hybrid": (HYBRID, None, 17),
     }
     for version, names_target in {"triton-3.7": True, "triton-3.6": False}.items():
         for name, model in models.items():
