@@ -30,6 +30,9 @@ EFFECT = 0.5
 
 ALL_MODULES = tuple(range(7))
 
+HYBRID_MODULES = (*ALL_MODULES, 7, 8, 11)
+"""All linear layers of a hybrid decoder except the small projections of the gates."""
+
 
 def config_of(model: Model, max_len: int) -> dict[str, Any]:
     return {

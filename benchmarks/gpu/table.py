@@ -34,7 +34,7 @@ from benchmarks.gpu.model import (
     TINY_HYBRID,
     Model,
 )
-from benchmarks.gpu.random_models import ALL_MODULES
+from benchmarks.gpu.random_models import ALL_MODULES, HYBRID_MODULES
 from benchmarks.gpu.table_bytes import Bytes, bytes_of, once, shape_text
 from benchmarks.gpu.table_step import RecordedStep, TableCase, TorchLaunch, TritonLaunch, record_step
 
@@ -49,9 +49,6 @@ MODELS = {
 }
 MAX_ADAPTERS = 16
 CONTEXT = 1024
-HYBRID_MODULES = (*ALL_MODULES, 7, 8, 11)
-"""All linear layers of a hybrid decoder except the small projections of the gates."""
-
 Q_AND_V = (0, 2)
 """PEFT's default target modules."""
 
