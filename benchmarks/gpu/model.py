@@ -30,6 +30,28 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Hybrid:
+    """The gated delta rule that replaces attention in all layers except every `interval`-th."""
+
+    num_k_heads: int
+    num_v_heads: int
+    dim: int
+    interval: int
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The fields of a Qwen3.5 model's `config.json` that describe these layers."""
+        return {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "linear_num_key_heads": self.num_k_heads,
+            "linear_num_value_heads": self.num_v_heads,
+            "linear_key_head_dim": self.dim,
+            "linear_value_head_dim": self.dim,
+            "full_attention_interval": self.interval,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     num_layers: int
     hidden_size: int
@@ -39,6 +61,7 @@ class Model:
     head_dim: int
     vocab_size: int
     experts: Experts | None = None
+    hybrid: Hybrid | None = None
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
@@ -95,6 +118,11 @@ LLAMA_7B = Model(32, 4096, 11008, 32, 32, 128, 32000)
 """Llama-7B, the base of S-LoRA's settings S1 and S2."""
 
 QWEN3_30B_A3B = Model(48, 2048, 6144, 32, 4, 128, 151936, Experts(128, 8, 768))
+
+QWEN3_5_9B = Model(32, 4096, 12288, 16, 4, 256, 248320, hybrid=Hybrid(16, 32, 128, 4))
+"""A hybrid decoder with the dimensions of Qwen3.5-9B."""
+
+TINY_HYBRID = Model(4, 64, 96, 4, 2, 16, 96, hybrid=Hybrid(1, 2, 16, 2))
 
 TINY_EXPERTS = Model(2, 64, 96, 4, 2, 16, 96, Experts(8, 2, 48))
 

@@ -73,6 +73,20 @@ def _part(name: str, minutes: int, shows: str, paths: tuple[str, ...]) -> Run:
     )
 
 
+def _trace(name: str, minutes: int, shows: str, result: str, options: str = "") -> Run:
+    """Traces of whole steps. `options` choose the model and the contexts."""
+    command = f"python -m benchmarks.gpu.kernel_times{options}"
+    return Run(
+        name=name,
+        minutes=minutes,
+        shows=shows,
+        command=f"{command} --out build/{result}",
+        rehearsals=(f"{command} --dry-run {{card}}", f"TRITON_INTERPRET=1 {command} --tiny"),
+        result=result,
+        paths=(*_GPU_CODE, *_SHARED, "benchmarks/gpu/kernel_times.py"),
+    )
+
+
 RUNS = (
     Run(
         name="tests",
@@ -84,14 +98,11 @@ RUNS = (
         paths=("kernels/gpu", "engine/device", "tests/kernels/gpu", "tests/gpu"),
         packages=(*KERNELS, "transformers", "peft", "pytest"),
     ),
-    Run(
-        name="trace",
-        minutes=2,
-        shows="microseconds of each kernel of a decode and of a prefill; in a prefill, the expand at most 6 ms (H100)",
-        command="python -m benchmarks.gpu.kernel_times --out build/gpu-trace-{card}.json",
-        rehearsals=("TRITON_INTERPRET=1 python -m benchmarks.gpu.kernel_times --tiny",),
-        result="gpu-trace-{card}.json",
-        paths=(*_GPU_CODE, *_SHARED, "benchmarks/gpu/kernel_times.py"),
+    _trace(
+        "trace",
+        2,
+        "microseconds of each kernel of a decode and of a prefill; in a prefill, the expand at most 6 ms (H100)",
+        "gpu-trace-{card}.json",
     ),
     _part("prefill", 3, "`over_base` of one adapter at most 1.15, since the base adds to the adapters", _GPU_CODE),
     _part(
@@ -118,16 +129,28 @@ RUNS = (
         paths=("benchmarks/serving", "engine/loop", *_GPU_CODE),
         packages=PRODUCT,
     ),
-    Run(
-        name="mixture",
-        minutes=5,
-        shows="products of experts in a prefill of Qwen3-30B-A3B at most 20 ms; decodes no slower than before",
-        command="python -m benchmarks.gpu.kernel_times --model qwen3-30b-a3b --out build/gpu-trace-qwen3-{card}.json",
-        rehearsals=("TRITON_INTERPRET=1 python -m benchmarks.gpu.kernel_times --tiny --model qwen3-30b-a3b",),
-        result="gpu-trace-qwen3-{card}.json",
-        paths=(*_GPU_CODE, *_SHARED, "benchmarks/gpu/kernel_times.py"),
+    _trace(
+        "mixture",
+        5,
+        "products of experts in a prefill of Qwen3-30B-A3B at most 20 ms; decodes no slower than before",
+        "gpu-trace-qwen3-{card}.json",
+        " --model qwen3-30b-a3b",
     ),
     _part("codes", 3, "products with codes at most as long as in bfloat16 up to 64 rows", ("kernels/gpu",)),
+    _trace(
+        "context",
+        4,
+        "attention of a prefill of 8,192 and 32,768 tokens, and of decodes at these contexts; 16 adapters at most 10 %",
+        "gpu-trace-long-{card}.json",
+        " --long",
+    ),
+    _trace(
+        "hybrid",
+        3,
+        "`_prepare_chunks` and `_apply_chunks` in a prefill of 2,048 tokens of Qwen3.5-9B together at most 5 ms",
+        "gpu-trace-qwen3.5-{card}.json",
+        " --model qwen3.5-9b",
+    ),
     _part("s_lora", 6, "`over_fewest` at least 0.955 with 2,000 adapters", _GPU_CODE),
 )
 """Runs in the order in which a card returns most."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from benchmarks.gpu.bench import Bench
@@ -29,6 +30,9 @@ EFFECT = 0.5
 
 ALL_MODULES = tuple(range(7))
 
+HYBRID_MODULES = (*ALL_MODULES, 7, 8, 11)
+"""All linear layers of a hybrid decoder except the small projections of the gates."""
+
 
 def config_of(model: Model, max_len: int) -> dict[str, Any]:
     return {
@@ -43,6 +47,7 @@ def config_of(model: Model, max_len: int) -> dict[str, Any]:
         "max_position_embeddings": max_len,
         "rms_norm_eps": 1e-5,
         **({} if model.experts is None else model.experts.fields),
+        **({} if model.hybrid is None else model.hybrid.fields),
     }
 
 
@@ -87,8 +92,7 @@ class RandomAdapters:
 
     def layout(self, rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0) -> AdapterLayout:
         """The layout in pages of an adapter with this rank on these modules, from `first_layer` on."""
-        ranks = np.zeros((self._target.geometry.num_layers, len(self._target.all_modules)), np.int32)
-        ranks[first_layer:, list(modules)] = rank
+        ranks = ranks_of(self._target, rank, modules, first_layer)
         return adapter_layout(self._target.geometry, self._target.all_modules, ranks)
 
     @property
@@ -98,6 +102,16 @@ class RandomAdapters:
 
     def num_pages(self, digest: str) -> int:
         return self.packed[digest].num_pages
+
+
+def ranks_of(target: PackTarget, rank: int, modules: Iterable[int], first_layer: int = 0) -> npt.NDArray[np.int32]:
+    """The ranks of an adapter by layer and module. Modules that only some layers have are 0 in all others."""
+    ranks = np.zeros((target.geometry.num_layers, len(target.all_modules)), np.int32)
+    for index in modules:
+        layers = target.all_modules[index].layers
+        ranks[slice(None) if layers is None else list(layers), index] = rank
+    ranks[:first_layer] = 0
+    return ranks
 
 
 def _random_payload(bench: Bench, target: PackTarget, ranks: np.ndarray) -> np.ndarray:

@@ -23,8 +23,17 @@ import triton
 
 from benchmarks.gpu.cards import CARDS, Card
 from benchmarks.gpu.code_formats import FORMATS
-from benchmarks.gpu.model import LLAMA_7B, LLAMA_8B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Model
-from benchmarks.gpu.random_models import ALL_MODULES
+from benchmarks.gpu.model import (
+    LLAMA_7B,
+    LLAMA_8B,
+    QWEN3_5_9B,
+    QWEN3_30B_A3B,
+    TINY,
+    TINY_EXPERTS,
+    TINY_HYBRID,
+    Model,
+)
+from benchmarks.gpu.random_models import ALL_MODULES, HYBRID_MODULES
 from benchmarks.gpu.table_bytes import Bytes, bytes_of, once, shape_text
 from benchmarks.gpu.table_step import RecordedStep, TableCase, TorchLaunch, TritonLaunch, record_step
 from benchmarks.harness import out_file
@@ -33,8 +42,10 @@ MODELS = {
     "llama-3.1-8b": LLAMA_8B,
     "llama-7b": LLAMA_7B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3.5-9b": QWEN3_5_9B,
     "tiny": TINY,
     "tiny-experts": TINY_EXPERTS,
+    "tiny-hybrid": TINY_HYBRID,
 }
 MAX_ADAPTERS = 16
 CONTEXT = 1024
@@ -80,6 +91,9 @@ def cases(model: Model) -> Iterator[TableCase]:
     if model.experts is not None:
         yield from _expert_cases(model, model.experts.num_experts)
         return
+    if model.hybrid is not None:
+        yield from _hybrid_cases()
+        return
     for batch in (1, 16, 64, 256):
         count = min(batch, MAX_ADAPTERS)
         adapters = f"{count} adapter{'s' if count > 1 else ''}, rank 16"
@@ -95,6 +109,17 @@ def cases(model: Model) -> Iterator[TableCase]:
         prefill, name="prefill, 16 prompts of 128: 16 adapters, rank 16", num_adapters=16, modules=ALL_MODULES
     )
     yield TableCase("prefill, last 2,048 of 8,192: base only", 1, 6144, 2048)
+
+
+def _hybrid_cases() -> Iterator[TableCase]:
+    """Yield cases without adapters, and with adapters on all linear layers, among them those of the delta rule."""
+    for batch, num_queries in ((1, 1), (64, 1), (1, 2048), (16, 128)):
+        count = min(batch, MAX_ADAPTERS)
+        name = f"decode, batch {batch}, context {CONTEXT}" if num_queries == 1 else f"prefill, {batch} x {num_queries}"
+        base = TableCase(f"{name}: base only", batch, CONTEXT - 1 if num_queries == 1 else 0, num_queries)
+        yield base
+        name = f"{name}: {count} adapter{'s' if count > 1 else ''}, rank 16"
+        yield replace(base, name=name, num_adapters=count, modules=HYBRID_MODULES)
 
 
 def _expert_cases(model: Model, num_experts: int) -> Iterator[TableCase]:

@@ -261,8 +261,73 @@ def _choose_greedily(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     return once(launch.grid[0] * (a["NUM_GROUPS"] * FLOAT + a["GROUP"] * a["logits_ptr"].itemsize))
 
 
+def _rows_between(step: RecordedStep, least: int, most: float) -> list[int]:
+    """The numbers of rows of the step's sequences that have between `least` and `most` rows."""
+    counts = np.diff(step.batch.cu_q).tolist()
+    return [count for count in counts if least <= count <= most]
+
+
+def _convolve(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    counts = _rows_between(step, 1, math.inf)
+    row = a["CHANNELS"] * (a["x_ptr"].itemsize + a["y_ptr"].itemsize)
+    # The stored inputs are read and replaced. A tile also reads the inputs before its first row.
+    taps = a["CONV_LEN"] - 1
+    tails, weights = 2 * len(counts) * taps * a["CHANNELS"] * FLOAT, a["weight_ptr"].nbytes
+    num_tiles = sum(-(-count // a["TILE"]) for count in counts)
+    again = (num_tiles - len(counts)) * taps * a["CHANNELS"] * a["x_ptr"].itemsize
+    least = sum(counts) * row + tails + weights
+    return Bytes(least, least + again + (num_tiles - 1) * weights)
+
+
+def _delta_row(a: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes of a row's q and k, of its v and y, and of a head's matrix."""
+    size = a["qkv_ptr"].itemsize
+    return 2 * a["NUM_K"] * a["K_DIM"] * size, 2 * a["NUM_V"] * a["V_DIM"] * size, a["V_DIM"] * a["K_DIM"] * FLOAT
+
+
+def _delta_rule(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    counts = _rows_between(step, 1, a["MAX_ROWS"])
+    keys, values, matrix = _delta_row(a)
+    rest = sum(counts) * values + 2 * len(counts) * a["NUM_V"] * matrix
+    rest += sum(counts) * 2 * a["NUM_V"] * a["gates_ptr"].itemsize
+    # Each program reads q and k of its head.
+    again = a["NUM_V"] // a["NUM_K"] * launch.grid[2]
+    return Bytes(rest + sum(counts) * keys, rest + sum(counts) * keys * again)
+
+
+def _scratch(a: dict[str, Any], counts: list[int]) -> int:
+    """Bytes of T, P and the factors of all chunks."""
+    return sum(-(-count // a["CHUNK"]) for count in counts) * a["NUM_V"] * (2 * a["CHUNK"] + 4) * a["CHUNK"] * FLOAT
+
+
+def _prepare_chunks(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    counts = _rows_between(step, a["MIN_ROWS"], math.inf)
+    keys = sum(counts) * 2 * a["NUM_K"] * a["K_DIM"] * a["qkv_ptr"].itemsize
+    rest = _scratch(a, counts) + sum(counts) * 2 * a["NUM_V"] * a["gates_ptr"].itemsize
+    return Bytes(rest + keys, rest + keys * (a["NUM_V"] // a["NUM_K"]))
+
+
+def _apply_chunks(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    counts = _rows_between(step, a["MIN_ROWS"], math.inf)
+    keys, values, matrix = _delta_row(a)
+    num_chunks = sum(-(-count // a["CHUNK"]) for count in counts)
+    least = _scratch(a, counts) + sum(counts) * (keys + values) + 2 * len(counts) * a["NUM_V"] * matrix
+    # Each chunk reads q once, k twice and the matrix twice, and writes the matrix once.
+    heads = launch.grid[2] * a["NUM_V"] // a["NUM_K"]
+    asked = launch.grid[2] * _scratch(a, counts) + sum(counts) * (1.5 * keys * heads + values)
+    return Bytes(least, asked + 3 * num_chunks * a["NUM_V"] * matrix)
+
+
 _FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
     "_norm": _norm,
+    "_convolve": _convolve,
+    "_delta_rule": _delta_rule,
+    "_prepare_chunks": _prepare_chunks,
+    "_apply_chunks": _apply_chunks,
     "_rotate_and_store": _rotate_and_store,
     "_gate": _gate,
     "shrink_kernel": _shrink,

@@ -20,7 +20,7 @@ from triton.runtime.jit import compute_cache_key
 from benchmarks.gpu.cards import Card
 from benchmarks.gpu.code_formats import CodeFormat, SharedCodes
 from benchmarks.gpu.model import Experts, Model
-from benchmarks.gpu.random_models import model_config
+from benchmarks.gpu.random_models import model_config, ranks_of
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.decoder.decoder import Decoder
@@ -30,6 +30,7 @@ from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.loop.config import pack_target
+from loramux.engine.pages.pool_memory import allocate_pool
 from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.sequences.batch import Batch, ScheduledSequence, build_batch
 from loramux.engine.sequences.sequence import PageTable, block_list
@@ -37,7 +38,6 @@ from loramux.engine.sequences.sequence import Sequence as EngineSequence
 from loramux.kernels.gpu.contiguous_attention import flash_attention
 from loramux.kernels.gpu.kernels import GpuKernels
 from loramux.kernels.gpu.sampling import sample_tokens
-from loramux.kernels.tables import PoolViews
 
 META = torch.device("meta")
 PAGE_TOKENS = 16
@@ -157,12 +157,17 @@ class MetaEngine:
             backend = replace(backend, make_linear=codes.linear, make_experts=codes.experts)
         self.decoder = Decoder(config, MetaWeights(), torch.bfloat16, config.max_model_len, backend)
         geometry = self.target.geometry
-        raw = torch.empty((num_pages, geometry.num_layers, geometry.page_bytes), dtype=torch.uint8, device=META)
-        self.pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry)
+        cache = self.decoder.cache_layout
+        self.num_state_pages = cache.num_state_pages
+        self.pool = allocate_pool(
+            geometry, num_pages * geometry.total_page_bytes, torch.bfloat16, torch.bfloat16, META,
+            cache.has_pages_of_blocks,
+        )  # fmt: skip
         kernels = GpuKernels(self.pool, num_processors=card.multiprocessors, contiguous_attention=flash_attention)
         self.tables = SlotTables(self.target, max_resident_adapters, accelerator, self.decoder.outer_factors)
-        max_listed_pages = max_sequences * -(-max_len // PAGE_TOKENS)
-        buffer = StepBuffer(accelerator, max_batch_tokens, max_sequences, max_listed_pages)
+        max_listed_pages = max_sequences * (-(-max_len // PAGE_TOKENS) + cache.num_state_pages)
+        has_states = cache.num_state_pages > 0
+        buffer = StepBuffer(accelerator, max_batch_tokens, max_sequences, max_listed_pages, has_states=has_states)
         sampler = DeviceSampler(accelerator, sample_tokens, max_sequences, ())
         self._executor = GraphExecutor(self.decoder, kernels, self.tables, accelerator, buffer, sampler, max_sequences)
 
@@ -171,14 +176,12 @@ class MetaEngine:
 
         Listed launches keep their tensors alive. Launches passed to `note` do not.
         """
-        geometry = self.target.geometry
-        ranks = np.zeros((geometry.num_layers, len(self.target.all_modules)), np.int32)
-        ranks[:, list(case.modules)] = case.rank
+        ranks = ranks_of(self.target, case.rank, case.modules)
         layout = self.target.layout(ranks)
         packed = PackedAdapter("", layout, np.ones(ranks.shape, np.float32), np.zeros(0, np.uint8))
         for slot in range(case.num_adapters):
             self.tables.write(slot, [0] * layout.num_pages, packed)
-        batch = _batch(case, -(-(case.context + case.num_queries) // PAGE_TOKENS))
+        batch = _batch(case, -(-(case.context + case.num_queries) // PAGE_TOKENS), self.num_state_pages)
         if note is not None:
             step = RecordedStep(case, batch, ())
             with recording(self.card.capability, lambda launch: note(launch, step)):
@@ -200,7 +203,7 @@ def record_step(model: Model, card: Card, case: TableCase, form: CodeFormat | No
     return engine.record(case)
 
 
-def _batch(case: TableCase, pages_each: int) -> Batch:
+def _batch(case: TableCase, pages_each: int, num_state_pages: int) -> Batch:
     scheduled = []
     for index in range(case.num_sequences):
         num_tokens = case.context + case.num_queries
@@ -210,8 +213,9 @@ def _batch(case: TableCase, pages_each: int) -> Batch:
         slot = index * case.num_adapters // case.num_sequences if case.num_adapters else -1
         blocks = block_list(range(index * pages_each, (index + 1) * pages_each))
         sequence = EngineSequence(
-            add=add, owner=b"", arrival=index, seed=0, slot=slot, num_computed=case.context, tables=[PageTable(blocks)]
-        )
+            add=add, owner=b"", arrival=index, seed=0, slot=slot, num_computed=case.context, tables=[PageTable(blocks)],
+            state_pages=block_list(range(num_state_pages)),
+        )  # fmt: skip
         scheduled.append(ScheduledSequence(sequence, case.num_queries))
     return build_batch(scheduled, PAGE_TOKENS)
 

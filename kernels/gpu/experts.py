@@ -50,7 +50,7 @@ def tiling_of(num_tokens: int, num_pairs: int, num_experts: int, itemsize: int) 
         return Tiling(16, 64, 4, 4)
     if itemsize == 4 or num_pairs < 64 * num_experts:
         return Tiling(64, 64, 4, 4)
-    return Tiling(128, 128, 8, 3)
+    return Tiling(128, 256, 8, 3)
 
 
 def multiply_experts(x: torch.Tensor, experts: StackedExperts, routing: Routing) -> torch.Tensor:

@@ -162,6 +162,51 @@ def test_chunks_of_many_rows_equal_the_whole_sequence(
     torch.testing.assert_close(torch.cat(found).double(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_long_and_short_sequences_share_steps(
+    make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    """A GPU computes sequences of 16 or more rows in chunks of 32, and others row by row. Either continues the other's
+    states.
+    """
+    spec, steps = SPECS["uneven"], ((70, 1, 15, 16, 33), (5, 16, 17, 1, 64))
+    pool = make_pool(make_poisoned_pool, spec)
+    kernels = make_kernels(pool)
+    num_padding = 2 if type(kernels).__name__ == "GpuKernels" else 0
+    lengths = [sum(sizes) for sizes in zip(*steps, strict=True)]
+    firsts = list(accumulate(lengths, initial=0))
+    inputs = Inputs.random(spec, firsts[-1])
+    found: list[list[torch.Tensor]] = [[] for _ in lengths]
+    done = [0] * len(lengths)
+    for sizes in steps:
+        rows = [firsts[i] + done[i] + t for i, size in enumerate(sizes) for t in range(size)]
+        done = [before + size for before, size in zip(done, sizes, strict=True)]
+        chunks = list(zip(range(len(sizes)), done, sizes, strict=True))
+        batch = batch_of(pool, spec, chunks, num_padding)
+        out = run(kernels, inputs, 1, batch, torch.tensor([*rows, *[0] * num_padding]))
+        assert not out[len(rows) :].any(), "padding rows are 0"
+        for parts, part in zip(found, out[: len(rows)].split(list(sizes)), strict=True):
+            parts.append(part)
+    for parts, first, length in zip(found, firsts, lengths, strict=False):
+        expected = inputs.expected(first, first + length)
+        torch.testing.assert_close(torch.cat(parts).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_repeated_keys_lose_no_digits(
+    make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    """A prompt that repeats a token has equal keys. Without decay, powers of their products reach 10^8 in a chunk."""
+    spec = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=1, k_dim=8, v_dim=8, conv_len=2)
+    pool = make_pool(make_poisoned_pool, spec)
+    kernels = make_kernels(pool)
+    inputs = Inputs.random(spec, 64)
+    inputs.x[:, : 2 * spec.k_dim] = 1.0
+    inputs.weight.abs_()
+    inputs.gates[:] = 12.0
+    inputs.rates[0] = -1e-4
+    out = run(kernels, inputs, 0, batch_of(pool, spec, [(0, 64, 64)]), torch.arange(64))
+    torch.testing.assert_close(out.double(), inputs.expected(0, 64), rtol=1e-4, atol=1e-5)
+
+
 def test_layers_and_sequences_keep_their_states_apart(
     make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:

@@ -81,6 +81,19 @@ def test_tiny_mixture_table_is_complete(card: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("card", ["a100", "h200", "b200", "5090"])
+def test_tiny_hybrid_table_is_complete(card: str, tmp_path: Path) -> None:
+    """Prompts use two more kernels than decodes in each layer with a delta rule, and neither spills registers."""
+    steps = steps_of("tiny-hybrid", card, tmp_path)
+    found = {row["kernel"]: row for row in steps["prefill, 1 x 2048: base only"]["rows"]}
+    decoded = {row["kernel"] for row in steps["decode, batch 64, context 1024: base only"]["rows"]}
+    for kernel in ("_prepare_chunks", "_apply_chunks"):
+        assert found[kernel]["launches"] == 2
+        assert found[kernel]["program"]["spilled_bytes"] == 0
+        assert kernel not in decoded
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
 @pytest.mark.parametrize("model", ["tiny", "tiny-experts"])
 def test_table_of_quantised_weights_counts_products_by_codes(model: str, weights: str, tmp_path: Path) -> None:

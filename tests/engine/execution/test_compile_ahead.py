@@ -80,7 +80,7 @@ def cases() -> Iterator[Any]:
         "gemma": (GEMMA, None, 12),
         "mixture": (MIXTURE, None, 17),
         "quantized": (MIXTURE, CodedZeroWeights(), 18),
-        "hybrid": (HYBRID, None, 14),
+        "hybrid": (HYBRID, None, 16),
     }
     for version, names_target in {"triton-3.7": True, "triton-3.6": False}.items():
         for name, model in models.items():
