@@ -1,8 +1,8 @@
 """A proxy on loopback that gives our server the model names and keys which a suite uses.
 
-It replaces model names in requests and answers, and replaces a dummy key or a missing one by a real key. vLLM serves one
-model, whose name the bodies of its tests can leave out: the proxy adds it where our server needs it. It changes nothing
-else: bodies, statuses, headers and the times of streamed chunks are the server's.
+It replaces model names in requests and answers, and replaces a dummy key or a missing one by a real key. vLLM serves
+one model, whose name the bodies of its tests can leave out: the proxy adds it where our server needs it. It changes
+nothing else: bodies, statuses, headers and the times of streamed chunks are the server's.
 """
 
 from __future__ import annotations
