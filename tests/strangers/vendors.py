@@ -76,7 +76,6 @@ VENDORS = (
         (
             "tests/api_resources/chat/test_completions.py",
             "tests/api_resources/test_completions.py",
-            "tests/api_resources/test_embeddings.py",
             "tests/api_resources/test_models.py",
         ),
         ("-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=session"),
