@@ -121,6 +121,7 @@ test-package: $(WARM) ## Check the wheel and sdist, and run the demo from a whee
 
 test-clients: $(WARM) ## Test unmodified OpenAI clients and agent frameworks against a server (needs npm)
 	$(VENV)/bin/python -m tests.environments clients
+	$(VENV)/bin/python -m tests.environments sentences
 	$(VENV)/bin/python -m pytest tests/clients -m campaign $(ARGS)
 
 test-cluster: $(WARM) ## Test engines in a local Ray cluster: end to end, kills, drains, changes, 4 minutes (LORAMUX_CLUSTER_KILLS=3)

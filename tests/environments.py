@@ -36,6 +36,9 @@ ENVIRONMENTS: Mapping[str, Environment] = {
         requirements={".": "tests/clients/requirements.txt"},
         packages="tests/clients/package.json",
     ),
+    "sentences": Environment(
+        folder=".venv-sentences", requirements={".": "tests/clients/sentences.txt"}, extends_own=True
+    ),
     "strangers": Environment(folder=".venv-strangers", requirements={".": "tests/strangers/requirements.txt"}),
     "harnesses": Environment(
         folder=".venv-harnesses",

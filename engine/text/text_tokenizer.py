@@ -97,6 +97,16 @@ class TextTokenizer:
         [encoding] = self._tokenizer.encode_batch_fast([(first, second)], add_special_tokens=add_special_tokens)
         return tuple(self._renamed.get(one, one) for one in encoding.ids)
 
+    def shortened(self, text: str, max_tokens: int) -> str:
+        """Return as much of the beginning of a text as has at most `max_tokens` tokens, without special tokens."""
+        while True:
+            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            if len(encoding) <= max_tokens:
+                return text
+            # The tokens of a beginning can differ from those of the whole text, so it is encoded again.
+            end = encoding.offsets[max_tokens - 1][1] if max_tokens else 0
+            text = text[: min(end, len(text) - 1)]
+
     def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token IDs of each word, both at the start of a text and after a space, without duplicates."""
         texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]

@@ -27,6 +27,7 @@ def _few_entries(value: Any) -> Any:
     return value
 
 
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 Metadata = Annotated[dict[str, str], BeforeValidator(_few_entries)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -47,7 +48,7 @@ class ChatRequest(GenerationRequest):
     }
     PROMPT: ClassVar[str] = "messages"
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=-1, le=MAX_CHAT_LOGPROBS)

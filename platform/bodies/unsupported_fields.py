@@ -123,13 +123,28 @@ POOLING: Neutral = {
     "endianness": ("native", "little"),
     "messages": (),
     "mm_processor_kwargs": ({},),
+    "padding": ("do_not_pad",),
     "request_id": (),
+    # vLLM, beside a conversation
+    "chat_template": (),
+    "media_io_kwargs": ({},),
     # SGLang
     "image": (),
     "lora_path": (),
     "rid": (),
 }
-"""Fields of embeddings, classes and scores."""
+"""Fields of embeddings and classes."""
+
+PAIRS: Neutral = {
+    **POOLING,
+    # vLLM
+    "chat_template_kwargs": ({},),
+    "instruction": (),
+    # Cohere
+    "max_chunks_per_doc": (),
+    "rank_fields": (["text"], []),
+}
+"""Fields of scores and rankings."""
 
 FUNCTION: Neutral = {"defer_loading": (False,)}
 """Fields of a function and of a tool."""

@@ -20,7 +20,7 @@ from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
 from loramux.platform.messages_api import messages
 from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, stored_chats, tokenization
-from loramux.platform.pooling_api import classification, embeddings, scores
+from loramux.platform.pooling_api import classification, embeddings, pooling, reranking, scores
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
@@ -37,6 +37,10 @@ ENDPOINTS = {
     "/v1/classify": "classify",
     "/score": "score",
     "/v1/score": "score",
+    "/rerank": "rerank",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/pooling": "pooling",
     "/v1/files": "files",
     "/v1/batches": "batches",
     "/v1/responses": "responses",
@@ -115,7 +119,7 @@ def create_openai_app(
         conversations,
         messages,
     )
-    pooled = (embeddings, classification, scores)
+    pooled = (embeddings, classification, scores, reranking, pooling)
     for surface in (*surfaces, *pooled, models, tokenization, load):
         app.include_router(surface.router)
     if kept is not None:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from loramux.adapter_store.formats.version_files.adapter_task import Activation
+from loramux.adapter_store.formats.version_files.adapter_task import Activation, AdapterTask
 from loramux.engine.sequences.class_probabilities import class_probabilities
-from loramux.platform.bodies.request_body import validated
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 from loramux.platform.generation.plan import Plan, Target
 from loramux.platform.pooling_api.pooled_answer import PooledAnswer, pooled_usage
 from loramux.platform.pooling_api.pooled_documents import ClassesDocument
-from loramux.platform.pooling_api.pooled_plan import classifier_of, pooled_plan
-from loramux.platform.pooling_api.pooled_request import ClassifyRequest
+from loramux.platform.pooling_api.pooled_plan import classifier_of, prompts_plan
+from loramux.platform.pooling_api.pooled_request import AnyClassify, AnyPooling, ClassifyChat, ClassifyRequest, parses
 from loramux.platform.requests.answers import Document
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.endpoint import PooledEndpoint, Received
@@ -36,19 +34,19 @@ router = APIRouter()
 @router.post(
     "/classify",
     tags=["inference"],
-    openapi_extra=takes(ClassifyRequest),
+    openapi_extra=takes(ClassifyRequest, ClassifyChat),
     response_model=ClassesDocument,
     responses=errors(*GENERATION_ERRORS),
 )
 async def create_classes(request: Request, caller: Caller, services: Services) -> Response:
-    """Classify each input (text or token ids) with an adapter that was trained for sequence classification."""
+    """Classify each input (text or token ids), or a conversation, with an adapter that was trained for this."""
     return await serve(request, services, caller, CLASSIFICATION)
 
 
 @router.post(
     "/v1/classify",
     tags=["inference"],
-    openapi_extra=takes(ClassifyRequest),
+    openapi_extra=takes(ClassifyRequest, ClassifyChat),
     response_model=ClassesDocument,
     responses=errors(*GENERATION_ERRORS),
 )
@@ -76,24 +74,36 @@ class ClassesAnswer(PooledAnswer):
         }
 
 
-async def _plan(
-    services: GatewayServices, target: Target, received: Received[ClassifyRequest]
-) -> tuple[Plan, ClassesAnswer]:
-    body, task = received.body, classifier_of(target)
+async def classification_plan(
+    services: GatewayServices, name: str, target: Target, received: Received[AnyClassify | AnyPooling]
+) -> tuple[Plan, AdapterTask, Activation]:
+    """Return the plan of a request of the endpoint `name` that classifies prompts, the model's task, and how logits
+    become probabilities.
+
+    Raises InvalidRequest, RateLimited or Unavailable.
+    """
+    task = classifier_of(target)
     if task is None:
         raise InvalidRequest(
             f"{target.model.name} is not a classifier: call an adapter whose task type is SEQ_CLS",
             param="model",
             code="wrong_task",
         )
-    plan = await pooled_plan(services, NAME, target, received, body.input, "last", num_labels=len(task.labels))
+    plan = await prompts_plan(services, name, target, received, "last", num_labels=len(task.labels))
+    return plan, task, "identity" if received.body.use_activation is False else task.activation
+
+
+async def _plan(
+    services: GatewayServices, target: Target, received: Received[AnyClassify]
+) -> tuple[Plan, ClassesAnswer]:
+    plan, task, activation = await classification_plan(services, NAME, target, received)
     return plan, ClassesAnswer(
         request_id=received.request_id,
-        model=body.model,
+        model=received.body.model,
         created_s=int(time.time()),
         labels=task.labels,
-        activation="identity" if body.use_activation is False else task.activation,
+        activation=activation,
     )
 
 
-CLASSIFICATION = PooledEndpoint(name=NAME, parse=partial(validated, model=ClassifyRequest), plan=_plan)
+CLASSIFICATION = PooledEndpoint(name=NAME, parse=parses(ClassifyRequest, ClassifyChat), plan=_plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -69,4 +69,46 @@ class ScoresDocument(TypedDict):
     created: int
     model: str
     data: list[ScoreDocument]
+    usage: PooledUsageDocument
+
+
+class RankedTextDocument(TypedDict):
+    """A document of the request."""
+
+    text: str
+
+
+class RankedDocument(TypedDict):
+    """The place of one document in the request, and its score. `document` is absent with `return_documents: false`."""
+
+    index: int
+    document: NotRequired[RankedTextDocument]
+    relevance_score: float
+
+
+class RankingDocument(TypedDict):
+    """A response of `/rerank`."""
+
+    id: str
+    model: str
+    usage: PooledUsageDocument
+    results: list[RankedDocument]
+
+
+class PooledDocument(TypedDict):
+    """The vector, or the classes' probabilities, of one input: numbers, or little-endian float32 in base64."""
+
+    index: int
+    object: Literal["pooling"]
+    data: list[float] | str
+
+
+class PoolingDocument(TypedDict):
+    """A response of `/pooling`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PooledDocument]
     usage: PooledUsageDocument

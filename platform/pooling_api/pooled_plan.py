@@ -10,7 +10,8 @@ from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.engine.protocol.messages import SamplingParams
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Plan, Target, TextRules
-from loramux.platform.pooling_api.pooled_request import PooledRequest
+from loramux.platform.pooling_api.pooled_request import AnyPrompts, InputFields, PooledRequest
+from loramux.platform.requests.chat_preparation import render_chat
 from loramux.platform.requests.endpoint import Prompts, Received
 from loramux.platform.requests.planning import check_generates, end_user_label
 from loramux.platform.requests.request_life import activated
@@ -29,8 +30,35 @@ class TextPair:
     second: str
 
 
-Text: TypeAlias = str | tuple[int, ...] | TextPair
-"""A prompt, as text, as token ids, or as a pair of texts."""
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation that the chat template has made a prompt, with its special tokens."""
+
+    text: str
+
+
+Text: TypeAlias = str | tuple[int, ...] | TextPair | RenderedChat
+"""A prompt, as text, as token ids, as a pair of texts, or as a rendered conversation."""
+
+
+async def prompts_plan(
+    services: GatewayServices,
+    name: str,
+    target: Target,
+    received: Received[AnyPrompts],
+    pooling: str,
+    num_labels: int | None = None,
+) -> Plan:
+    """Return the plan of a request of the endpoint `name` that pools the prompts of its body, or its conversation.
+
+    Raises InvalidRequest, RateLimited or Unavailable.
+    """
+    body = received.body
+    if isinstance(body, InputFields):
+        return await pooled_plan(services, name, target, received, body.input, pooling, "input", num_labels)
+    prompt = await render_chat(services, target, body.chat, received.num_bytes)
+    texts = (RenderedChat(prompt.text),)
+    return await pooled_plan(services, name, target, received, texts, pooling, "messages", num_labels)
 
 
 async def pooled_plan(
@@ -40,7 +68,7 @@ async def pooled_plan(
     received: Received[PooledRequest],
     texts: Sequence[Text],
     pooling: str,
-    param: str = "input",
+    param: str,
     num_labels: int | None = None,
 ) -> Plan:
     """Return the plan of a request of the endpoint `name` that pools each of `texts`.
@@ -57,8 +85,10 @@ async def pooled_plan(
             param="truncate_prompt_tokens",
         )
     check_text_sizes(services, texts, param)
+    # A template can make a short body a long prompt.
+    size = max(received.num_bytes, sum(map(_num_characters, texts)))
     with traced("tokenise"):
-        prompts = await services.compute_if_long(received.num_bytes, _encoded, services, target, body, texts, param)
+        prompts = await services.compute_if_long(size, _encoded, services, target, body, texts, param)
     _check(services, prompts, param)
     return Plan(
         request_id=received.request_id,
@@ -92,7 +122,9 @@ def check_text_sizes(services: GatewayServices, texts: Sequence[Text], param: st
 
 
 def _num_characters(text: Text) -> int:
-    return len(text.first) + len(text.second) if isinstance(text, TextPair) else len(text)
+    if isinstance(text, TextPair):
+        return len(text.first) + len(text.second)
+    return len(text.text) if isinstance(text, RenderedChat) else len(text)
 
 
 def classifier_of(target: Target) -> AdapterTask | None:
@@ -114,6 +146,9 @@ def _encoded(
 
 
 def _ids(target: Target, body: PooledRequest, text: Text, longest: int | None, param: str) -> tuple[int, ...]:
+    if isinstance(text, RenderedChat):
+        # As in vLLM, the template writes the special tokens, unless the body asks for those of a plain prompt.
+        return target.tokenizer.encode_rendered(text.text, longest, add_special_tokens=bool(body.add_special_tokens))
     adds_special_tokens = body.add_special_tokens is not False
     if isinstance(text, str):
         return target.tokenizer.encode(text, longest, add_special_tokens=adds_special_tokens, param=param)

@@ -1,13 +1,16 @@
-"""The bodies of `/v1/embeddings`, `/classify` and `/score`."""
+"""The bodies of `/v1/embeddings`, `/classify` and `/pooling`, and what they share with those about pairs."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, Field
 
 from loramux.platform.bodies import unsupported_fields
-from loramux.platform.bodies.prompts import MAX_PROMPTS, listed_prompts
+from loramux.platform.bodies.chat_request import ChatRequest, Messages
+from loramux.platform.bodies.prompts import listed_prompts
+from loramux.platform.bodies.request_body import validated
 from loramux.platform.bodies.sampling_fields import INT64, MAX_MODEL_NAME, MAX_PRIORITY
 from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.bodies.unsupported_fields import Neutral
@@ -43,10 +46,39 @@ class PooledRequest(StrictModel):
             raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens")
 
 
-class EmbeddingRequest(PooledRequest):
-    """The body of `/v1/embeddings`."""
+class InputFields(PooledRequest):
+    """The fields of a body with one or more prompts, as text or token ids."""
 
     input: Annotated[Any, AfterValidator(listed_prompts)]
+
+
+class ConversationFields(PooledRequest):
+    """The fields of a body with a conversation, as in vLLM. The chat template makes it a prompt."""
+
+    messages: Messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The chat request whose prompt is pooled."""
+        return ChatRequest(
+            model=self.model,
+            messages=self.messages,
+            add_generation_prompt=bool(self.add_generation_prompt),
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    def check(self) -> None:
+        PooledRequest.check(self)
+        self.chat.check()
+
+
+class VectorFields(PooledRequest):
+    """What a body with vectors in its answer says about them."""
+
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, lt=INT64)
 
@@ -55,7 +87,7 @@ class EmbeddingRequest(PooledRequest):
     use_activation: bool | None = None
 
     def check(self) -> None:
-        PooledRequest.check(self)
+        super().check()
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
             raise InvalidRequest("normalize and use_activation mean the same, but differ", param="use_activation")
 
@@ -65,64 +97,54 @@ class EmbeddingRequest(PooledRequest):
         return self.use_activation if self.normalize is None else self.normalize
 
 
-class ClassifyRequest(PooledRequest):
+class EmbeddingRequest(VectorFields, InputFields):
+    """The body of `/v1/embeddings`."""
+
+
+class EmbeddingChat(VectorFields, ConversationFields):
+    """The body of `/v1/embeddings` for a conversation."""
+
+
+class ClassifyRequest(InputFields):
     """The body of `/classify`, as in vLLM."""
 
-    input: Annotated[Any, AfterValidator(listed_prompts)]
     use_activation: bool | None = None
 
 
-def _texts(value: Any) -> Any:
-    """Normalise one or more texts."""
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list) or not listed or not all(isinstance(text, str) for text in listed):
-        raise ValueError("a text, or a list of one or more texts, is needed")
-    if len(listed) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} texts are allowed")
-    return tuple(listed)
+class ClassifyChat(ConversationFields):
+    """The body of `/classify` for a conversation."""
 
-
-Texts = Annotated[Any, AfterValidator(_texts)]
-
-SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-"""The names that vLLM gives the two sides of a comparison."""
-
-
-class ScoreRequest(PooledRequest):
-    """The body of `/score`, as in vLLM: one text and others to compare it with, or as many texts on both sides."""
-
-    text_1: Texts | None = None
-    text_2: Texts | None = None
-    queries: Texts | None = None
-    documents: Texts | None = None
-    items: Texts | None = None
-    data_1: Texts | None = None
-    data_2: Texts | None = None
     use_activation: bool | None = None
 
-    @property
-    def names(self) -> tuple[str, str]:
-        """The names of the two sides. Raises InvalidRequest unless the body has exactly two that belong together."""
-        given = {name for sides in SIDES for name in sides if getattr(self, name) is not None}
-        for first, second in SIDES:
-            if given == {first, second}:
-                return first, second
-        raise InvalidRequest(
-            "a score needs two sides: text_1 and text_2, or queries and documents",
-            param=min(given, default="text_1"),
-        )
 
-    @property
-    def pairs(self) -> list[tuple[str, str]]:
-        first, second = (getattr(self, name) for name in self.names)
-        return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+class TaskFields(VectorFields):
+    """What a body of `/pooling` asks for. Without `task`, it is what the model is for."""
 
-    def check(self) -> None:
-        PooledRequest.check(self)
-        first, second = (getattr(self, name) for name in self.names)
-        if len(first) not in (1, len(second)):
-            raise InvalidRequest(
-                f"{self.names[0]} has {len(first)} texts, but must have 1, or as many as {self.names[1]}, "
-                f"{len(second)}",
-                param=self.names[0],
-            )
+    task: Literal["embed", "classify"] | None = None
+
+
+class PoolingRequest(TaskFields, InputFields):
+    """The body of `/pooling`, as in vLLM."""
+
+
+class PoolingChat(TaskFields, ConversationFields):
+    """The body of `/pooling` for a conversation."""
+
+
+AnyEmbedding: TypeAlias = EmbeddingRequest | EmbeddingChat
+AnyClassify: TypeAlias = ClassifyRequest | ClassifyChat
+AnyPooling: TypeAlias = PoolingRequest | PoolingChat
+AnyPrompts: TypeAlias = AnyEmbedding | AnyClassify | AnyPooling
+
+P = TypeVar("P", bound=InputFields)
+C = TypeVar("C", bound=ConversationFields)
+
+
+def parses(prompts: type[P], conversation: type[C]) -> Callable[[dict[str, Any]], P | C]:
+    """Return a function that validates a body as one of the two models. It raises InvalidRequest."""
+
+    def parse(document: dict[str, Any]) -> P | C:
+        is_conversation = document.get("messages") is not None
+        return validated(document, conversation) if is_conversation else validated(document, prompts)
+
+    return parse

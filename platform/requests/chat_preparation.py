@@ -18,20 +18,27 @@ from loramux.platform.tool_calls.reasoning import HARMONY
 
 async def prepare_chat(services: GatewayServices, target: Target, received: Received[ChatRequest]) -> Prepared:
     """Render and tokenise the conversation. Raises InvalidRequest, RateLimited or Unavailable."""
-    body, settings = received.body, target.settings
+    body = received.body
+    prompt = await render_chat(services, target, body, received.num_bytes)
 
-    def encoded(prompt: ChatPrompt) -> Prepared:
+    def encoded() -> Prepared:
         limit, adds_special_tokens = longest_prompt(services, body), body.adds_special_tokens
         ids = target.tokenizer.encode_rendered(prompt.text, limit, add_special_tokens=adds_special_tokens)
         return _read_as(prompt, ids, target.tokenizer)
 
+    return await services.compute_if_long(len(prompt.text), encoded)
+
+
+async def render_chat(services: GatewayServices, target: Target, body: ChatRequest, num_bytes: int) -> ChatPrompt:
+    """Render the conversation with the model's template. `num_bytes` is the length of the body that contains it.
+
+    Raises InvalidRequest, RateLimited or Unavailable.
+    """
+    prompts, settings = services.prompts.chat_prompts, target.settings
     if settings.template is None:
-        return await services.compute_if_long(
-            received.num_bytes, lambda: encoded(services.prompts.chat_prompts.render(body, settings.parsers))
-        )
+        return await services.compute_if_long(num_bytes, prompts.render, body, settings.parsers)
     with traced("render"), services.metrics.api.template_seconds.time():
-        prompt = await services.prompts.chat_prompts.render_with(target.tenant_id, settings, body)
-    return await services.compute_if_long(len(prompt.text), encoded, prompt)
+        return await prompts.render_with(target.tenant_id, settings, body)
 
 
 def _read_as(prompt: ChatPrompt, ids: tuple[int, ...], tokenizer: ModelTokenizer) -> Prepared:

@@ -13,6 +13,7 @@ from agents import (
     OpenAIResponsesModel,
     Runner,
     function_tool,
+    set_default_openai_client,
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
@@ -47,12 +48,19 @@ async def main() -> None:
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=os.environ["CLIENT_URL"], api_key=os.environ["CLIENT_KEY"], max_retries=0)
     found: dict[str, Any] = {"version": version("openai-agents")}
-    # The framework uses the Responses API unless the program chooses otherwise.
-    for name, kind in (("responses", OpenAIResponsesModel), ("chat", OpenAIChatCompletionsModel)):
+    set_default_openai_client(client, use_for_tracing=False)
+    model = os.environ["CLIENT_TOOL_MODEL"]
+    models = {
+        # A name alone: the framework calls the Responses API. It takes what is before a slash for a provider.
+        "default": model.rpartition("/")[2],
+        "responses": OpenAIResponsesModel(model=model, openai_client=client),
+        "chat": OpenAIChatCompletionsModel(model=model, openai_client=client),
+    }
+    for name, chosen in models.items():
         agent: Agent[Any] = Agent(
             name="Weather",
             instructions="Answer briefly.",
-            model=kind(model=os.environ["CLIENT_TOOL_MODEL"], openai_client=client),
+            model=chosen,
             model_settings=ModelSettings(
                 temperature=0, max_tokens=64, reasoning=Reasoning(effort="none"), include_usage=True
             ),

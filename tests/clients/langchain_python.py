@@ -72,7 +72,7 @@ def main() -> None:
         "n": len(several.generations[0]),
         "stop": [stopped.content, stopped.response_metadata["finish_reason"]],
         "completion": completions.invoke("The capital of"),
-        "batch": [one.content for one in asked.batch([QUESTION] * 3)],
+        "in a batch": [one.content for one in asked.batch([QUESTION] * 3)],
         "structured": asked.with_structured_output(Fact, method="json_schema").invoke(QUESTION).model_dump(),
         "together": [asyncio.run(asked.ainvoke(QUESTION)).content],
         "unknown model": refusal(lambda: chat(model="nobody/nothing").invoke(QUESTION), openai.NotFoundError),

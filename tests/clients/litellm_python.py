@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -56,6 +57,58 @@ async def together() -> list[str]:
     return [answer.choices[0].message.content for answer in answers]
 
 
+def embedded() -> dict[str, Any]:
+    answer = litellm.embedding(
+        model=f"openai/{MODEL}", input=[CHAT["messages"][0]["content"], "Yes"], api_base=URL, api_key=KEY
+    )
+    return {"vectors": [one["embedding"] for one in answer.data], "usage": answer.usage.total_tokens}
+
+
+def ranked() -> list[Any]:
+    """Rank through litellm's provider for vLLM, which calls /rerank."""
+    documents = ["Yes", CHAT["messages"][0]["content"]]
+    answer: Any = litellm.rerank(
+        model=f"hosted_vllm/{MODEL}", query=documents[1], documents=documents, top_n=1, api_base=URL, api_key=KEY
+    )
+    [first] = answer.results
+    return [first["index"], first["document"]["text"], round(first["relevance_score"], 5)]
+
+
+def responded() -> dict[str, Any]:
+    asked: Any = {
+        "model": f"openai/{MODEL}",
+        "input": CHAT["messages"],
+        "temperature": 0,
+        "max_output_tokens": 48,
+        "api_base": URL,
+        "api_key": KEY,
+    }
+    whole: Any = litellm.responses(**asked)
+    events: list[Any] = list(litellm.responses(**asked, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    return {"text": whole.output_text, "deltas": "".join(deltas), "is streamed": len(deltas) > 1}
+
+
+def batched() -> dict[str, Any]:
+    """Ask the same question in a batch."""
+    at: Any = {"custom_llm_provider": "openai", "api_base": URL, "api_key": KEY}
+    body = {name: CHAT[name] for name in ("messages", "temperature", "max_tokens")}
+    line = {"custom_id": "good", "method": "POST", "url": "/v1/chat/completions", "body": {**body, "model": MODEL}}
+    content = (json.dumps(line) + "\n").encode()
+    file: Any = litellm.create_file(file=("in.jsonl", content), purpose="batch", **at)
+    batch: Any = litellm.create_batch(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", **at
+    )
+    while batch.status not in ("completed", "failed", "expired"):
+        time.sleep(0.2)
+        batch = litellm.retrieve_batch(batch_id=batch.id, **at)
+    output: Any = litellm.file_content(file_id=batch.output_file_id, **at)
+    [answer] = [json.loads(one) for one in output.text.splitlines()]
+    for file_id in (file.id, batch.output_file_id):
+        litellm.file_delete(file_id=file_id, **at)
+    return {"status": batch.status, "text": answer["response"]["body"]["choices"][0]["message"]["content"]}
+
+
 def main() -> None:
     answer = litellm.completion(**CHAT)
     probable = litellm.completion(**CHAT, logprobs=True, top_logprobs=2)
@@ -81,6 +134,10 @@ def main() -> None:
         "stop": [stopped.choices[0].message.content, stopped.choices[0].finish_reason],
         "completion": text.choices[0].text,
         "structured": json.loads(litellm.completion(**CHAT, response_format=Fact).choices[0].message.content),
+        "embeddings": embedded(),
+        "ranked": ranked(),
+        "litellm's response": responded(),
+        "litellm's batch": batched(),
         "together": asyncio.run(together()),
         "unknown model": refusal(
             lambda: litellm.completion(**{**CHAT, "model": "openai/nobody/nothing"}), litellm.NotFoundError

@@ -135,6 +135,20 @@ async function batched() {
   return { ...found, "files left": (await api.files.list()).data.length };
 }
 
+// The client asks for base64 and decodes it, unless told otherwise.
+async function embedded() {
+  const asked = { model: CLIENT_MODEL, input: [chat.messages[0].content, "Yes"] };
+  const whole = await client().embeddings.create(asked);
+  const numbers = await client().embeddings.create({ ...asked, encoding_format: "float" });
+  const short = await client().embeddings.create({ ...asked, dimensions: 4 });
+  return {
+    vectors: whole.data.map((one) => Array.from(one.embedding)),
+    "as numbers": numbers.data.map((one) => one.embedding),
+    dimensions: short.data[0].embedding.length,
+    usage: whole.usage.total_tokens,
+  };
+}
+
 async function main() {
   const answer = await client().chat.completions.create(chat);
   const probable = await client().chat.completions.create({ ...chat, logprobs: true, top_logprobs: 2 });
@@ -172,6 +186,7 @@ async function main() {
     structured: structured.choices[0].message.parsed,
     response: await responded(Fact),
     batch: await batched(),
+    embeddings: await embedded(),
     together: together.map((one) => one.choices[0].message.content),
     left: await leave(),
     "unknown model": await refusal(

@@ -144,6 +144,18 @@ def batched(client: OpenAI) -> dict[str, Any]:
     return {**found, "files left": len(client.files.list().data)}
 
 
+def embedded(client: OpenAI) -> dict[str, Any]:
+    """Embed the question. Unless told otherwise, the client asks for base64 and decodes it."""
+    asked: Any = {"model": MODEL, "input": [MESSAGES[0]["content"], "Yes"]}
+    default, numbers = client.embeddings.create(**asked), client.embeddings.create(**asked, encoding_format="float")
+    return {
+        "vectors": [one.embedding for one in default.data],
+        "as numbers": [one.embedding for one in numbers.data],
+        "dimensions": len(client.embeddings.create(**asked, dimensions=4).data[0].embedding),
+        "usage": default.usage.total_tokens,
+    }
+
+
 def structured(answer: Any) -> Any:
     fact = answer.choices[0].message.parsed
     return fact and fact.model_dump()
@@ -183,6 +195,7 @@ def main() -> None:
         "structured": structured(client.chat.completions.parse(**CHAT, response_format=Fact)),
         "response": responded(client),
         "batch": batched(client),
+        "embeddings": embedded(client),
         "together": asyncio.run(together()),
         "unknown model": refusal(
             lambda: client.chat.completions.create(**{**CHAT, "model": "nobody/nothing"}), openai.NotFoundError

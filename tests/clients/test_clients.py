@@ -35,6 +35,7 @@ CLIENTS = {
 STORING_CLIENTS = {
     "openai (Python, litellm's)": [str(ENVIRONMENT / "bin" / "python"), "openai_stored.py"],
     "openai (Python, ours)": [sys.executable, "openai_stored.py"],
+    "openai (Node)": [shutil.which("node") or "node", "openai_stored.cjs"],
 }
 TOOL_CLIENTS = {
     "openai (Python, litellm's)": [str(ENVIRONMENT / "bin" / "python"), "openai_tools.py"],
@@ -158,7 +159,7 @@ def test_logprobs_choices_stops_and_completions_agree_with_the_plain_answer(
     assert seen.get("logprobs are whole", True) is True
     assert seen["n"] in ([0, 1, 2], 3)
     assert seen["stop"] == [text.partition("capital")[0], "stop"]
-    assert set(seen["together"]) == {text}
+    assert set(seen["together"]) == set(seen.get("in a batch", [text])) == {text}
     assert seen.get("max_completion_tokens", text) == text
     assert seen["completion"].strip()
     assert seen.get("completion stream", seen["completion"]) == seen["completion"]
@@ -218,6 +219,28 @@ def test_a_batch_has_the_same_answer(seen: dict[str, Any], plain: dict[str, Any]
     assert (batch["text"], batch["usage"], batch["errors"]) == ([text], [usage], [["bad", 404]])
     assert (batch["is listed"], batch["file"], batch["files left"]) == (True, True, 0)
     assert batch["cancelled"][:3] == ["ConflictError", 409, "batch_not_open"]
+
+
+def test_embeddings_are_those_of_a_plain_call(seen: dict[str, Any], stand: Stand, plain: dict[str, Any]) -> None:
+    if "embeddings" not in seen:
+        pytest.skip("this client's script makes no embeddings")
+    found = seen["embeddings"]
+    body = {"model": MODEL, "input": ["What is the capital of France?", "Yes"]}
+    headers = {"authorization": f"Bearer {stand.key}"}
+    answer = httpx.post(f"{stand.url}/embeddings", json=body, headers=headers, timeout=60).json()
+    expected = [pytest.approx(one["embedding"], abs=1e-6) for one in answer["data"]]
+    assert found["vectors"] == expected
+    assert found.get("as numbers", expected) == expected
+    assert found["usage"] == answer["usage"]["total_tokens"]
+    assert found.get("dimensions", 4) == 4
+
+
+def test_litellm_ranks_responds_and_runs_a_batch(stand: Stand, plain: dict[str, Any]) -> None:
+    seen = output_of(stand, *CLIENTS["litellm"])
+    text = plain["choices"][0]["message"]["content"]
+    assert seen["ranked"] == [1, "What is the capital of France?", 1.0]
+    assert seen["litellm's response"] == {"text": text, "deltas": text, "is streamed": True}
+    assert seen["litellm's batch"] == {"status": "completed", "text": text}
 
 
 def test_a_structured_answer_is_parsed(seen: dict[str, Any]) -> None:
@@ -294,8 +317,8 @@ def test_a_call_is_answered_with_its_result(client: str, model: str, tool_stand:
 @pytest.mark.parametrize("model", TOOL_MODELS)
 def test_an_agent_calls_its_tool_and_ends(model: str, tool_stand: Stand) -> None:
     seen = output_of(tool_stand, str(ENVIRONMENT / "bin" / "python"), "agents_python.py", model)
-    assert seen["given"] == ["Rome"] * 4
-    for surface in ("responses", "chat"):
+    assert seen["given"] == ["Rome"] * 6
+    for surface in ("default", "responses", "chat"):
         for way in ("whole", "streamed"):
             assert seen[surface][way]["turns"] == 2
             assert seen[surface][way]["answer"] == seen["chat"]["whole"]["answer"]

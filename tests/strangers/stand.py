@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification
+
 from tests.conformance.served import deployment
 
 DEMO = Path(__file__).parents[2] / "admin" / "demo"
@@ -22,12 +26,16 @@ BASES = {
 # One of vLLM's tests calls its server below this path, and others start it with options.
 SETTINGS = {
     "LORAMUX_ROOT_PATH": "/llm",
+    # vLLM's server and OpenAI's keep responses, and chats if asked.
+    "LORAMUX_RESPONSE_KEY": "a key of at least 32 characters.",
     # vLLM's tests load the demo's adapter, and broken copies of it from pytest's temporary directories.
     "LORAMUX_LOAD_SOURCES": f"file://{DEMO},file://{Path(tempfile.gettempdir()).resolve()}",
 }
 SCOPES = ("adapters", "base", "tenant:develop")
 TELLING = {**SETTINGS, "LORAMUX_FORCE_INCLUDE_USAGE": "true", "LORAMUX_RETURN_TOKENS_AS_TOKEN_IDS": "true"}
 TENANT = "harbour"
+CLASSES = (("LABEL_0",), ("Default", "Spoiled"))
+"""The labels of the classifiers. vLLM's tests expect these names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,8 @@ class Served:
     adapter_folder: str
     context: int
     vocabulary: int
+    classifiers: dict[int, str]
+    """The adapter with each number of classes, of the base `chat` only."""
 
     @property
     def url(self) -> str:
@@ -67,6 +77,22 @@ def _greedy(source: Path, base: Path) -> Path:
     return base
 
 
+def _classifier(base: Path, folder: Path, labels: tuple[str, ...]) -> Path:
+    """Write an adapter for sequence classification with random weights."""
+    torch.manual_seed(len(labels))
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=len(labels), dtype=torch.float32, pad_token_id=0
+    )
+    # The head is as large as a trained one, so that another activation gives other numbers.
+    model.score.weight.data.normal_(std=0.5)
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS", init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(folder)
+    document = json.loads((folder / "adapter_config.json").read_text())
+    document["id2label"] = {str(number): label for number, label in enumerate(labels)}
+    (folder / "adapter_config.json").write_text(json.dumps(document))
+    return folder
+
+
 @contextmanager
 def _one(name: str, scratch: Path) -> Iterator[Served]:
     source, adapter = BASES[name]
@@ -76,9 +102,15 @@ def _one(name: str, scratch: Path) -> Iterator[Served]:
     config: dict[str, Any] = json.loads((base / "config.json").read_text())
     with made.running(scratch / "server.log"):
         made.json("tenants", "create", TENANT)
+        assert made.command("tenants", "set", TENANT, "--response-days", "1").returncode == 0
         scopes = [part for scope in SCOPES for part in ("--scope", scope)]
         key = made.json("keys", "create", "--tenant", TENANT, *scopes)["secret"]
         pushed = made.json("adapters", "push", str(adapter), "--tenant", TENANT, "--name", adapter.name)
+        classifiers = {}
+        for labels in CLASSES if name == "chat" else ():
+            folder = _classifier(source, scratch / f"classifier-{len(labels)}", labels)
+            pushed_classifier = made.json("adapters", "push", str(folder), "--tenant", TENANT, "--name", folder.name)
+            classifiers[len(labels)] = pushed_classifier["model"]
         yield Served(
             host="127.0.0.1",
             port=made.port,
@@ -89,4 +121,5 @@ def _one(name: str, scratch: Path) -> Iterator[Served]:
             adapter_folder=str(adapter),
             context=config["max_position_embeddings"],
             vocabulary=config["vocab_size"],
+            classifiers=classifiers,
         )

@@ -47,9 +47,11 @@ def proxy() -> Iterator[RenamingProxy]:
         upstream.shutdown()
 
 
-def call(proxy: RenamingProxy, body: dict[str, Any], headers: dict[str, str]) -> bytes:
+def call(
+    proxy: RenamingProxy, body: dict[str, Any], headers: dict[str, str], path: str = "/v1/models/owner%2FTheirs"
+) -> bytes:
     connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=10)
-    connection.request("POST", "/v1/models/owner%2FTheirs", json.dumps(body), headers)
+    connection.request("POST", path, json.dumps(body), headers)
     content = connection.getresponse().read()
     connection.close()
     return content
@@ -74,3 +76,20 @@ def test_names_are_replaced_both_ways_and_only_dummy_keys(
 def test_a_name_that_is_split_between_chunks_is_replaced(proxy: RenamingProxy) -> None:
     streamed = call(proxy, {"model": "owner/Theirs", "stream": True}, {})
     assert streamed == b'data: {"model": "owner/Theirs"}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "received"),
+    [
+        ("/v1/responses", {}, {"input": "a", "model": "base"}),
+        ("/v1/responses", {"model": None}, {"input": "a", "model": "base"}),
+        ("/v1/responses", {"model": "other"}, {"input": "a", "model": "other"}),
+        ("/v1/completions", {}, {"input": "a"}),
+    ],
+)
+def test_a_name_is_added_only_where_a_call_needs_it(
+    proxy: RenamingProxy, path: str, model: dict[str, Any], received: dict[str, Any]
+) -> None:
+    answer = json.loads(call(proxy, {"input": "a", **model}, {}, path))
+    # On the way back, the proxy replaces our name.
+    assert answer["received"] == {name: value.replace("base", "owner/Theirs") for name, value in received.items()}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from openai import BadRequestError
 
@@ -94,6 +96,96 @@ async def test_a_classifier_with_one_label_scores_pairs(classifiers: Gateway, to
     assert (event.endpoint, event.prompt_tokens) == ("score", num_tokens)
 
 
+async def test_a_conversation_is_classified_as_its_prompt(classifiers: Gateway, tokenizer: ModelTokenizer) -> None:
+    chat = {"model": "mood", "messages": [{"role": "user", "content": "Yes"}, {"role": "assistant", "content": "No"}]}
+    document = (await classifiers.http.post("/classify", json=chat)).json()
+    [one] = document["data"]
+    assert (one["label"], one["num_classes"]) == ("good", 3)
+    tokens = (await classifiers.http.post("/tokenize", json={**chat, "add_generation_prompt": False})).json()["tokens"]
+    assert [list(add.prompt) for add in classifiers.engine.adds] == [tokens]
+    assert document["usage"]["prompt_tokens"] == len(tokens)
+
+
+async def test_pooling_returns_what_the_model_is_for(classifiers: Gateway) -> None:
+    response = await classifiers.http.post("/pooling", json={"model": "rank", "input": ["a", "b"]})
+    document = response.json()
+    probability = pytest.approx(1 / (1 + math.exp(-1)))
+    assert document["data"] == [{"index": index, "object": "pooling", "data": [probability]} for index in range(2)]
+    assert document["id"] == response.headers["x-request-id"].replace("req_", "pool-")
+    body = {"model": "mood", "input": "a", "task": "classify", "use_activation": False, "encoding_format": "base64"}
+    [one] = (await classifiers.http.post("/pooling", json=body)).json()["data"]
+    assert np.frombuffer(base64.b64decode(one["data"]), "<f4").tolist() == [1.0, 2.0, 3.0]
+    for model, task in (("mood", "embed"), ("base", "classify")):
+        refused = await classifiers.http.post("/pooling", json={"model": model, "input": "a", "task": task})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "wrong_task")
+    assert [event.endpoint for event in classifiers.usage()] == ["pooling"] * 2
+
+
+@pytest.fixture
+def ranker(classifiers: Gateway, tokenizer: ModelTokenizer) -> Gateway:
+    """A gateway whose classifier `rank` finds a pair the more relevant the longer it is."""
+    classifiers.engine.script = lambda add: Script(token_ids=(), state=(len(add.prompt) / 100,))
+    return classifiers
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+async def test_documents_are_ordered_by_relevance(ranker: Gateway, tokenizer: ModelTokenizer, path: str) -> None:
+    documents = ["Here.", "Far away from here, and nowhere near.", "Over there, not here."]
+    body = {"model": "rank", "query": "Where is it?", "documents": documents}
+    response = await ranker.http.post(path, json=body)
+    sizes = [len(tokenizer.joined("Where is it?", text)) for text in documents]
+    results = [
+        {
+            "index": index,
+            "document": {"text": documents[index]},
+            "relevance_score": pytest.approx(1 / (1 + math.exp(-sizes[index] / 100))),
+        }
+        for index in (1, 2, 0)
+    ]
+    assert response.json() == {
+        "id": response.headers["x-request-id"].replace("req_", "rerank-"),
+        "model": "rank",
+        "usage": {"prompt_tokens": sum(sizes), "total_tokens": sum(sizes)},
+        "results": results,
+    }
+    as_objects = {**body, "query": {"text": body["query"]}, "documents": [{"text": text} for text in documents]}
+    first = (await ranker.http.post(path, json={**as_objects, "top_n": 1, "return_documents": False})).json()
+    assert first["results"] == [{"index": 1, "relevance_score": results[0]["relevance_score"]}]
+    assert [event.endpoint for event in ranker.usage()] == ["rerank"] * 2
+
+
+async def test_equal_documents_stay_in_order_and_any_model_ranks_by_cosine(gateway: Gateway) -> None:
+    body = {"model": "base", "query": "a", "documents": ["b", "c", "b"], "top_n": 0}
+    document = (await gateway.http.post("/rerank", json=body)).json()
+    assert [one["index"] for one in document["results"]] == [0, 1, 2]
+    assert [one["relevance_score"] for one in document["results"]] == pytest.approx([1.0] * 3)
+    assert len(gateway.engine.adds) == 3
+
+
+async def test_each_side_can_be_limited_in_tokens(ranker: Gateway, tokenizer: ModelTokenizer) -> None:
+    query, text = (
+        "Where is the harbour of Port Vale? " * 8,
+        "The harbour of Port Vale lies quiet, as it always does. " * 3,
+    )
+    limits = {"max_tokens_per_query": 5, "max_tokens_per_doc": 7}
+    for path, body in (
+        ("/rerank", {"query": query, "documents": [text, "Here."]}),
+        ("/score", {"text_1": query, "text_2": [text, "Here."]}),
+    ):
+        ranker.engine.adds.clear()
+        assert (await ranker.http.post(path, json={"model": "rank", **body, **limits})).status_code == 200
+        begins = [
+            tokenizer.decode(tokenizer.encode(one, add_special_tokens=False)[:most])
+            for one, most in ((query, 5), (text, 7))
+        ]
+        assert [add.prompt for add in ranker.engine.adds] == [
+            tokenizer.joined(begins[0], begins[1]),
+            tokenizer.joined(begins[0], "Here."),
+        ]
+        assert (await ranker.http.post(path, json={"model": "rank", **body})).status_code == 200
+        assert ranker.engine.adds[-2].prompt == tokenizer.joined(query, text)
+
+
 async def test_other_models_score_by_the_cosine_of_embeddings_that_are_made_once(
     gateway: Gateway, tokenizer: ModelTokenizer
 ) -> None:
@@ -142,6 +234,32 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "tokens": ("/score", {"text_1": "a", "text_2": [1]}, "text_2"),
     "other numbers": ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
     "too many": ("/score", {"text_1": "a", "text_2": ["b"] * 2049}, "text_2"),
+    "a conversation and an input": (
+        "/classify",
+        {"messages": [{"role": "user", "content": "a"}], "input": "a"},
+        "input",
+    ),
+    "no messages": ("/classify", {"messages": []}, "messages"),
+    "a message of no role": ("/classify", {"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
+    "a prompt for an answer, and none": (
+        "/classify",
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "add_generation_prompt": True,
+            "continue_final_message": True,
+        },
+        "continue_final_message",
+    ),
+    "a long conversation": ("/classify", {"messages": [{"role": "user", "content": "a " * 300}]}, "messages"),
+    "another task": ("/pooling", {"input": "a", "task": "token_embed"}, "task"),
+    "no query": ("/rerank", {"documents": ["a"]}, "query"),
+    "no documents": ("/rerank", {"query": "a", "documents": []}, "documents"),
+    "a document of another form": ("/rerank", {"query": "a", "documents": [{"body": "b"}]}, "documents"),
+    "several queries": ("/rerank", {"query": ["a"], "documents": ["b"]}, "query"),
+    "too many documents": ("/rerank", {"query": "a", "documents": ["b"] * 2049}, "documents"),
+    "a negative number of results": ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+    "a negative limit": ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": -5}, "max_tokens_per_doc"),
+    "an instruction": ("/rerank", {"query": "a", "documents": ["b"], "instruction": "Find"}, "instruction"),
     "too long": ("/score", {"text_1": "a " * 200, "text_2": "b " * 200}, "text_2"),
 }
 

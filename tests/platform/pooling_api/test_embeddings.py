@@ -87,6 +87,30 @@ async def test_the_files_of_the_base_choose_and_the_request_decides_about_the_le
     assert {add.pooling for add in raw.engine.adds} == {"mean"}
 
 
+async def test_a_conversation_becomes_the_prompt_of_its_template(gateway: Gateway) -> None:
+    chat = {"model": "base", "messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]}
+
+    async def tokens(path: str, **fields: Any) -> list[int]:
+        response = await gateway.http.post(path, json={**chat, **fields})
+        assert response.status_code == 200, response.text
+        return response.json()["tokens"] if path == "/tokenize" else list(gateway.engine.adds[-1].prompt)
+
+    for fields in (
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": True},
+        {"add_generation_prompt": False, "add_special_tokens": True},
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ):
+        assert await tokens("/v1/embeddings", **fields) == await tokens("/tokenize", **fields)
+    # As in vLLM, and unlike in a chat, no answer is asked for.
+    assert await tokens("/v1/embeddings") == await tokens("/tokenize", add_generation_prompt=False)
+    gateway.add_adapter(
+        "acme", "search", files={"chat_template.jinja": b"{% for m in messages %}<{{ m.content }}>{% endfor %}"}
+    )
+    chat["model"] = "search"
+    assert gateway.services.prompts.tokenizer.decode(await tokens("/v1/embeddings")) == f"<{TEXT}>"
+
+
 async def test_every_input_keeps_its_place(gateway: Gateway) -> None:
     def script(add: Add) -> Script:
         return Script(token_ids=(), state=(float(add.prompt[-1]), 0.0, 0.0), delay_s=0.0)

@@ -14,6 +14,8 @@ DUMMY_KEY = "token-abc123"
 REASONING, TOKENIZER_INFO = "--reasoning-parser", "--enable-tokenizer-info-endpoint"
 TOOLS = frozenset({"--enable-auto-tool-choice", "--tool-call-parser", REASONING})
 TELLING = frozenset({"--enable-force-include-usage", "--return-tokens-as-token-ids"})
+CLASSES = {"BAAI/bge-reranker-base": "1", "jason9693/Qwen2.5-1.5B-apeach": "2"}
+"""The number of classes of each classifier that the suite serves."""
 TIMEOUT_S = 120.0
 
 last_base = "chat"
@@ -48,6 +50,8 @@ def _names(model: str, options: Mapping[str, list[str]], base: ServedBase) -> di
     """
     is_silent = base == served_base("tools") and not options.keys() & {REASONING, TOKENIZER_INFO}
     ours = base.adapter if is_silent else base.model
+    if model in CLASSES:
+        ours = base.classifiers[CLASSES[model]]
     names = {}
     for option, values in options.items():
         if option == "--served-model-name":

@@ -1,6 +1,7 @@
 """A proxy on loopback that gives our server the model names and keys which a suite uses.
 
-It replaces model names in requests and answers, and replaces a dummy key or a missing one by a real key. It changes
+It replaces model names in requests and answers, and replaces a dummy key or a missing one by a real key. vLLM serves
+one model, whose name the bodies of its tests can leave out: the proxy adds it where our server needs it. It changes
 nothing else: bodies, statuses, headers and the times of streamed chunks are the server's.
 """
 
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import quote
 
+NAMING_CALLS = frozenset({"/v1/responses"})
+"""Calls that need a model, and whose tests leave it out."""
 HOP_BY_HOP = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding"})
 TIMEOUT_S = 300.0
 
@@ -26,6 +29,15 @@ class Target:
     names: Mapping[str, str]
     """Our model name for each name that the suite uses."""
     dummy_keys: Collection[str]
+
+    def named(self, path: str, content: bytes) -> bytes:
+        """Return a request's content with the model's name, if the call needs one and the content has none."""
+        if path not in NAMING_CALLS or not self.names or not content:
+            return content
+        document = json.loads(content)
+        if document.get("model") is None:
+            document["model"] = next(iter(self.names))
+        return json.dumps(document).encode()
 
     def renamed(self, content: bytes) -> tuple[bytes, dict[bytes, bytes]]:
         """Return a request's content with our names, and the replacements that its answer needs."""
@@ -48,8 +60,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self) -> None:
         content = self.rfile.read(int(self.headers.get("content-length") or 0))
-        content, back = self.target.renamed(content)
         path = self.path
+        content, back = self.target.renamed(self.target.named(path, content))
         for theirs, ours in self.target.names.items():
             for spelling in (quote(theirs), quote(theirs, safe=""), theirs):
                 path = path.replace(f"/models/{spelling}", f"/models/{ours}")

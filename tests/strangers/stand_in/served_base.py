@@ -22,6 +22,8 @@ class ServedBase:
     adapter_folder: str
     context: int
     vocabulary: int
+    classifiers: dict[str, str]
+    """The adapter with each number of classes."""
 
 
 def served_base(name: str) -> ServedBase:

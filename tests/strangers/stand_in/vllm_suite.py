@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import remote_server
 from absent_modules import absent, allow_absent
@@ -15,6 +17,8 @@ from served_base import served_base
 SERVER = remote_server.RemoteOpenAIServer.__name__
 VLLM_VERSION = "0.33.0"
 ABSENT = (
+    # Modules of vLLM's tests that are not unpacked.
+    "tests",
     "vllm",
     "torch",
     "openai_harmony",
@@ -49,6 +53,61 @@ class _ModelConfig:
 
     def get_vocab_size(self) -> int:
         return self._base.vocabulary
+
+
+class Answer:
+    """Stands in for the classes of vLLM's answers. It makes the fields of a document attributes."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return _answer(self._fields[name])
+        except KeyError:
+            # The only field that tests read although an answer can lack it.
+            if name == "completion_tokens":
+                return 0
+            raise AttributeError(name) from None
+
+    @classmethod
+    def model_validate(cls, document: dict[str, Any]) -> Answer:
+        return cls(document)
+
+    def model_dump(self, exclude: Collection[str] = ()) -> dict[str, Any]:
+        return {name: value for name, value in self._fields.items() if name not in exclude}
+
+
+def _answer(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_answer(item) for item in value]
+    return Answer(value) if isinstance(value, dict) else value
+
+
+def _float_embeddings(answer: Answer) -> list[list[float]]:
+    return [item.embedding for item in answer.data]
+
+
+def _check_embeddings_close(
+    *, embeddings_0_lst: Any, embeddings_1_lst: Any, name_0: str, name_1: str, tol: float = 1e-3
+) -> None:
+    assert len(embeddings_0_lst) == len(embeddings_1_lst)
+    for first, second in zip(embeddings_0_lst, embeddings_1_lst, strict=True):
+        cosine = np.dot(first, second) / (np.linalg.norm(first) * np.linalg.norm(second))
+        assert cosine >= 1 - tol, (name_0, name_1)
+
+
+def _normalize(vectors: Any, p: int, dim: int) -> Any:
+    return vectors / np.linalg.norm(vectors, ord=p, axis=dim, keepdims=True)
+
+
+def _sigmoid(logits: Any) -> Any:
+    return 1 / (1 + np.exp(-logits))
+
+
+def _softmax(logits: Any, dim: int) -> Any:
+    weights = np.exp(logits)
+    return weights / weights.sum(axis=dim, keepdims=True)
 
 
 class _Utils(ModuleType):
@@ -88,7 +147,19 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
             "vllm.model_executor.model_loader.weight_utils": {
                 "download_weights_from_hf": lambda model, **_options: model
             },
-            "torch": {"iinfo": lambda _kind: SimpleNamespace(min=-(2**63), max=2**63 - 1), "long": "long"},
+            "torch": {
+                "iinfo": lambda _kind: SimpleNamespace(min=-(2**63), max=2**63 - 1),
+                "long": "long",
+                "tensor": np.array,
+                "allclose": np.allclose,
+            },
+            "torch.nn.functional": {"normalize": _normalize, "sigmoid": _sigmoid, "softmax": _softmax},
+            "vllm.entrypoints.pooling.embed.protocol": {"EmbeddingResponse": Answer},
+            "vllm.entrypoints.pooling.classify.protocol": {"ClassificationResponse": Answer},
+            "vllm.entrypoints.pooling.pooling.protocol": {"PoolingResponse": Answer},
+            "vllm.entrypoints.pooling.scoring.protocol": {"ScoreResponse": Answer, "RerankResponse": Answer},
+            "tests.models.utils": {"check_embeddings_close": _check_embeddings_close},
+            "tests.models.language.pooling.embed_utils": {"float_embeddings": _float_embeddings},
             "vllm.version": {"__version__": VLLM_VERSION, "_prev_minor_version": lambda: VLLM_VERSION},
         },
     )

@@ -1,0 +1,71 @@
+"""`POST /pooling`, as in vLLM: the embeddings or the classes of prompts, by what the model is for."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from loramux.adapter_store.formats.version_files.adapter_task import Activation
+from loramux.engine.sequences.class_probabilities import class_probabilities
+from loramux.platform.generation.plan import Plan, Target
+from loramux.platform.pooling_api.classification import classification_plan
+from loramux.platform.pooling_api.embeddings import embedding_plan
+from loramux.platform.pooling_api.pooled_answer import VectorOf, VectorsAnswer
+from loramux.platform.pooling_api.pooled_documents import PoolingDocument
+from loramux.platform.pooling_api.pooled_plan import classifier_of
+from loramux.platform.pooling_api.pooled_request import AnyPooling, PoolingChat, PoolingRequest, parses
+from loramux.platform.requests.authentication import Caller, Services
+from loramux.platform.requests.endpoint import PooledEndpoint, Received
+from loramux.platform.requests.openapi import GENERATION_ERRORS, errors, takes
+from loramux.platform.requests.request_life import serve
+from loramux.platform.requests.services import GatewayServices
+
+NAME = "pooling"
+
+router = APIRouter()
+
+
+@router.post(
+    "/pooling",
+    tags=["inference"],
+    openapi_extra=takes(PoolingRequest, PoolingChat),
+    response_model=PoolingDocument,
+    responses=errors(*GENERATION_ERRORS),
+)
+async def create_pooled(request: Request, caller: Caller, services: Services) -> Response:
+    """Return the embedding of each input, or the probabilities of its classes if the model is a classifier."""
+    return await serve(request, services, caller, POOLING)
+
+
+async def _plan(
+    services: GatewayServices, target: Target, received: Received[AnyPooling]
+) -> tuple[Plan, VectorsAnswer]:
+    body = received.body
+    vector_of: VectorOf
+    if body.task == "classify" or (body.task is None and classifier_of(target) is not None):
+        plan, _, activation = await classification_plan(services, NAME, target, received)
+        vector_of = partial(_probabilities, activation=activation)
+    else:
+        plan, vector_of = await embedding_plan(services, NAME, target, received)
+    return plan, VectorsAnswer(
+        request_id=received.request_id,
+        model=body.model,
+        created_s=int(time.time()),
+        vector_of=vector_of,
+        is_base64=body.encoding_format == "base64",
+        prefix="pool",
+        kind="pooling",
+        field="data",
+    )
+
+
+def _probabilities(pooled: bytes, activation: Activation) -> npt.NDArray[np.float32]:
+    return class_probabilities(pooled, activation).astype("<f4")
+
+
+POOLING = PooledEndpoint(name=NAME, parse=parses(PoolingRequest, PoolingChat), plan=_plan)

@@ -1,0 +1,97 @@
+"""`POST /rerank`, as in vLLM, Jina and Cohere: documents in the order of their relevance to a query."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from loramux.platform.bodies.request_body import validated
+from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.generation.generation import Usage
+from loramux.platform.generation.plan import Plan, Target
+from loramux.platform.pooling_api.pair_request import RerankRequest
+from loramux.platform.pooling_api.pair_scores import ScoredPairs, pairs_plan
+from loramux.platform.pooling_api.pooled_answer import PooledAnswer, pooled_usage
+from loramux.platform.pooling_api.pooled_documents import RankingDocument
+from loramux.platform.requests.answers import Document
+from loramux.platform.requests.authentication import Caller, Services
+from loramux.platform.requests.endpoint import PooledEndpoint, Received
+from loramux.platform.requests.openapi import GENERATION_ERRORS, errors, takes
+from loramux.platform.requests.request_life import serve
+from loramux.platform.requests.services import GatewayServices
+
+NAME = "rerank"
+
+ROUTE: dict[str, Any] = {
+    "tags": ["inference"],
+    "openapi_extra": takes(RerankRequest),
+    "response_model": RankingDocument,
+    "responses": errors(*GENERATION_ERRORS),
+}
+
+router = APIRouter()
+
+
+@router.post("/rerank", **ROUTE)
+async def create_ranking(request: Request, caller: Caller, services: Services) -> Response:
+    """Order documents by their relevance to a query, most relevant first. The scores are those of `POST /score`."""
+    return await serve(request, services, caller, RANKING)
+
+
+@router.post("/v1/rerank", **ROUTE)
+async def create_ranking_v1(request: Request, caller: Caller, services: Services) -> Response:
+    """Another name of `POST /rerank`, as in Jina's API."""
+    return await serve(request, services, caller, RANKING)
+
+
+@router.post("/v2/rerank", **ROUTE)
+async def create_ranking_v2(request: Request, caller: Caller, services: Services) -> Response:
+    """Another name of `POST /rerank`, as in Cohere's API."""
+    return await serve(request, services, caller, RANKING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankingAnswer(PooledAnswer):
+    scored: ScoredPairs
+    documents: Sequence[str]
+    num_results: int
+    shows_documents: bool
+
+    def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
+        scores = self.scored.scores(deltas)
+        ranked = sorted(range(len(scores)), key=lambda index: -scores[index])[: self.num_results]
+        return {
+            "id": self.identifier("rerank"),
+            "model": self.model,
+            "usage": pooled_usage(usage),
+            "results": [self._result(index, scores[index]) for index in ranked],
+        }
+
+    def _result(self, index: int, score: float) -> Document:
+        shown: Document = {"document": {"text": self.documents[index]}} if self.shows_documents else {}
+        return {"index": index, **shown, "relevance_score": score}
+
+
+async def _plan(
+    services: GatewayServices, target: Target, received: Received[RerankRequest]
+) -> tuple[Plan, RankingAnswer]:
+    body = received.body
+    plan, scored = await pairs_plan(services, NAME, target, received)
+    return plan, RankingAnswer(
+        request_id=received.request_id,
+        model=body.model,
+        created_s=int(time.time()),
+        scored=scored,
+        documents=body.documents,
+        num_results=body.top_n or len(body.documents),
+        shows_documents=body.return_documents is not False,
+    )
+
+
+RANKING = PooledEndpoint(name=NAME, parse=partial(validated, model=RerankRequest), plan=_plan)
