@@ -35,6 +35,7 @@ from loramux.engine.sequences.batch import Batch, ScheduledSequence, build_batch
 from loramux.engine.sequences.sequence import PageTable, block_list
 from loramux.engine.sequences.sequence import Sequence as EngineSequence
 from loramux.kernels.gpu.kernels import GpuKernels
+from loramux.kernels.gpu.lora_linear import MAX_ROWS
 from loramux.kernels.gpu.sampling import sample_tokens
 from loramux.kernels.tables import PoolViews
 
@@ -47,7 +48,8 @@ class TableCase:
     """Sequences that each have `context` computed and `num_queries` new tokens, divided among `num_adapters` adapters.
 
     Consecutive sequences share an adapter. `modules` are the indices of the linear layers that each adapter changes
-    with `rank`. `experts` describes the model's experts, if it has any.
+    with `rank`. `experts` describes the model's experts, if it has any. With `fuses`, linear layers and their adapters
+    are multiplied together.
     """
 
     name: str
@@ -58,6 +60,7 @@ class TableCase:
     modules: tuple[int, ...] = ()
     rank: int = 16
     experts: Experts | None = None
+    fuses: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -155,7 +158,7 @@ class MetaEngine:
         geometry = self.target.geometry
         raw = torch.empty((num_pages, geometry.num_layers, geometry.page_bytes), dtype=torch.uint8, device=META)
         self.pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry)
-        kernels = GpuKernels(self.pool, num_processors=card.multiprocessors)
+        kernels = self._kernels = GpuKernels(self.pool, num_processors=card.multiprocessors)
         self.tables = SlotTables(self.target, max_resident_adapters, accelerator, self.decoder.outer_factors)
         max_listed_pages = max_sequences * -(-max_len // PAGE_TOKENS)
         buffer = StepBuffer(accelerator, max_batch_tokens, max_sequences, max_listed_pages)
@@ -167,6 +170,7 @@ class MetaEngine:
 
         Listed launches keep their tensors alive. Launches passed to `note` do not.
         """
+        self._kernels.max_fused_rows = MAX_ROWS if case.fuses else 0
         geometry = self.target.geometry
         ranks = np.zeros((geometry.num_layers, len(self.target.all_modules)), np.int32)
         ranks[:, list(case.modules)] = case.rank

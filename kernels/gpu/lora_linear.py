@@ -31,6 +31,9 @@ often. With more, the sums need too many registers.
 MAX_COUNTERS = 1024
 """Number of counters. Each block of columns whose sum is divided among programs needs one."""
 
+MAX_REGISTERS = 255
+"""Registers per thread, so that the compiler does not spill for an occupancy that shared memory does not allow."""
+
 MIN_SPLIT_LEN = 512
 """Minimum number of inputs per program. Shorter sums would spend more time on adding up than on reading W."""
 
@@ -51,7 +54,7 @@ def own_planes(
     part = planes + row[:, None] * plane_row_stride + ranks[None, :]
     v = tl.load(part, mask=is_part, other=0.0)
     # Loading all planes at once would need too many registers.
-    for _ in tl.range(1, NUM_PLANES, num_stages=1, loop_unroll_factor=2):
+    for _ in tl.range(1, NUM_PLANES, num_stages=1, loop_unroll_factor=4):
         part += plane_stride
         v += tl.load(part, mask=is_part, other=0.0)
     return v * row_scale[:, None]
@@ -416,6 +419,6 @@ def lora_linear(
         BLOCK_R=16 if planes.shape[3] <= 16 else 32, ADAPTERS=MAX_ROWS,
         STAGES=plan.stages, DOT_DTYPE=dot_dtype(x.dtype, weight.dtype),
         B_DTYPE=tl.bfloat16 if IS_COMPILED else tl.float32, HALVES_V=halves_v, HAS_BIAS=bias is not None, PDL=pdl,
-        num_warps=plan.num_warps, enable_fp_fusion=True, **launch,
+        num_warps=plan.num_warps, maxnreg=MAX_REGISTERS, enable_fp_fusion=True, **launch,
     )  # fmt: skip
     return y
