@@ -135,6 +135,22 @@ class Kernels(LoraKernels, Protocol):
         """`linear(x)`. A recorder of kernels records the product instead."""
         ...
 
+    @property
+    def max_fused_rows(self) -> int:
+        """Maximum number of rows of `lora_linear`; 0 if the engine should multiply and then call `lora_add`."""
+        ...
+
+    def lora_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LoraCall, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """`x @ weightᵀ + bias`, then `lora_add`, in one pass over the output `[T, out_features]`.
+
+        `weight` is `[out_features, in_features]`. Its columns are those of the group's modules, which are not experts.
+        `slots` int32 `[T]` is the slot of each row, or -1 for rows that no segment lists. `call.segments.adapters` is
+        not None.
+        """
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`x / sqrt(mean(x²) + eps) * weight` over the last axis."""
         ...
@@ -227,10 +243,13 @@ class KernelShapes:
     delta: DeltaSpec | None = None
 
 
-def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, pdl: bool = False) -> Kernels:
+def select_kernels(
+    device: torch.device, pool: PoolViews, shapes: KernelShapes, pdl: bool = False, fuses: bool = False
+) -> Kernels:
     """Kernels for `device` that read and write `pool` and support all of `shapes`.
 
     `pdl` lets an expand start before its shrink has ended, on GPUs that support it (compute capability 9 or later).
+    With `fuses`, kernels for a GPU multiply linear layers and their adapters together (`Kernels.lora_linear`).
     Raises ValueError, naming the limit, if the device has no kernels or its kernels do not support the pool or a shape.
     """
     if device.type == "cpu":
@@ -252,4 +271,4 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
     except ImportError as error:
         raise ValueError(f"the GPU kernels need triton, which cannot be imported: {error}") from error
     check_shapes(pool, shapes.groups, shapes.attention, shapes.outer_groups, shapes.delta)
-    return GpuKernels(pool, pdl=pdl)
+    return GpuKernels(pool, pdl=pdl, fuses=fuses)

@@ -103,6 +103,9 @@ class Segments:
     For a group of experts, `rows` are pairs of a `Routing`, and segment `i` uses the modules of expert `experts[i]`,
     int32 `[num_segments]`. For all other groups, `experts` is None.
 
+    `adapters` int32 lists each slot of `slots` once, in any order, followed by -1. It may be None if no linear layer is
+    multiplied together with its adapters (`Kernels.lora_linear`).
+
     A captured graph has a fixed number of segments, so slot -1 marks a padding segment on a GPU.
     """
 
@@ -112,6 +115,7 @@ class Segments:
     max_rank: int = MAX_RANK
     max_rows: int = 16
     experts: torch.Tensor | None = None
+    adapters: torch.Tensor | None = None
 
     @property
     def num_segments(self) -> int:

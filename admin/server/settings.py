@@ -292,6 +292,10 @@ class Settings(ModelSettings):
     num_threads: Annotated[int, Field(ge=1)] | None = None
     pdl: bool = True
     """Overlap launches of LoRA kernels (programmatic dependent launch), on GPUs of compute capability 9.0 or later."""
+    fused_lora: bool = False
+    """Multiply a linear layer and its adapters in one kernel in steps of up to 128 tokens, on a GPU. For bases with
+    float weights. Not measured yet.
+    """
     disk_tier_dir: Path | None = None
     """Directory of the disk tier; by default in the data directory. Servers on one host can share a disk tier, but not
     a data directory.

@@ -128,6 +128,7 @@ def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
             disk_tier_bytes=int(settings.disk_tier_bytes),
             host_tier_bytes=int(settings.host_tier_bytes),
             pdl=settings.pdl,
+            fused_lora=settings.fused_lora,
             traces=settings.trace_config,
         )
         if settings.num_threads is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.gpu import fused as gpu_fused
 from benchmarks.gpu import prefill as gpu_prefill
 from benchmarks.gpu import s_lora as gpu_s_lora
 from benchmarks.gpu import step as gpu_step
@@ -103,7 +104,15 @@ class PlannedStep(Listed):
 
 
 def step(bench: Bench) -> Iterator[Need]:
-    model, wanted = model_of(bench), gpu_step.cases(bench)
+    yield from _decodes(bench, gpu_step.cases(bench), fuses=False)
+
+
+def fused(bench: Bench) -> Iterator[Need]:
+    yield from _decodes(bench, gpu_fused.cases(bench), fuses=True)
+
+
+def _decodes(bench: Bench, wanted: list[gpu_step.StepCase], fuses: bool) -> Iterator[Need]:
+    model = model_of(bench)
     settings = gpu_step.settings_of(bench, wanted)
     adapter_pages = RandomAdapters(bench, model, "bfloat16").layout(gpu_step.RANK).num_pages
     engine = PlannedEngine(bench, model, settings, gpu_step.num_pages_of(settings, adapter_pages))
@@ -111,9 +120,9 @@ def step(bench: Bench) -> Iterator[Need]:
     yield check()
     # The single row reports the check that adapters change the full-size model's answers.
     yield Need("every case", engine.shapes | {"pages": str(engine.num_pages)}, 1, engine.held, start_s)
-    needs = [_step_case(bench, engine, case) for case in wanted]
+    needs = [_step_case(bench, engine, case, fuses) for case in wanted]
     yield from needs
-    if bench.has_pdl:
+    if bench.has_pdl and not fuses:
         # The first case runs again on another engine, without overlapping launches and with a pool that is no larger.
         again = needs[0]
         programs = frozenset(f"no pdl {one}" for one in again.programs if one.startswith(LORA_KERNELS))
@@ -121,12 +130,21 @@ def step(bench: Bench) -> Iterator[Need]:
     yield engine.compiling()
 
 
-def _step_case(bench: Bench, engine: PlannedEngine, case: gpu_step.StepCase) -> Need:
+def _step_case(bench: Bench, engine: PlannedEngine, case: gpu_step.StepCase, fuses: bool) -> Need:
     counts = (0, *gpu_step.adapter_counts(bench, case))
     num_skipped, num_run = case.num_skipped + 2, gpu_step.NUM_WARM + gpu_step.NUM_MEASURED
     steps = [
         engine.record(
-            TableCase(str(case), case.batch, case.context - 1, 1, count, ALL_MODULES if count else (), gpu_step.RANK)
+            TableCase(
+                str(case),
+                case.batch,
+                case.context - 1,
+                1,
+                count,
+                ALL_MODULES if count else (),
+                gpu_step.RANK,
+                fuses=fuses,
+            )
         )
         for count in counts
     ]

@@ -30,6 +30,8 @@ from loramux.engine.loop.config import EngineConfig
 from loramux.engine.loop.loaded_base import DTYPES
 from loramux.engine.protocol.messages import Add, PromptLogprob
 from loramux.engine.sequences.batch import Batch
+from loramux.kernels.dispatch import Kernels, KernelShapes
+from loramux.kernels.tables import PoolViews
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,20 +142,26 @@ class ObservedEngine(RunningEngine):
         self.assembled.engine.add(b"", msgspec.structs.replace(request, isolation_key=isolation_key))
 
 
-def device_backend(bench: Bench, pdl: bool = True) -> Backend:
+def device_backend(bench: Bench, pdl: bool = True, fuses: bool = False) -> Backend:
     """The GPU backend or, in a tiny run, the GPU kernels in Triton's interpreter.
 
     Kernels are compiled on first launch. An engine normally compiles every shape when it starts, but a part needs only
-    a few shapes.
+    a few shapes. With `fuses`, linear layers and their adapters are multiplied together.
     """
     if not bench.is_tiny:
-        return dataclasses.replace(open_backend("cuda", pdl), compiles=False)
+        return dataclasses.replace(open_backend("cuda", pdl, fused_lora=fuses), compiles=False)
     from loramux.kernels.gpu.kernels import GpuKernels
+    from loramux.kernels.gpu.lora_linear import MAX_ROWS
     from loramux.kernels.gpu.sampling import sample_tokens
+
+    def make_kernels(pool: PoolViews, shapes: KernelShapes) -> Kernels:
+        kernels = GpuKernels(pool)
+        kernels.max_fused_rows = MAX_ROWS if fuses else 0
+        return kernels
 
     return Backend(
         accelerator=HostAccelerator(),
-        make_kernels=lambda pool, shapes: GpuKernels(pool),
+        make_kernels=make_kernels,
         make_linear=DenseLinear,
         activation_dtype=None,
         sample_tokens=sample_tokens,

@@ -10,6 +10,7 @@ from benchmarks.gpu import ceilings as gpu_ceilings
 from benchmarks.gpu import codes as gpu_codes
 from benchmarks.gpu import dry_engine as gpu_dry_engine
 from benchmarks.gpu import dry_kernels as gpu_dry_kernels
+from benchmarks.gpu import fused as gpu_fused
 from benchmarks.gpu import lora as gpu_lora
 from benchmarks.gpu import prefill as gpu_prefill
 from benchmarks.gpu import s_lora as gpu_s_lora
@@ -40,6 +41,7 @@ PARTS = (
     Part("ceilings", 15, gpu_ceilings.run, gpu_dry_kernels.ceilings),
     Part("lora", 55, gpu_lora.run, gpu_dry_kernels.lora, gpu_lora.warm),
     Part("step", 70, gpu_step.run, gpu_dry_engine.step, gpu_step.warm),
+    Part("fused", 40, gpu_fused.run, gpu_dry_engine.fused, gpu_fused.warm),
     Part("s_lora", 215, gpu_s_lora.run, gpu_dry_engine.s_lora, gpu_s_lora.warm, gpu_s_lora.model_of),
     Part("prefill", 40, gpu_prefill.run, gpu_dry_engine.prefill, gpu_prefill.warm),
     Part("attention", 40, gpu_attention.run, gpu_dry_kernels.attention, gpu_attention.warm),

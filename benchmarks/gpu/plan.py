@@ -111,6 +111,12 @@ RUNS = (
         "`over_base` at most 1.15 at 64 rows with 16 adapters; `over_floor` at most 1.25; `idle` at most 0.05",
         _GPU_CODE,
     ),
+    _part(
+        "fused",
+        3,
+        "with `fused_lora`, `over_base` at 64 rows at most 1.10 with 16 adapters of rank 16, at most 1.25 with 64",
+        (*_GPU_CODE, "benchmarks/gpu/step.py"),
+    ),
     _part("lora", 4, "`over_budget` at most 1; no case slower than before", ("kernels/gpu",)),
     _part(
         "attention",

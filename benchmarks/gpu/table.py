@@ -100,8 +100,13 @@ def cases(model: Model) -> Iterator[TableCase]:
         decode = f"decode, batch {batch}, context {CONTEXT}"
         base = TableCase(f"{decode}: base only", batch, CONTEXT - 1)
         yield base
-        yield replace(base, name=f"{decode}: {adapters}", num_adapters=count, modules=ALL_MODULES)
+        adapted = replace(base, name=f"{decode}: {adapters}", num_adapters=count, modules=ALL_MODULES)
+        yield adapted
         if batch == 64:
+            yield replace(adapted, name=f"{adapted.name}, fused", fuses=True)
+            each = replace(adapted, name=f"{decode}: 64 adapters, rank 16", num_adapters=64)
+            yield each
+            yield replace(each, name=f"{each.name}, fused", fuses=True)
             yield replace(base, name=f"{decode}: {adapters}, q and v alone", num_adapters=count, modules=Q_AND_V)
     prefill = TableCase("prefill, 16 prompts of 128: base only", 16, 0, 128)
     yield prefill

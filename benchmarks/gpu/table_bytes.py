@@ -135,6 +135,20 @@ def _expand(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     return Bytes(lora.num_slots * weights + y + planes * sum(ranks), lora.num_tiles * weights + y + planes * blocks)
 
 
+def _lora_linear(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a, ranks = launch.arguments, _ranks(launch, step.case)
+    slots = step.batch.slots[step.batch.slots >= 0]
+    num_rows, itemsize, (num_blocks, num_splits, *_) = a["num_rows"], a["x"].itemsize, launch.grid
+    b = len(set(slots.tolist())) * sum(rank * out for rank, out in zip(ranks, a["OUT"], strict=True))
+    planes = len(slots) * sum(ranks) * a["NUM_PLANES"] * FLOAT
+    x, y = num_rows * a["IN"] * itemsize, num_rows * a["TOTAL_OUT"] * itemsize
+    # Partial sums are written once and read once.
+    sums = 2 * num_splits * num_rows * a["TOTAL_OUT"] * FLOAT if num_splits > 1 else 0
+    moved = a["TOTAL_OUT"] * a["IN"] * itemsize + b * a["pool"].itemsize + y + sums
+    planes_asked = planes / a["NUM_MODULES"] * num_blocks * num_splits
+    return Bytes(moved + x + planes, moved + num_blocks * x + planes_asked)
+
+
 def _route(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a = launch.arguments
     return once(step.batch.num_tokens * (a["NUM_EXPERTS"] * a["logits_ptr"].itemsize + a["TOP_K"] * 2 * FLOAT))
@@ -332,6 +346,7 @@ _FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
     "_gate": _gate,
     "shrink_kernel": _shrink,
     "expand_kernel": _expand,
+    "lora_linear_kernel": _lora_linear,
     "_route": _route,
     "_group": _group,
     "_list_pairs": _list_pairs,

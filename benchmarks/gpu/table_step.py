@@ -37,6 +37,7 @@ from loramux.engine.sequences.sequence import PageTable, block_list
 from loramux.engine.sequences.sequence import Sequence as EngineSequence
 from loramux.kernels.gpu.contiguous_attention import flash_attention
 from loramux.kernels.gpu.kernels import GpuKernels
+from loramux.kernels.gpu.lora_linear import MAX_ROWS
 from loramux.kernels.gpu.sampling import sample_tokens
 
 META = torch.device("meta")
@@ -48,7 +49,8 @@ class TableCase:
     """Sequences that each have `context` computed and `num_queries` new tokens, divided among `num_adapters` adapters.
 
     Consecutive sequences share an adapter. `modules` are the indices of the linear layers that each adapter changes
-    with `rank`. `experts` describes the model's experts, if it has any.
+    with `rank`. `experts` describes the model's experts, if it has any. With `fuses`, linear layers and their adapters
+    are multiplied together.
     """
 
     name: str
@@ -59,6 +61,7 @@ class TableCase:
     modules: tuple[int, ...] = ()
     rank: int = 16
     experts: Experts | None = None
+    fuses: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -163,7 +166,9 @@ class MetaEngine:
             geometry, num_pages * geometry.total_page_bytes, torch.bfloat16, torch.bfloat16, META,
             cache.has_pages_of_blocks,
         )  # fmt: skip
-        kernels = GpuKernels(self.pool, num_processors=card.multiprocessors, contiguous_attention=flash_attention)
+        kernels = self._kernels = GpuKernels(
+            self.pool, num_processors=card.multiprocessors, contiguous_attention=flash_attention
+        )
         self.tables = SlotTables(self.target, max_resident_adapters, accelerator, self.decoder.outer_factors)
         max_listed_pages = max_sequences * (-(-max_len // PAGE_TOKENS) + cache.num_state_pages)
         has_states = cache.num_state_pages > 0
@@ -176,6 +181,7 @@ class MetaEngine:
 
         Listed launches keep their tensors alive. Launches passed to `note` do not.
         """
+        self._kernels.max_fused_rows = MAX_ROWS if case.fuses else 0
         ranks = ranks_of(self.target, case.rank, case.modules)
         layout = self.target.layout(ranks)
         packed = PackedAdapter("", layout, np.ones(ranks.shape, np.float32), np.zeros(0, np.uint8))

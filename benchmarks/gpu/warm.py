@@ -51,7 +51,13 @@ class WarmStep:
 
 
 def warm_steps(
-    bench: Bench, model: Model, modules: tuple[int, ...], steps: list[WarmStep], pdl: bool = True, **settings: Any
+    bench: Bench,
+    model: Model,
+    modules: tuple[int, ...],
+    steps: list[WarmStep],
+    pdl: bool = True,
+    fuses: bool = False,
+    **settings: Any,
 ) -> None:
     """Run each step on an engine with a small pool, once on one adapter slot and once on all slots. All sequences of a
     step share the same pages.
@@ -64,7 +70,7 @@ def warm_steps(
     for rank in ranks:
         adapters.make([f"r{rank}"], rank, modules)
     num_pages = 1 + sum(adapters.num_pages(f"r{rank}") for rank in ranks)
-    backend = dataclasses.replace(device_backend(bench, pdl), make_linear=SharedLinears())
+    backend = dataclasses.replace(device_backend(bench, pdl, fuses), make_linear=SharedLinears())
     weights = ZeroWeights(bench.device, DTYPES[dtype])
     pool_bytes = num_pages * adapters.page_bytes
     with open_engine(bench, model, adapters, backend, weights, pool_bytes=pool_bytes, **settings) as engine:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loramux.engine.device.backend import AddingLinear, Linear
+from loramux.engine.device.backend import AddingLinear, DenseLinear, Linear
 from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.routing import Routing
@@ -76,6 +76,8 @@ class AdaptableLinear:
         if not adapters.groups & self.flag:
             return kernels.multiply(self.linear, x)
         call = LoraCall(adapters.layer, self.group, adapters.tables, adapters.segments)
+        if isinstance(self.linear, DenseLinear) and x.shape[0] <= kernels.max_fused_rows:
+            return kernels.lora_linear(x, self.linear.weight, self.linear.bias, call, adapters.slots)
         if adapters.expands_first and self.adding is not None:
             y = x.new_empty(x.shape[0], self.group.total_out)
             kernels.lora_delta(x, call, adapters.slots, y)

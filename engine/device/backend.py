@@ -53,15 +53,15 @@ class DenseLinear:
     """A linear layer computed by cuBLAS. `weight` is `[out_features, in_features]`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._weight = weight
-        self._bias = bias
+        self.weight = weight
+        self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self._weight, self._bias)
+        return functional.linear(x, self.weight, self.bias)
 
     def add_to(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        assert self._bias is None
-        y.addmm_(x, self._weight.T)
+        assert self.bias is None
+        y.addmm_(x, self.weight.T)
 
 
 class MakeQuantizedLinear(Protocol):
@@ -153,12 +153,13 @@ class Backend:
         return self.sample_tokens is not None
 
 
-def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> Backend:
+def open_backend(device: str, pdl: bool = False, activation_bits: int = 16, fused_lora: bool = False) -> Backend:
     """The backend for `cpu` or `cuda`. Raises DeviceNotUsable if the device cannot be used.
 
     On a CPU, the inputs of linear layers that keep their weights quantised are rounded to `activation_bits`, 16 or 8.
 
     `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later. Other GPUs ignore it.
+    `fused_lora` makes a GPU multiply float linear layers and their adapters together in small steps.
     """
     # Make other threads release the interpreter lock sooner, so that the thread that submits steps gets it quickly.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -209,7 +210,7 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> B
     accelerator = CudaAccelerator(torch.device("cuda", torch.cuda.current_device()))
     return Backend(
         accelerator=accelerator,
-        make_kernels=lambda pool, shapes: select_kernels(accelerator.device, pool, shapes, pdl),
+        make_kernels=lambda pool, shapes: select_kernels(accelerator.device, pool, shapes, pdl, fused_lora),
         make_linear=DenseLinear,
         activation_dtype=None,
         make_quantized_linear=lambda weight, bias: make_coded_linear(weight, bias, accelerator.device),

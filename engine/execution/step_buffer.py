@@ -141,7 +141,7 @@ class StepBuffer:
 
         def segments(name: str, max_rows: int) -> Segments:
             rows, starts, slots = (on_device[f"{name}_{part}"] for part in ("rows", "starts", "slots"))
-            return Segments(rows, starts, slots, shape.max_rank, max_rows)
+            return Segments(rows, starts, slots, shape.max_rank, max_rows, adapters=on_device.get(f"{name}_adapters"))
 
         def batch_of(starts: torch.Tensor, kv_slots: torch.Tensor) -> AttentionBatch:
             return AttentionBatch(
@@ -192,6 +192,7 @@ def _fields(shape: StepShape, num_groups: int, has_states: bool) -> list[_Field]
         "segment_rows": (torch.int32, shape.num_tokens if shape.max_rank else 0),
         "segment_starts": (torch.int32, shape.num_segments + 1),
         "segment_slots": (torch.int32, shape.num_segments),
+        "segment_adapters": (torch.int32, min(shape.num_tokens, shape.num_sequences) if shape.max_rank else 0),
         "temperature": (torch.float32, shape.num_sequences),
         "top_k": (torch.int32, shape.num_sequences),
         "top_p": (torch.float32, shape.num_sequences),
@@ -235,6 +236,9 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
         put(f"{name}_rows", rows)
         put(f"{name}_starts", starts, padding=len(rows))
         put(f"{name}_slots", slots, padding=-1)
+        if f"{name}_adapters" in staged:
+            # Slots are in ascending order.
+            put(f"{name}_adapters", slots[np.diff(slots, prepend=-1) != 0], padding=-1)
 
     put("kv_slots", batch.kv_slots, padding=-1)
     put("tokens", batch.tokens)

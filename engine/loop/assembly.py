@@ -126,7 +126,9 @@ def assemble_engine(
     Before each step, the engine passes the ids of the running sequences to `note_running`. `spans` receives the spans
     of traced sequences. Tests and benchmarks can supply their own stager, weights and backend.
     """
-    backend = backend or open_backend(config.device, config.pdl, 16 if config.activations is None else 8)
+    backend = backend or open_backend(
+        config.device, config.pdl, 16 if config.activations is None else 8, config.fused_lora
+    )
     backend.set_num_threads(config.num_threads)
     accelerator = backend.accelerator
     allocated_before = accelerator.allocated_bytes()

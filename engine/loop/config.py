@@ -72,6 +72,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pdl: bool = True
     """Overlap the launches of LoRA kernels (programmatic dependent launch) on GPUs of compute capability 9.0 or later.
     """
+    fused_lora: bool = False
+    """Multiply float linear layers and their adapters in one kernel in steps of up to 128 tokens, on a GPU."""
     num_loaders: int = 4
     """Number of adapters that the staging process loads in parallel, each on its own thread."""
     ran_at_death: tuple[str, ...] = ()

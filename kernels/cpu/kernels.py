@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from loramux.kernels.cpu import attention as cpu_attention
 from loramux.kernels.cpu import delta as cpu_delta
@@ -24,7 +25,7 @@ from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.routing import ExpertWeights, Routing, group_pairs
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_pair_segments
-from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews, Segments
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, PoolViews, Segments
 
 NO_WINDOW = 1 << 40
 """A window wider than any context."""
@@ -36,6 +37,8 @@ class CpuKernels(CpuLora):
     Arrays derived from a batch are cached until a different batch object is passed, so all layers of a step share them.
     Every step must pass a new batch object, without padding.
     """
+
+    max_fused_rows = 0
 
     def __init__(self, pool: PoolViews) -> None:
         super().__init__(pool)
@@ -87,6 +90,13 @@ class CpuKernels(CpuLora):
 
     def multiply(self, linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return linear(x)
+
+    def lora_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LoraCall, slots: torch.Tensor
+    ) -> torch.Tensor:
+        y = functional.linear(x, weight, bias)
+        self.lora_add(x, call, y)
+        return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         assert weight.dtype is torch.float32

@@ -30,6 +30,7 @@ from loramux.kernels.gpu.experts import multiply_experts, sum_experts
 from loramux.kernels.gpu.fused import add_rms_norm, clamped_silu_and_mul, gelu_and_mul, rms_norm, silu_and_mul
 from loramux.kernels.gpu.gather import lora_gather
 from loramux.kernels.gpu.launches import TILE_ROWS, supports_pdl
+from loramux.kernels.gpu.lora_linear import MAX_COUNTERS, MAX_ROWS, linear_plan, lora_linear
 from loramux.kernels.gpu.rotate_and_store import rotate_and_store
 from loramux.kernels.gpu.routing import route
 from loramux.kernels.gpu.shrink import lora_shrink, num_splits
@@ -128,7 +129,8 @@ class GpuKernels(GpuLora):
     comes from torch's allocator, which makes no driver calls after the first steps and keeps the memory of captured
     graphs separate. Launches are planned for `num_processors` multiprocessors, by default as many as the pool's GPU
     has. `contiguous_attention` computes prefills from contiguous K and V. By default, it is `flash_attention` if torch
-    has it. Without it, prefills read pages.
+    has it. Without it, prefills read pages. With `fuses`, linear layers and their adapters are multiplied together in
+    steps of up to MAX_ROWS rows.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class GpuKernels(GpuLora):
         *,
         pdl: bool = False,
         num_processors: int | None = None,
+        fuses: bool = False,
         contiguous_attention: ContiguousAttention | None = None,
     ) -> None:
         super().__init__(pool, pdl=pdl)
@@ -151,6 +154,9 @@ class GpuKernels(GpuLora):
             if pool.raw.device.type == "cuda":
                 num_processors = torch.cuda.get_device_properties(pool.raw.device).multi_processor_count
         self._num_processors = num_processors
+        self.max_fused_rows = MAX_ROWS if fuses else 0
+        # Launches use the counters one after another, and leave them at 0.
+        self._counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=pool.raw.device)
 
     def rotate_and_store(
         self,
@@ -217,6 +223,15 @@ class GpuKernels(GpuLora):
 
     def multiply(self, linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return linear(x)
+
+    def lora_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LoraCall, slots: torch.Tensor
+    ) -> torch.Tensor:
+        elements = self._pool.geometry.adapter_elements
+        plan = linear_plan(call.group, elements, x.shape[0], x.dtype.itemsize, self._num_processors)
+        planes = self.lora_planes(call, x.shape[0])
+        lora_shrink(self._pool, x, call, planes, pdl=self._pdl, may_start_early=False)
+        return lora_linear(self._pool, x, weight, bias, planes, call, slots, plan, self._counters, pdl=self._pdl)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)

@@ -319,7 +319,15 @@ def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segm
     return min(most, num_blocks, max(fewest, wanted))
 
 
-def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.Tensor, *, pdl: bool = False) -> None:
+def lora_shrink(
+    pool: PoolViews,
+    x: torch.Tensor,
+    call: LoraCall,
+    planes: torch.Tensor,
+    *,
+    pdl: bool = False,
+    may_start_early: bool = True,
+) -> None:
     """`sum over s of planes[s, t, i, :rank] = x[t] @ A[slot, modules[i]]ᵀ` for each row `t` of each segment.
 
     - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` describes how A is stored.
@@ -334,9 +342,10 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous; plane `s` contains the
       contribution of A's columns `[s * split_len, (s + 1) * split_len)`. All planes of listed rows are written up to
       `rank`. No other element of `planes` is written, and none is read.
-    - `pdl` lets the next kernel, which must be `lora_expand(pdl=True)`, start before this kernel ends. In small grids,
-      it also lets this kernel's table lookups and prefetches overlap the end of the previous kernel. Requires compute
-      capability 9 or later.
+    - `pdl` lets the next kernel, which must be `lora_expand(pdl=True)` or `lora_linear(pdl=True)`, start before this
+      kernel ends. In small grids, it also lets this kernel's table lookups and prefetches overlap the end of the
+      previous kernel, unless `may_start_early` is False: `lora_linear` reads `x` while this kernel runs, so the kernel
+      that wrote `x` must have ended. Requires compute capability 9 or later.
 
     Products are summed in float32. The call allocates nothing and does not wait for the device.
     """
@@ -357,7 +366,8 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     plan = _plan(group, page_elements, pairs_per_row * x.shape[0], num_segments, num_planes, max_rank, rows)
     # The segments of experts are written by an earlier kernel in the same step. Large grids are slower if they start
     # early.
-    starts_early = pdl and not group.expert_stride and plan.num_programs * num_segments <= TARGET_PROGRAMS
+    is_small = plan.num_programs * num_segments <= TARGET_PROGRAMS
+    starts_early = pdl and may_start_early and not group.expert_stride and is_small
     launch = {"launch_pdl": True} if starts_early else {}
     shrink_kernel[plan.num_programs, *segment_grid(num_segments)](
         x, planes, pool.adapter, tables.page_table, tables.off, tables.rank,

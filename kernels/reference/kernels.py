@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional
 
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.reference import attention, delta, experts, fused, routing
@@ -12,11 +13,13 @@ from loramux.kernels.reference.lora import ReferenceLora
 from loramux.kernels.routing import ExpertWeights, Routing, StackedExperts
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_pair_segments
-from loramux.kernels.tables import AttentionBatch, AttentionSpec, Segments
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, Segments
 
 
 class ReferenceKernels(ReferenceLora):
     """The kernels over one page pool, written for clarity. The function that a method calls is its specification."""
+
+    max_fused_rows = 0
 
     @property
     def outer(self) -> ReferenceLora:
@@ -42,6 +45,13 @@ class ReferenceKernels(ReferenceLora):
 
     def multiply(self, linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return linear(x)
+
+    def lora_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LoraCall, slots: torch.Tensor
+    ) -> torch.Tensor:
+        y = functional.linear(x, weight, bias)
+        self.lora_add(x, call, y)
+        return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return fused.rms_norm(x, weight, eps)

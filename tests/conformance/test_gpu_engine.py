@@ -321,6 +321,37 @@ def test_uncaptured_steps_read_contiguous_keys(
     assembled.adapters.close()
 
 
+@pytest.mark.parametrize(
+    "subject",
+    [pytest.param(one, marks=() if one == "llama" else pytest.mark.campaign) for one in FAMILIES],
+    indirect=True,
+)
+def test_linear_layers_and_adapters_can_be_one_product(
+    subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and decodes with adapters of several ranks, one of which rescales sums, and a request of the base."""
+    assembled = subject.assemble(backend, max_batch_tokens=16)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    executor = recorder.executor
+    assert isinstance(executor, GraphExecutor)
+    kernels: Any = executor._kernels
+    monkeypatch.setattr(kernels, "max_fused_rows", 128)
+    noted: set[int] = set()
+    multiply = kernels.lora_linear
+
+    def note(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        noted.add(x.shape[0])
+        return multiply(x, *rest)
+
+    monkeypatch.setattr(kernels, "lora_linear", note)
+    asked = requests_of(subject, [(None, 5), ("r3", 3), ("by-layer", 1), ("r31", 2)], num_tokens=2)
+    tokens_of(assembled.engine, [add for _, add in asked.values()])
+    for sequence_id, (name, add) in asked.items():
+        assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+    assert noted == {4, 16}, "a decode and a step with prompts"
+    assembled.adapters.close()
+
+
 def test_shapes_of_few_modules_drop_no_graphs(graph_subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = plain_backend(HostAccelerator(), compiles=True)
     assembled = graph_subject.assemble(backend, max_batch_tokens=16, max_sequences=1)

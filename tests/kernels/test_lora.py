@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,25 @@ def test_delta_equals_lora_add_on_zeros(
     kernels.lora_add(x, call, expected)
     kernels.lora_delta(x, call, torch.tensor(slots, dtype=torch.int32), found)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("slots", [[2], SLOTS["mixed"]], ids=["one-row", "mixed"])
+def test_linear_equals_a_product_then_lora_add(
+    slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
+) -> None:
+    group = group_of(128, OUT_FEATURES["three"])
+    modules = [LinearShape("other", 72, 72), *(LinearShape("m", 128, out) for out in OUT_FEATURES["three"])]
+    ranks = np.random.default_rng(len(slots)).choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
+    adapters = make_adapter_pool(modules, ranks, GEOMETRY[dtype], dtype)
+    kernels = make_kernels(adapters.pool)
+    listed = torch.tensor(sorted({slot for slot in slots if slot >= 0}), dtype=torch.int32)
+    segments = replace(segments_of(slots, kernels, max_rank=max(RANKS)), adapters=listed)
+    call = LoraCall(1, group, adapters.tables, segments)
+    x, weight, bias = torch.randn(len(slots), 128), torch.randn(group.total_out, 128), torch.randn(group.total_out)
+    expected = torch.nn.functional.linear(x, weight, bias)
+    kernels.lora_add(x, call, expected)
+    found = kernels.lora_linear(x, weight, bias, call, torch.tensor(slots, dtype=torch.int32))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)
 
 
 def test_changed_ranks_apply_in_the_next_step(

@@ -67,6 +67,11 @@ def test_tiny_model_table_is_complete_for_every_card_generation(card: str, tmp_p
     decode = "decode, batch 64, context 1024: "
     base, adapted = steps[decode + "base only"], steps[decode + "16 adapters, rank 16"]
     assert adapted["launches"] - base["launches"] == 2 * 4 * 2, "a shrink and an expand for each of four groups"
+    fused = steps[decode + "16 adapters, rank 16, fused"]
+    assert adapted["launches"] - fused["launches"] == 4 * 2, "one launch for a product and its expand"
+    products = [row["program"] for row in fused["rows"] if row["kernel"] == "lora_linear_kernel"]
+    assert products
+    assert not any(program["spilled_bytes"] for program in products)
 
 
 @pytest.mark.campaign

@@ -55,7 +55,7 @@ def test_overlapping_launches_setting_reaches_the_kernels(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(backend_module, "CudaAccelerator", lambda device: accelerator)
-    monkeypatch.setattr(backend_module, "select_kernels", lambda device, pool, shapes, pdl: asked.append(pdl))
+    monkeypatch.setattr(backend_module, "select_kernels", lambda device, pool, shapes, pdl, fuses: asked.append(pdl))
     open_backend("cuda", pdl).make_kernels(cast(Any, None), cast(Any, None))
     assert asked == [pdl]
 

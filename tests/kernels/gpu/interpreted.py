@@ -37,6 +37,7 @@ TRITON_MODULES = (
     "gather",
     "kernels",
     "launches",
+    "lora_linear",
     "rotate_and_store",
     "routing",
     "sampling",
