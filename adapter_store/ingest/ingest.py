@@ -31,6 +31,7 @@ from loramux.adapter_store.ingest.file_validation import FileValidation
 from loramux.adapter_store.ingest.janitor import Janitor
 from loramux.adapter_store.ingest.purge_rows import PurgeRows
 from loramux.adapter_store.ingest.purged_blobs import PurgedBlobs
+from loramux.adapter_store.ingest.pushes import Pushes
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.tenant_caps import MAX_OPEN_LARGEST, TenantCaps
 from loramux.adapter_store.ingest.turns import IngestTurns
@@ -87,6 +88,7 @@ class Ingest:
         self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes, **MAX_FURTHER_BYTES}
         caps = TenantCaps(max_open_bytes=MAX_OPEN_LARGEST * sum(self._max_bytes.values()))
         self._upload_rows = UploadRows(registry.database, registry.limits, caps, registry.base_id)
+        claims = VersionClaims(registry.database, lease_s, registry.limits, registry.base_id)
         self._turns = IngestTurns(registry.database, registry.base_id)
         validation = FileValidation(target, validator, check_template, check_vocabulary)
         self._blobs = blobs
@@ -94,7 +96,7 @@ class Ingest:
         self._sources = sources or AdapterSources()
         self._processor = VersionProcessor(
             registry.database,
-            VersionClaims(registry.database, lease_s, registry.limits, registry.base_id),
+            claims,
             blobs,
             validation,
             scratch_dir,
@@ -102,6 +104,8 @@ class Ingest:
             at_failpoint,
             base_vocabulary,
         )
+        self.pushes = Pushes(self._upload_rows, claims, self._processor, scratch_dir, self._max_bytes)
+        """Versions whose files arrive in one request."""
         self.for_base: BaseValidation | None = None
         """Validates, for this server's base, versions that were accepted for other bases.
 

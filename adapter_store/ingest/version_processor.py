@@ -83,9 +83,21 @@ class VersionProcessor:
         if claimed is None:
             return self._upload_rows.get_version(version_id)
         self._at_failpoint(Failpoint.CLAIMED)
+        return self._process(claimed)
+
+    def process_files(self, claimed: ClaimedVersion, files: Path, *, needs_effect: bool) -> AdapterVersion:
+        """Publish or reject a claimed version, whose files lie in the directory `files` with the sizes and checksums
+        that its upload states.
+
+        `ValidationJob` describes `needs_effect`. Raises StoreError if a store or the validation process fails.
+        """
+        return self._process(claimed, files, needs_effect)
+
+    def _process(self, claimed: ClaimedVersion, files: Path | None = None, needs_effect: bool = True) -> AdapterVersion:
+        version_id = claimed.version.id
         try:
             with ClaimRenewal(self._claims, version_id):
-                self._decide(claimed)
+                self._decide(claimed, files, needs_effect)
         except ClaimLost:
             _log.warning("claim_lost", version_id=version_id)
         except SourceUnavailable as error:
@@ -95,18 +107,21 @@ class VersionProcessor:
             self._give_back(version_id)
             raise
         else:
-            self._delete_files(claimed.upload)
+            if files is None:
+                self._delete_files(claimed.upload)
         return self._upload_rows.get_version(version_id)
 
-    def _decide(self, claimed: ClaimedVersion) -> None:
+    def _decide(self, claimed: ClaimedVersion, files: Path | None, needs_effect: bool) -> None:
         version_id = claimed.version.id
         scratch = self._scratch_dir / version_id
         try:
+            if files is not None:
+                self._validate_and_put(claimed, files, {}, needs_effect)
             # An earlier attempt may have stored all blobs before its server died.
-            if not self._is_stored(claimed.version):
+            elif not self._is_stored(claimed.version):
                 shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(parents=True)
-                self._validate_and_put(claimed, scratch)
+                self._fetch_and_put(claimed, scratch)
             self._claims.publish(claimed.version)
             self._at_failpoint(Failpoint.PUBLISHED)
         except AdapterRejected as error:
@@ -114,14 +129,20 @@ class VersionProcessor:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _validate_and_put(self, claimed: ClaimedVersion, scratch: Path) -> None:
+    def _fetch_and_put(self, claimed: ClaimedVersion, scratch: Path) -> None:
         facts: dict[str, Any] = {}
-        if claimed.upload.source_url is None:
+        source_url = claimed.upload.source_url
+        if source_url is None:
             self._fetch(claimed, scratch)
         else:
-            facts = self._fetch_source(claimed, claimed.upload.source_url, scratch)
+            facts = self._fetch_source(claimed, source_url, scratch)
         self._at_failpoint(Failpoint.FILES_FETCHED)
-        valid = self._validation.validate(scratch, needs_effect=claimed.upload.source_url is None)
+        self._validate_and_put(claimed, scratch, facts, needs_effect=source_url is None)
+
+    def _validate_and_put(
+        self, claimed: ClaimedVersion, scratch: Path, facts: dict[str, Any], needs_effect: bool
+    ) -> None:
+        valid = self._validation.validate(scratch, needs_effect=needs_effect)
         job, accepted = valid.job, valid.accepted
         kept = KeptHeader.of(job.tensors, job.canonical)
         self._at_failpoint(Failpoint.VALIDATED)

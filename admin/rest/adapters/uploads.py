@@ -98,10 +98,9 @@ async def put_file(
     """Send one file's raw bytes, which must match the declared size and SHA-256."""
     adapter = await find_adapter(services, caller, adapter_id)
     upload = await find_upload(services, adapter, upload_id)
-    length = request.headers.get("content-length", "")
-    num_bytes = int(length) if length.isdecimal() and length.isascii() else None
+    num_bytes = declared_length(request)
     content_encoding(request)
-    chunks = _chunks(request.stream())
+    chunks = body_chunks(request.stream())
     caller.release_call_slot()
     async with services.slots.uploads.held_slot(adapter.tenant_id):
         # Slots, not threads, limit concurrent uploads, because only a wait for a slot can time out.
@@ -143,7 +142,14 @@ async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str)
     return upload
 
 
-def _chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
+def declared_length(request: Request) -> int | None:
+    """The request's Content-Length, or None if the body is sent in chunks of unknown number."""
+    length = request.headers.get("content-length", "")
+    # Count the digits first, so that a number with thousands of digits is not parsed.
+    return int(length) if length.isdecimal() and length.isascii() and len(length) <= 18 else None
+
+
+def body_chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
     """Yield the body's chunks to a function on a thread. The client can send only as fast as the function reads."""
     deadline = time.monotonic() + UPLOAD_TIMEOUT_S
     while chunk := anyio.from_thread.run(_next_chunk, body):
