@@ -143,7 +143,11 @@ class WeightsPush(_Pusher):
             except StopIteration as end:
                 return _result(end)
             try:
-                response = self._http.request(**step) if isinstance(step, dict) else time.sleep(step)
+                if isinstance(step, dict):
+                    response = self._http.request(**step)
+                else:
+                    time.sleep(step)
+                    response = None
             except httpx.TransportError as error:
                 raise _unreachable(self._http.base_url, error) from None
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import anyio
 import anyio.to_thread
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from loramux.adapter_store.formats.files.file_names import FURTHER_FILES, UPLOAD_FILES
-from loramux.adapter_store.ingest.pushes import ReceivedPush
 from loramux.adapter_store.registry.records import Adapter, AdapterVersion
 from loramux.admin.rest.access import Caller, Developer, Services
 from loramux.admin.rest.adapters.adapters import find_adapter
 from loramux.admin.rest.adapters.aliases import AliasDocument, check_may_move, describe_alias
 from loramux.admin.rest.adapters.uploads import body_chunks, declared_length
 from loramux.admin.rest.adapters.versions import VersionDocument, describe_version
-from loramux.admin.rest.adapters.warm_and_drain import warm
+from loramux.admin.rest.adapters.warm_and_drain import WARM_TIMEOUT_S, load_charge, warm
 from loramux.admin.rest.services import AdminServices
+from loramux.admin.server.transfer_slots import TransferSlots
+from loramux.engine.protocol.messages import AdapterState
 from loramux.platform.batches.form_data import FormParser, Part
 from loramux.platform.bodies.request_body import content_encoding
 from loramux.platform.errors import Conflict, InvalidRequest, PermissionDenied
@@ -74,6 +78,7 @@ class PushedDocument(VersionDocument):
 async def push(
     adapter_id: str,
     request: Request,
+    response: Response,
     services: Services,
     caller: Developer,
     alias: AliasName = None,
@@ -90,7 +95,7 @@ async def push(
 
     A version with the same files is returned again. A version that is rejected answers 400 with the code of its
     validation, and leaves the alias as it is. If the call is refused after the version has become ready, the version
-    stays, and the call can be repeated.
+    stays, and the call can be repeated. The header Server-Timing says how long each stage took.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     if alias is not None:
@@ -100,9 +105,23 @@ async def push(
     if running == "stop" and alias is None:
         raise InvalidRequest("specify the alias whose requests to stop", param="alias")
     before = [] if alias is None else await _targets(services, adapter, alias)
-    version = await _published(services, caller, adapter, request, needs_effect=not untrained)
+    loading: list[asyncio.Task[AdapterState]] = []
+
+    def load(digest: str) -> None:
+        # Without waiting for the store's acknowledgement. Errors are reported by the load below.
+        task = asyncio.create_task(services.engine.loads.load(digest, charge, WARM_TIMEOUT_S))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        loading.append(task)
+
+    loop, charge = asyncio.get_running_loop(), load_charge(caller, adapter.id)
+    when_loadable = (lambda digest: loop.call_soon_threadsafe(load, digest)) if wait == "resident" else None
+    times = StageTimes()
+    version = await _published(services, caller, adapter, request, not untrained, when_loadable, times)
     if wait == "resident":
+        if loading:
+            await asyncio.wait(loading)
         await warm(services, caller, adapter.id, [version.number])
+        times.end("load")
     document: PushedDocument = {
         **describe_version(version),
         "model": f"{adapter.tenant_slug}/{adapter.name}@{version.number}",
@@ -110,6 +129,7 @@ async def push(
         "stopped": 0,
     }
     if alias is None:
+        response.headers["server-timing"] = times.header()
         return document
     actor = caller.principal.key_id
     advance = services.adapters.aliases.advance
@@ -117,7 +137,26 @@ async def push(
     document["alias"] = describe_alias(adapter.id, moved)
     if running == "stop" and replaced:
         document["stopped"] = await _stop(services, [target.version_id for target in replaced])
+    times.end("alias")
+    response.headers["server-timing"] = times.header()
     return document
+
+
+class StageTimes:
+    """The durations of a push's stages, for the header Server-Timing."""
+
+    def __init__(self) -> None:
+        self._last_s = time.monotonic()
+        self._stages: list[str] = []
+
+    def end(self, stage: str) -> None:
+        """The stage began with the end of the stage before it."""
+        now_s = time.monotonic()
+        self._stages.append(f"{stage};dur={(now_s - self._last_s) * 1000:.1f}")
+        self._last_s = now_s
+
+    def header(self) -> str:
+        return ", ".join(self._stages)
 
 
 async def _targets(services: AdminServices, adapter: Adapter, alias: str) -> list[int]:
@@ -126,7 +165,13 @@ async def _targets(services: AdminServices, adapter: Adapter, alias: str) -> lis
 
 
 async def _published(
-    services: AdminServices, caller: Caller, adapter: Adapter, request: Request, *, needs_effect: bool
+    services: AdminServices,
+    caller: Caller,
+    adapter: Adapter,
+    request: Request,
+    needs_effect: bool,
+    when_loadable: Callable[[str], object] | None,
+    times: StageTimes,
 ) -> AdapterVersion:
     """Receive the form and wait for the verdict. Raises ApiError unless the version can be served."""
     num_bytes = declared_length(request)
@@ -141,8 +186,14 @@ async def _published(
     thread = anyio.CapacityLimiter(1)
     async with services.slots.pushes.held_slot(tenant_id):
         received = await anyio.to_thread.run_sync(pushes.receive, adapter.id, items, num_bytes, limiter=thread)
+        times.end("receive")
         try:
-            version = await _validated(services, tenant_id, received, num_bytes, needs_effect=needs_effect)
+            publish = partial(
+                pushes.publish, received, needs_effect=needs_effect, when_loadable=when_loadable, passed=times.end
+            )
+            async with _turns(services, num_bytes).held_slot(tenant_id):
+                times.end("wait")
+                version = await anyio.to_thread.run_sync(publish, limiter=thread)
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(pushes.discard, received, limiter=thread)
@@ -158,15 +209,8 @@ async def _published(
     return version
 
 
-async def _validated(
-    services: AdminServices, tenant_id: str, received: ReceivedPush, num_bytes: int, *, needs_effect: bool
-) -> AdapterVersion:
-    def publish() -> AdapterVersion:
-        return services.adapters.ingest.pushes.publish(received, needs_effect=needs_effect)
-
-    slots = services.slots.push_turns if num_bytes <= LARGE_PUSH_BYTES else services.slots.large_push_turns
-    async with slots.held_slot(tenant_id):
-        return await anyio.to_thread.run_sync(publish, limiter=anyio.CapacityLimiter(1))
+def _turns(services: AdminServices, num_bytes: int) -> TransferSlots:
+    return services.slots.push_turns if num_bytes <= LARGE_PUSH_BYTES else services.slots.large_push_turns
 
 
 async def _stop(services: AdminServices, version_ids: list[str]) -> int:

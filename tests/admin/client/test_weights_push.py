@@ -6,10 +6,12 @@ import asyncio
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -90,14 +92,14 @@ def test_a_busy_server_gets_the_push_again(
     client: AdminClient, admin_url: str, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, pauses = make_adapter(), list[float]()
-    monkeypatch.setattr(weights_push.time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "sleep", pauses.append)
     with WeightsPush(admin_url, ADMIN_KEY, "acme/policy") as policy:
         request, refused = policy._http.request, []
 
         def busy(**call: Any) -> Any:
             if call["method"] == "PUT" and len(refused) < 2:
                 refused.append(call)
-                return weights_push.httpx.Response(
+                return httpx.Response(
                     429, json={"error": {"message": "busy", "code": "too_many_pushes"}}, headers={"retry-after": "60"}
                 )
             return request(**call)
