@@ -50,8 +50,9 @@ _PROBE_TIMEOUT_S = 30.0
 NICENESS = 10
 """Niceness of a validation process. On a core shared with the engine or gateway, it gets about a tenth of the time."""
 
-PUSH_NICENESS = 0
-"""Niceness of the validation of a push, for whose end a trainer waits."""
+PUSH_NICENESS = 5
+"""Niceness of the validation of a push, for whose end a trainer waits. On a shared core, it gets a quarter of the time.
+"""
 
 _log = structlog.get_logger(__name__)
 
