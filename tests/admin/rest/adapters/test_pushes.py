@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,15 @@ import anyio
 import httpx
 import pytest
 
+from loramux.adapter_store.blobs.interface import packed_key
 from loramux.adapter_store.errors import BlobStoreUnavailable
+from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
-from tests.admin.admin_side import ADMIN_KEY, AdminSide
+from loramux.migrations.identifiers import new_id
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.records import ReservationRequest
+from tests.adapter_store.waiting import wait_until
+from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide
 from tests.admin.rest.adapters.pushed_versions import FILES, new_adapter
 from tests.admin.rest.adapters.test_intake_limits import tenants_client
 from tests.admin.running_server import RunningServer
@@ -278,3 +285,104 @@ async def test_a_trainer_that_dies_in_the_middle_leaves_nothing(
         assert (await http.get(versions)).json()["data"] == []
         assert (await send(http, adapter_id, form_of(make_adapter()))).json()["number"] == 1
     assert admin_side.services.slots.pushes.num_taken == 0
+
+
+async def test_a_push_stops_only_requests_on_the_replaced_versions(
+    http: httpx.AsyncClient, admin_side: AdminSide, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = admin_side.services
+    adapter_id, other_id = await new_adapter(http), await new_adapter(http, name="other")
+    tenant = services.accounts.tenants.get("acme")
+    assert tenant is not None
+    key = services.accounts.api_keys.create(tenant.id, "caller").key.id
+    kept = (await send(http, adapter_id, form_of(make_adapter()), alias="kept")).json()["id"]
+    replaced = (await send(http, adapter_id, form_of(make_adapter()), alias="live")).json()["id"]
+    other = (await send(http, other_id, form_of(make_adapter()), alias="live")).json()["id"]
+
+    def begin(version_id: str | None) -> str:
+        request_id = new_id("req")
+        Admission(services.database).reserve(
+            ReservationRequest(
+                request_id=request_id,
+                tenant_id=tenant.id,
+                api_key_id=key,
+                model="acme/support",
+                adapter_version_id=version_id,
+                endpoint="completions",
+                prompt_tokens=1,
+                reserved_tokens=2,
+            )
+        )
+        return request_id
+
+    running = {version: begin(version) for version in (kept, replaced, other, None)}
+    second = begin(replaced)
+    cancelled: list[str] = []
+    monkeypatch.setattr(type(services.engine.live), "cancel", lambda self, request_id: cancelled.append(request_id))
+
+    async def states() -> dict[str, str]:
+        listed = (await http.get("/admin/v1/requests", params={"tenant": "acme"})).json()["data"]
+        return {request["id"]: request["state"] for request in listed}
+
+    finish = (await send(http, adapter_id, form_of(make_adapter()), alias="kept")).json()
+    assert (finish["stopped"], set((await states()).values())) == (0, {"running"})
+    stop = (await send(http, adapter_id, form_of(make_adapter()), alias="live", running="stop")).json()
+    assert stop["stopped"] == 2
+    assert sorted(cancelled) == sorted([running[replaced], second])
+    expected = dict.fromkeys(running.values(), "running") | dict.fromkeys([running[replaced], second], "cancelling")
+    assert await states() == expected
+
+
+async def test_the_engine_loads_a_version_before_the_store_has_its_bytes(
+    http: httpx.AsyncClient, admin_side: AdminSide, make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    ingest, target = admin_side.services.adapters.ingest, TARGET
+    tier = DiskTier(tmp_path / "tier", 1 << 30, target.pack_key)
+    ingest.pushes._open_tier = lambda: tier
+    adapter_id = await new_adapter(http)
+    put, seen = type(admin_side.blobs).put, dict[str, bool]()
+
+    def slow(self: Any, key: str, source: Any, deadline_s: float | None = None) -> bool:
+        # Before the store has the canonical file, the engine loads the version from the disk.
+        if key.startswith("adapters/"):
+            wait_until(lambda: bool(admin_side.engine.resident))
+        seen[key.partition("/")[0]] = bool(admin_side.engine.resident)
+        return bool(put(self, key, source, deadline_s))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(admin_side.blobs), "put", slow)
+        pushed = await send(http, adapter_id, form_of(make_adapter()), wait="resident")
+    assert pushed.status_code == 200, pushed.text
+    assert list(admin_side.engine.resident) == [pushed.json()["digest"]]
+    assert seen["adapters"]
+    held = tier.hold(pushed.json()["digest"])
+    assert held is not None
+    with held:
+        packed = admin_side.blobs.read_bytes(packed_key(pushed.json()["digest"], target.pack_key))
+        assert os.pread(held.descriptor, len(packed) + 1, 0) == packed
+
+    # Without a tier that can be opened, the push is as it was.
+    def broken() -> DiskTier:
+        raise PermissionError("no tier")
+
+    ingest.pushes._tier, ingest.pushes._open_tier = None, broken
+    again = await send(http, adapter_id, form_of(make_adapter()), wait="resident")
+    assert again.status_code == 200, again.text
+    stages = [stage.partition(";")[0] for stage in again.headers["server-timing"].split(", ")]
+    assert stages == ["receive", "wait", "validate", "store", "ready", "load"]
+
+
+async def test_an_engine_that_cannot_load_leaves_the_alias(
+    http: httpx.AsyncClient, admin_side: AdminSide, make_adapter: Callable[..., Path]
+) -> None:
+    adapter_id = await new_adapter(http)
+    await send(http, adapter_id, form_of(make_adapter()), alias="default")
+    admin_side.engine.die()
+    files = form_of(make_adapter())
+    failed = await send(http, adapter_id, files, alias="default", wait="resident")
+    assert code_of(failed) == (503, "engine_unavailable")
+    alias = f"/admin/v1/adapters/{adapter_id}/aliases/default"
+    assert (await http.get(alias)).json()["targets"] == [{"version": 1, "weight": 100}]
+    admin_side.engine.revive()
+    again = (await send(http, adapter_id, files, alias="default", wait="resident")).json()
+    assert again["alias"]["targets"] == [{"version": 2, "weight": 100}]
