@@ -97,6 +97,8 @@ class World:
         self.api = api
         self.figures = Figures()
         self.policies: list[Policy] = []
+        """The adapters that are pushed in turn."""
+        self._clients: list[WeightsPush] = []
         self._numbers = itertools.count()
         self._timing = ""
         self._lock = threading.Lock()
@@ -106,12 +108,12 @@ class World:
     def add(self, name: str, url: str, key: str) -> Policy:
         policy = Policy(name, WeightsPush(url, key, f"{TENANT}/{name}"))
         policy.client._http.event_hooks["response"].append(self._note)
-        self.policies.append(policy)
+        self._clients.append(policy.client)
         return policy
 
     def close(self) -> None:
-        for policy in self.policies:
-            policy.client.close()
+        for client in self._clients:
+            client.close()
         self._http.close()
 
     def push(self, policy: Policy) -> None:
@@ -365,12 +367,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 key = client.post("api_keys", {"tenant": TENANT, "name": "bench"})["secret"]
             world = World(arguments, variants, config, OpenAIServer(url=f"http://{HOST}:{port}/v1", key=key))
             try:
-                for number in range(arguments.adapters):
-                    world.add(f"policy-{number}", url, admin_key)
-                streamed = [world.add(f"stream-{number}", url, admin_key) for number in range(arguments.streams)]
+                world.policies = [world.add(f"policy-{one}", url, admin_key) for one in range(arguments.adapters)]
+                streamed = [world.add(f"stream-{one}", url, admin_key) for one in range(arguments.streams)]
                 for policy in streamed:
                     world.push(policy)
-                    world.policies.remove(policy)
                 figures = measure(world, [f"{TENANT}/{one.name}" for one in streamed], run)
             finally:
                 world.close()
