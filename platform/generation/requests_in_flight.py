@@ -83,10 +83,15 @@ class RequestsInFlight:
                 audit(connection, now_us, "request.cancel", request_id, tenant_id=owner)
         return self.get(request_id)
 
-    def cancel_versions(self, version_ids: Collection[str]) -> Sequence[str]:
-        """Ask the gateways to end all requests on these versions, as `cancel` does, and return these requests."""
+    def cancel_versions(self, version_ids: Collection[str], tenant_id: str | None) -> Sequence[str]:
+        """Ask the gateways to end a tenant's requests on these versions, or every tenant's, as `cancel` does.
+
+        Returns these requests.
+        """
         table = schema.reservations
         is_open = table.c.adapter_version_id.in_(version_ids) & (table.c.state == "open")
+        if tenant_id is not None:
+            is_open &= table.c.tenant_id == tenant_id
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
             asked = connection.execute(
@@ -95,8 +100,8 @@ class RequestsInFlight:
                 .values(cancel_requested_us=now_us)
                 .returning(table.c.id, table.c.tenant_id)
             ).all()
-            for request_id, tenant_id in asked:
-                audit(connection, now_us, "request.cancel", request_id, tenant_id=tenant_id)
+            for request_id, owner in asked:
+                audit(connection, now_us, "request.cancel", request_id, tenant_id=owner)
         return [row.id for row in asked]
 
 

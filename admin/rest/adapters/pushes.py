@@ -14,6 +14,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from loramux.adapter_store.formats.files.file_names import FURTHER_FILES, UPLOAD_FILES
 from loramux.adapter_store.registry.records import Adapter, AdapterVersion
+from loramux.adapter_store.registry.registry import check_slug
 from loramux.admin.rest.access import Caller, Developer, Services
 from loramux.admin.rest.adapters.adapters import find_adapter
 from loramux.admin.rest.adapters.aliases import AliasDocument, check_may_move, describe_alias
@@ -90,8 +91,9 @@ async def push(
 
     With `alias`, the alias then points at the version alone. Running requests finish on the old version, unless
     `running` is `stop`: then they are cancelled, and the tokens generated so far are charged. Only an administrator may
-    move `default` or stop requests. If two pushes overlap, the alias points at the version of the later one. The
-    request needs a Content-Length. Its bytes count against `adapter_bytes` from the beginning.
+    move `default` or stop requests, and a tenant's key stops only its own tenant's. If two pushes overlap, the alias
+    points at the version of the later one. The request needs a Content-Length. Its bytes count against `adapter_bytes`
+    from the beginning.
 
     A version with the same files is returned again. A version that is rejected answers 400 with the code of its
     validation, and leaves the alias as it is. If the call is refused after the version has become ready, the version
@@ -99,6 +101,7 @@ async def push(
     """
     adapter = await find_adapter(services, caller, adapter_id)
     if alias is not None:
+        check_slug(alias, "alias")
         check_may_move(caller, alias)
     if running == "stop" and not caller.is_administrator:
         raise PermissionDenied("only an administrator may stop running requests", param="running")
@@ -136,7 +139,7 @@ async def push(
     moved, replaced = await services.call(advance, adapter.id, alias, version.number, before, actor)
     document["alias"] = describe_alias(adapter.id, moved)
     if running == "stop" and replaced:
-        document["stopped"] = await _stop(services, [target.version_id for target in replaced])
+        document["stopped"] = await _stop(services, caller, [target.version_id for target in replaced])
     times.end("alias")
     response.headers["server-timing"] = times.header()
     return document
@@ -213,9 +216,12 @@ def _turns(services: AdminServices, num_bytes: int) -> TransferSlots:
     return services.slots.push_turns if num_bytes <= LARGE_PUSH_BYTES else services.slots.large_push_turns
 
 
-async def _stop(services: AdminServices, version_ids: list[str]) -> int:
-    """Cancel all requests on these versions. Those on other servers end at their next checkpoint."""
-    stopped = await services.call(services.engine.requests.cancel_versions, version_ids)
+async def _stop(services: AdminServices, caller: Caller, version_ids: list[str]) -> int:
+    """Cancel the requests on these versions that the caller may cancel: not those of tenants with a grant, unless the
+    caller is an operator. Requests on other servers end at their next checkpoint.
+    """
+    cancel = services.engine.requests.cancel_versions
+    stopped = await services.call(cancel, version_ids, caller.principal.tenant_id)
     for request_id in stopped:
         services.engine.live.cancel(request_id)
     return len(stopped)

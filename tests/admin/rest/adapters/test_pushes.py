@@ -299,12 +299,15 @@ async def test_a_push_stops_only_requests_on_the_replaced_versions(
     replaced = (await send(http, adapter_id, form_of(make_adapter()), alias="live")).json()["id"]
     other = (await send(http, other_id, form_of(make_adapter()), alias="live")).json()["id"]
 
-    def begin(version_id: str | None) -> str:
+    grantee = services.accounts.tenants.create("globex")
+    theirs = services.accounts.api_keys.create(grantee.id, "caller").key.id
+
+    def begin(version_id: str | None, tenant_id: str = tenant.id, key: str = key) -> str:
         request_id = new_id("req")
         Admission(services.database).reserve(
             ReservationRequest(
                 request_id=request_id,
-                tenant_id=tenant.id,
+                tenant_id=tenant_id,
                 api_key_id=key,
                 model="acme/support",
                 adapter_version_id=version_id,
@@ -316,7 +319,7 @@ async def test_a_push_stops_only_requests_on_the_replaced_versions(
         return request_id
 
     running = {version: begin(version) for version in (kept, replaced, other, None)}
-    second = begin(replaced)
+    second, foreign = begin(replaced), begin(replaced, grantee.id, theirs)
     cancelled: list[str] = []
     monkeypatch.setattr(type(services.engine.live), "cancel", lambda self, request_id: cancelled.append(request_id))
 
@@ -326,8 +329,12 @@ async def test_a_push_stops_only_requests_on_the_replaced_versions(
 
     finish = (await send(http, adapter_id, form_of(make_adapter()), alias="kept")).json()
     assert (finish["stopped"], set((await states()).values())) == (0, {"running"})
-    stop = (await send(http, adapter_id, form_of(make_adapter()), alias="live", running="stop")).json()
+    async with tenants_client(admin_side, "tenant:admin") as administrator:
+        stop = (await send(administrator, adapter_id, form_of(make_adapter()), alias="live", running="stop")).json()
     assert stop["stopped"] == 2
+    # A tenant with a grant keeps its request.
+    found = await http.get(f"/admin/v1/requests/{foreign}")
+    assert found.json()["state"] == "running"
     assert sorted(cancelled) == sorted([running[replaced], second])
     expected = dict.fromkeys(running.values(), "running") | dict.fromkeys([running[replaced], second], "cancelling")
     assert await states() == expected
