@@ -60,6 +60,10 @@ class AdapterRejected(Refused):
         self.report: Mapping[str, Any] = report or {}
 
 
+class PushUnderway(StoreError):
+    """A version with the same files is being validated. Push again later to get that version."""
+
+
 class MergeRefused(Refused):
     """Adapters cannot be merged. `param` is the adapter, the module or the setting at fault.
 

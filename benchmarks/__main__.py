@@ -27,6 +27,9 @@ BENCHMARKS = {
     "batches": Benchmark(
         "serving.batches", "A polite tenant beside a full batch, and the throughput of a batch", "10 minutes"
     ),
+    "push": Benchmark(
+        "serving.push", "Time from a trainer's push to the first token of the new version, beside streams", "3 hours"
+    ),
     "structured-output": Benchmark("structured_output", "Throughput and first tokens with schemas, compared with vLLM"),
     "s-lora": Benchmark("s_lora", "Throughput over 5 to 2,000 adapters on disk", "9 minutes"),
     "flood": Benchmark("tenants.flood", "Latency of polite tenants while one floods the server"),

@@ -7,7 +7,8 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from loramux.adapter_store.blobs.interface import BlobStore, PresignedParts, PresignedPut, upload_key
@@ -31,6 +32,7 @@ from loramux.adapter_store.ingest.file_validation import FileValidation
 from loramux.adapter_store.ingest.janitor import Janitor
 from loramux.adapter_store.ingest.purge_rows import PurgeRows
 from loramux.adapter_store.ingest.purged_blobs import PurgedBlobs
+from loramux.adapter_store.ingest.pushes import Pushes
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.tenant_caps import MAX_OPEN_LARGEST, TenantCaps
 from loramux.adapter_store.ingest.turns import IngestTurns
@@ -38,6 +40,7 @@ from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.ingest.version_processor import VersionProcessor
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.validation.further_checks import (
     TemplateCheck,
     VocabularyCheck,
@@ -65,7 +68,8 @@ class Ingest:
     operator can create versions from a bucket or a hub. `is_presigning` lets clients put their files into the blob
     store directly, if the store supports that. `check_template` decides whether an uploaded chat template can be
     served, and `check_vocabulary` decides whether the adapter's tokens can be added to the base's tokenizer. The
-    tokenizers of sources are compared with `base_vocabulary`.
+    tokenizers of sources are compared with `base_vocabulary`. Pushes are validated by `push_validator`, so that they do
+    not wait for uploads; `Pushes` describes `warm_push` and `open_tier`.
     """
 
     def __init__(
@@ -83,25 +87,38 @@ class Ingest:
         check_vocabulary: VocabularyCheck = accept_vocabulary,
         base_vocabulary: BaseVocabulary | None = None,
         at_failpoint: FailpointHook = no_op,
+        push_validator: Validator | None = None,
+        warm_push: Callable[[], None] = lambda: None,
+        open_tier: Callable[[], DiskTier] | None = None,
     ) -> None:
         self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes, **MAX_FURTHER_BYTES}
         caps = TenantCaps(max_open_bytes=MAX_OPEN_LARGEST * sum(self._max_bytes.values()))
         self._upload_rows = UploadRows(registry.database, registry.limits, caps, registry.base_id)
+        claims = VersionClaims(registry.database, lease_s, registry.limits, registry.base_id)
         self._turns = IngestTurns(registry.database, registry.base_id)
         validation = FileValidation(target, validator, check_template, check_vocabulary)
         self._blobs = blobs
         self._scratch_dir = scratch_dir
         self._sources = sources or AdapterSources()
-        self._processor = VersionProcessor(
-            registry.database,
-            VersionClaims(registry.database, lease_s, registry.limits, registry.base_id),
-            blobs,
-            validation,
-            scratch_dir,
-            self._sources,
-            at_failpoint,
-            base_vocabulary,
+
+        def processor(validation: FileValidation) -> VersionProcessor:
+            return VersionProcessor(
+                registry.database,
+                claims,
+                blobs,
+                validation,
+                scratch_dir,
+                self._sources,
+                at_failpoint,
+                base_vocabulary,
+            )
+
+        self._processor = processor(validation)
+        of_pushes = validation if push_validator is None else replace(validation, validator=push_validator)
+        self.pushes = Pushes(
+            self._upload_rows, claims, processor(of_pushes), scratch_dir, self._max_bytes, warm_push, open_tier
         )
+        """Versions whose files arrive in one request."""
         self.for_base: BaseValidation | None = None
         """Validates, for this server's base, versions that were accepted for other bases.
 

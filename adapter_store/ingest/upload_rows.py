@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, delete, insert, not_, or_, select, update
@@ -146,6 +147,33 @@ class UploadRows:
             if upload.state == "open":
                 connection.execute(update(uploads).where(uploads.c.id == upload_id).values(state="used"))
         return added
+
+    def add_pushed_version(self, upload: Upload, server_id: str, lease_us: int) -> AddedVersion:
+        """Record the files of a push, and create a version that `server_id` has already claimed.
+
+        If a version that was not rejected has identical files, that version is returned instead.
+        Raises AdapterNotFound, UploadNotFound, UploadRefused for an expired upload, or LimitReached.
+        """
+        with self._database.write() as connection:
+            lock_adapter(connection, upload.adapter_id)
+            found = _existing_version(connection, upload)
+            if found is not None:
+                return found
+            present = _own_upload(connection, upload.adapter_id, upload.id)
+            tenant_id = _lock_owner(connection, upload.adapter_id)
+            now_us = self._database.now_us(connection)
+            _check_open(present, now_us)
+            if self._caps is not None:
+                self._caps.check_version(connection, tenant_id)
+            declared = [asdict(file) for file in upload.files]
+            connection.execute(update(uploads).where(uploads.c.id == upload.id).values(files=declared, state="used"))
+            claim = {"state": "validating", "claimed_by": server_id, "claim_expires_us": now_us + lease_us}
+            return _insert_version(connection, upload, now_us, self._base_id, claim)
+
+    def discard_upload(self, upload_id: str) -> None:
+        """Delete an upload, unless a version uses it."""
+        with self._database.write() as connection:
+            connection.execute(delete(uploads).where(uploads.c.id == upload_id, uploads.c.state == "open"))
 
     def add_version_from(self, adapter_id: str, source_url: str, lifetime_us: int) -> AdapterVersion:
         """Create a pending version, whose files a server fetches from `source_url` within `lifetime_us` microseconds.
@@ -330,14 +358,20 @@ def _existing_version(connection: Connection, upload: Upload) -> AddedVersion | 
     return None if found is None else AddedVersion(_version(connection, found.id), found.upload_id)
 
 
-def _insert_version(connection: Connection, upload: Upload, now_us: int, base_id: str | None) -> AddedVersion:
+def _insert_version(
+    connection: Connection,
+    upload: Upload,
+    now_us: int,
+    base_id: str | None,
+    claim: Mapping[str, Any] = MappingProxyType({}),
+) -> AddedVersion:
     version_id = new_id("adv")
     connection.execute(
         insert(adapter_versions).values(
             id=version_id,
             adapter_id=upload.adapter_id,
             number=last_number(connection, upload.adapter_id) + 1,
-            state="pending",
+            **{"state": "pending", **claim},
             upload_id=upload.id,
             files_sha256=files_sha256(upload.files),
             report={},

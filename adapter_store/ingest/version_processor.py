@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import structlog
 
@@ -29,7 +31,7 @@ from loramux.adapter_store.formats.version_files.further_files import MAX_FURTHE
 from loramux.adapter_store.formats.version_files.tokenizer_files import MAX_BYTES, BaseVocabulary, tokenizer_files
 from loramux.adapter_store.ingest.claims import ClaimedVersion, ClaimRenewal, Verdict, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook
-from loramux.adapter_store.ingest.file_validation import FileValidation
+from loramux.adapter_store.ingest.file_validation import FileValidation, ValidFiles
 from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key
 from loramux.adapter_store.ingest.sharded_source import JoinedSource
 from loramux.adapter_store.ingest.sources import AdapterSources, Source
@@ -43,6 +45,25 @@ SOURCE_RETRY_S = 30.0
 """Delay before an unreadable source is retried, in seconds. Other versions are processed in the meantime."""
 
 _log = structlog.get_logger(__name__)
+
+
+PushStage: TypeAlias = Literal["validate", "store", "ready"]
+"""The stages of a version from local files: the verdict, all blobs that cannot be rebuilt, and the published version.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFiles:
+    """The files of a version in a directory of this server. `ValidationJob` describes `needs_effect`.
+
+    `hand_over` receives the digest and the packed file of an accepted version before any blob is stored, and returns
+    whether an engine can now load the version without the blob store. `passed` is called at the end of each stage.
+    """
+
+    directory: Path
+    needs_effect: bool
+    hand_over: Callable[[str, Path], bool]
+    passed: Callable[[PushStage], None]
 
 
 class VersionProcessor:
@@ -83,9 +104,20 @@ class VersionProcessor:
         if claimed is None:
             return self._upload_rows.get_version(version_id)
         self._at_failpoint(Failpoint.CLAIMED)
+        return self._process(claimed)
+
+    def process_files(self, claimed: ClaimedVersion, local: LocalFiles) -> AdapterVersion:
+        """Publish or reject a claimed version from local files, which are as its upload states.
+
+        Raises StoreError if a store or the validation process fails.
+        """
+        return self._process(claimed, local)
+
+    def _process(self, claimed: ClaimedVersion, local: LocalFiles | None = None) -> AdapterVersion:
+        version_id = claimed.version.id
         try:
             with ClaimRenewal(self._claims, version_id):
-                self._decide(claimed)
+                self._decide(claimed, local)
         except ClaimLost:
             _log.warning("claim_lost", version_id=version_id)
         except SourceUnavailable as error:
@@ -95,33 +127,56 @@ class VersionProcessor:
             self._give_back(version_id)
             raise
         else:
-            self._delete_files(claimed.upload)
+            if local is None:
+                self._delete_files(claimed.upload)
         return self._upload_rows.get_version(version_id)
 
-    def _decide(self, claimed: ClaimedVersion) -> None:
+    def _decide(self, claimed: ClaimedVersion, local: LocalFiles | None) -> None:
         version_id = claimed.version.id
         scratch = self._scratch_dir / version_id
+        unstored = None
         try:
+            if local is not None:
+                unstored = self._validate_and_put(claimed, local.directory, {}, local.needs_effect, local)
             # An earlier attempt may have stored all blobs before its server died.
-            if not self._is_stored(claimed.version):
+            elif not self._is_stored(claimed.version):
                 shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(parents=True)
-                self._validate_and_put(claimed, scratch)
+                self._fetch_and_put(claimed, scratch)
             self._claims.publish(claimed.version)
             self._at_failpoint(Failpoint.PUBLISHED)
+            if local is not None:
+                local.passed("ready")
+            if unstored is not None:
+                self._put_packed(unstored)
         except AdapterRejected as error:
             self._reject(version_id, error)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _validate_and_put(self, claimed: ClaimedVersion, scratch: Path) -> None:
+    def _fetch_and_put(self, claimed: ClaimedVersion, scratch: Path) -> None:
         facts: dict[str, Any] = {}
-        if claimed.upload.source_url is None:
+        source_url = claimed.upload.source_url
+        if source_url is None:
             self._fetch(claimed, scratch)
         else:
-            facts = self._fetch_source(claimed, claimed.upload.source_url, scratch)
+            facts = self._fetch_source(claimed, source_url, scratch)
         self._at_failpoint(Failpoint.FILES_FETCHED)
-        valid = self._validation.validate(scratch, needs_effect=claimed.upload.source_url is None)
+        self._validate_and_put(claimed, scratch, facts, needs_effect=source_url is None)
+
+    def _validate_and_put(
+        self,
+        claimed: ClaimedVersion,
+        scratch: Path,
+        facts: dict[str, Any],
+        needs_effect: bool,
+        local: LocalFiles | None = None,
+    ) -> ValidFiles | None:
+        """Validate the files in `scratch`, and store all blobs that cannot be rebuilt.
+
+        Returns the files if the packed file was handed over and is not stored yet.
+        """
+        valid = self._validation.validate(scratch, needs_effect=needs_effect)
         job, accepted = valid.job, valid.accepted
         kept = KeptHeader.of(job.tensors, job.canonical)
         self._at_failpoint(Failpoint.VALIDATED)
@@ -139,7 +194,25 @@ class VersionProcessor:
             ),
         )
         self._at_failpoint(Failpoint.ACCEPTED)
+        if local is not None:
+            local.passed("validate")
+        is_handed_over = local is not None and job.packed.exists() and local.hand_over(accepted.digest, job.packed)
         self._put(claimed.version, job, accepted, kept)
+        if local is not None:
+            local.passed("store")
+        if is_handed_over:
+            return valid
+        if job.packed.exists():
+            self._blobs.put(packed_key(accepted.digest, self._validation.target.pack_key), job.packed)
+        self._at_failpoint(Failpoint.PACKED_STORED)
+        return None
+
+    def _put_packed(self, valid: ValidFiles) -> None:
+        """Store the packed file of a ready version. Without it, other engines pack the canonical file themselves."""
+        try:
+            self._blobs.put(packed_key(valid.accepted.digest, self._validation.target.pack_key), valid.job.packed)
+        except Exception as error:
+            _log.warning("packed_file_not_stored", digest=valid.accepted.digest, error=str(error))
 
     def _fetch(self, claimed: ClaimedVersion, scratch: Path) -> None:
         for file in claimed.upload.files:
@@ -193,7 +266,7 @@ class VersionProcessor:
         return tuple(files)
 
     def _put(self, version: AdapterVersion, job: ValidationJob, accepted: Accepted, kept: KeptHeader) -> None:
-        """Store an accepted version's blobs.
+        """Store an accepted version's blobs, except the packed file.
 
         Once the canonical file exists, all blobs that cannot be rebuilt are stored.
         """
@@ -208,9 +281,6 @@ class VersionProcessor:
         self._at_failpoint(Failpoint.HEADER_KEPT)
         self._blobs.put(canonical_key(accepted.digest), job.canonical)
         self._at_failpoint(Failpoint.CANONICAL_STORED)
-        if job.packed.exists():
-            self._blobs.put(packed_key(accepted.digest, self._validation.target.pack_key), job.packed)
-        self._at_failpoint(Failpoint.PACKED_STORED)
 
     def _reject(self, version_id: str, error: AdapterRejected) -> None:
         self._claims.renew(version_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
@@ -99,23 +99,57 @@ class AdapterAliases:
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             _check_revision(_revision(connection, adapter_id, name), expected_revision)
-            targets = [_ready_target(connection, adapter_id, number, weight) for number, weight in weights.items()]
+            return self._move(connection, adapter_id, name, weights, actor, required_eval, canary)
+
+    def advance(
+        self, adapter_id: str, name: str, number: int, before: Collection[int], actor: str = SYSTEM
+    ) -> tuple[Alias, tuple[AliasTarget, ...]]:
+        """Point an alias at one ready version, and return the alias with the targets that it no longer has.
+
+        `before` contains the versions that the alias had when the work on this version began. If another call has
+        changed them since, to a later version than this one, the alias is left as it is. Two overlapping pushes
+        therefore end with the version of the later one. Raises InvalidName, AdapterNotFound, VersionNotFound,
+        VersionNotReady or EvalNotPassed.
+        """
+        check_slug(name, "name")
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
             present = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
-            if required_eval is KEPT:
-                required_eval = None if present is None else present.required_eval
-            grown = _grown(() if present is None else present.targets, targets)
-            if required_eval is not None:
-                for target in grown:
-                    check_passed(connection, target, required_eval)
-            if canary is not None:
-                if present is None or not grown:
-                    message = "a canary needs a version that gets more requests, and an earlier revision to return to"
-                    raise InvalidAlias("invalid_canary", message, "canary")
-                canary = replace(canary, versions=tuple(target.number for target in grown))
-            now_us = self._database.now_us(connection)
-            return change_alias(
-                connection, adapter_id, name, targets, actor, "set", now_us, required_eval=required_eval, canary=canary
-            )
+            now = () if present is None else present.targets
+            numbers = {target.number for target in now}
+            is_overtaken = numbers != set(before) and max(numbers, default=0) > number
+            if present is not None and (is_overtaken or numbers == {number}):
+                return present, ()
+            moved = self._move(connection, adapter_id, name, {number: DEFAULT_WEIGHT}, actor)
+            return moved, tuple(target for target in now if target.number != number)
+
+    def _move(
+        self,
+        connection: Connection,
+        adapter_id: str,
+        name: str,
+        weights: Mapping[int, int],
+        actor: str,
+        required_eval: RequiredEval | None = KEPT,
+        canary: CanaryRule | None = None,
+    ) -> Alias:
+        targets = [_ready_target(connection, adapter_id, number, weight) for number, weight in weights.items()]
+        present = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
+        if required_eval is KEPT:
+            required_eval = None if present is None else present.required_eval
+        grown = _grown(() if present is None else present.targets, targets)
+        if required_eval is not None:
+            for target in grown:
+                check_passed(connection, target, required_eval)
+        if canary is not None:
+            if present is None or not grown:
+                message = "a canary needs a version that gets more requests, and an earlier revision to return to"
+                raise InvalidAlias("invalid_canary", message, "canary")
+            canary = replace(canary, versions=tuple(target.number for target in grown))
+        now_us = self._database.now_us(connection)
+        return change_alias(
+            connection, adapter_id, name, targets, actor, "set", now_us, required_eval=required_eval, canary=canary
+        )
 
     def rollback(
         self,

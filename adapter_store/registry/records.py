@@ -189,3 +189,8 @@ class AdapterRef:
     """What the adapter is for, or None for generation."""
     base_verdict: BaseVerdict = "ready"
     """Whether the version is valid for the base that this server serves."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The part after `@` that names exactly this version in requests, such as `sha256:9f86...`."""
+        return f"sha256:{self.version_digest}"

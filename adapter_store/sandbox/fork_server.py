@@ -123,6 +123,15 @@ class ForkServer:
             returncode, took_too_long, cpu_s = _REPLY.unpack(reply)
             return Ended(returncode, took_too_long, cpu_s, output, errors)
 
+    def warm(self) -> None:
+        """Start the process, unless it is running or running a request. Failures are left to `run`."""
+        if self._turn.acquire(blocking=False):
+            try:
+                with contextlib.suppress(ForkServerFailed):
+                    self._ensure_running()
+            finally:
+                self._turn.release()
+
     def close(self) -> None:
         """Kill the current fork, stop the process, and never start another one."""
         with self._lock:
@@ -134,11 +143,7 @@ class ForkServer:
 
     def _ask(self, files: list[int], limits: ForkLimits) -> bytes:
         """Send one request and return the reply, which is empty if the process had exited because it was idle."""
-        if self._running is None or self._running.process.poll() is not None:
-            self._end()
-            self._start()
-        running = self._running
-        assert running is not None
+        running = self._ensure_running()
         reply = b""
         returncode, why = 0, ""
         try:
@@ -156,6 +161,13 @@ class ForkServer:
         if returncode != 0:
             raise ForkServerFailed(why or f"it exited with code {returncode}")
         return reply
+
+    def _ensure_running(self) -> _Running:
+        if self._running is None or self._running.process.poll() is not None:
+            self._end()
+            self._start()
+        assert self._running is not None
+        return self._running
 
     def _start(self) -> None:
         with self._lock:

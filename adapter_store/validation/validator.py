@@ -8,9 +8,11 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from queue import Empty, LifoQueue
 from typing import Any, Protocol
 
 import msgspec
@@ -39,11 +41,18 @@ _VERDICT_SIGNALS = frozenset(
 """Signals that kill a process that exceeds a limit, runs out of memory or crashes. A retry would fail too."""
 
 _WORKER = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.worker")
+PUSH_WORKER = (*_WORKER, "900")
+"""The command of a forking process that stays for 900 s after a validation, because a trainer pushes every few minutes.
+"""
 _PROBE = (sys.executable, "-P", "-m", "loramux.adapter_store.sandbox.confinement")
 _PROBE_TIMEOUT_S = 30.0
 
 NICENESS = 10
 """Niceness of a validation process. On a core shared with the engine or gateway, it gets about a tenth of the time."""
+
+PUSH_NICENESS = 5
+"""Niceness of the validation of a push, for whose end a trainer waits. On a shared core, it gets a quarter of the time.
+"""
 
 _log = structlog.get_logger(__name__)
 
@@ -81,7 +90,8 @@ class SubprocessValidator:
     ten times as long, because it yields to all other processes. `timeout_s` replaces both time limits, `memory_bytes`
     and `file_bytes` replace the other derived limits, and `command` replaces the process's command. If the machine
     lacks one of the `required` sandbox measures, the process exits before reading any file of the upload. With a
-    `base`, the process can read the base's embedding and head to check an activated LoRA.
+    `base`, the process can read the base's embedding and head to check an activated LoRA. `num_processes` validations
+    run at a time.
 
     An adapter whose process exceeds a limit is rejected permanently (`validation_killed`, `validation_timeout`). If the
     disk is full or the server is stopping, the validation is retried instead.
@@ -96,8 +106,13 @@ class SubprocessValidator:
         required: Collection[str] = (),
         niceness: int = NICENESS,
         base: BaseWeights | None = None,
+        num_processes: int = 1,
     ) -> None:
-        self._processes = ForkServer(command, worker_environment())
+        self._servers = [ForkServer(command, worker_environment()) for _ in range(num_processes)]
+        # The server that was used last is next, because it is running.
+        self._free: LifoQueue[ForkServer] = LifoQueue()
+        for server in self._servers:
+            self._free.put(server)
         self._niceness = niceness
         self._required = required
         self._base = base
@@ -117,18 +132,34 @@ class SubprocessValidator:
             "base": self._places(job, target),
         }
         wall_s = limits.wall_s if self._timeout_s is None else self._timeout_s
-        try:
-            ended = self._processes.run(json.dumps(request).encode(), ForkLimits(wall_s, niceness=self._niceness))
-        except ForkServerFailed as error:
-            raise ValidationFailed(f"the validation process failed: {error}") from error
+        with self._server() as server:
+            try:
+                ended = server.run(json.dumps(request).encode(), ForkLimits(wall_s, niceness=self._niceness))
+            except ForkServerFailed as error:
+                raise ValidationFailed(f"the validation process failed: {error}") from error
         if ended.took_too_long:
             raise AdapterRejected("validation_timeout", f"validation took longer than {wall_s:g} s")
         _check_end(ended)
         return self._verdict(ended.stdout, job)
 
     def close(self) -> None:
-        """Kill the validation in progress, if any (`validate` raises ValidationFailed), and start no more."""
-        self._processes.close()
+        """Kill the validations in progress, if any (`validate` raises ValidationFailed), and start no more."""
+        for server in self._servers:
+            server.close()
+
+    def warm(self) -> None:
+        """Start a process for a validation that comes soon, unless one is running or all are in use."""
+        with suppress(Empty), self._server(is_patient=False) as server:
+            server.warm()
+
+    @contextmanager
+    def _server(self, *, is_patient: bool = True) -> Iterator[ForkServer]:
+        """Take a server that runs nothing. Raises Empty if there is none, unless `is_patient`."""
+        server = self._free.get(block=is_patient)
+        try:
+            yield server
+        finally:
+            self._free.put(server)
 
     def _places(self, job: ValidationJob, target: PackTarget) -> dict[str, Any]:
         """Return where the base's embedding and head are stored, or {} if they are not needed or cannot be read."""

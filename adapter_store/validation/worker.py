@@ -57,7 +57,8 @@ def run_job(job: ValidationJob, target: PackTarget, base: WeightRows | None = No
             with CanonicalAdapter(job.canonical) as file:
                 replaced_rows(file, target, base)
         if not needs_base(job.canonical):
-            write_packed(job.packed, pack(job.canonical, target), target)
+            # The server stores a copy, and readers verify checksums, so the copy here need not survive a crash.
+            write_packed(job.packed, pack(job.canonical, target, digest=digest), target, is_flushed=False)
     return Accepted(
         digest,
         report.max_rank,
@@ -90,7 +91,8 @@ def answer_to(job: ValidationJob, target: PackTarget, base: WeightRows | None = 
 
 
 def main() -> int:
-    fork_for_each_request()
+    """The argument, if any, is the idle time after which the forking process exits, in seconds."""
+    fork_for_each_request(*map(float, sys.argv[1:2]))
     request = json.load(sys.stdin)
     paths = {name: Path(path) for name, path in request["job"].items()}
     job = ValidationJob(**paths, needs_effect=request["needs_effect"])

@@ -71,6 +71,10 @@ MAX_UPLOADS = 32
 """Maximum concurrent file uploads. Each occupies a thread while its client sends."""
 MAX_UPLOADS_EACH = 16
 """Maximum concurrent file uploads per tenant."""
+MAX_PUSHES_EACH = 4
+"""Maximum concurrent pushes per tenant. Each occupies a thread or waits for its validation."""
+PUSHES_AT_ONCE = 2
+"""Maximum number of pushes of at most LARGE_PUSH_BYTES that are validated at a time."""
 MAX_DOWNLOADS = 8
 """Maximum concurrent file downloads. Each keeps a copy on disk while its client reads."""
 MAX_DOWNLOADS_EACH = 4
@@ -163,6 +167,10 @@ class AdminSlots:
 
     uploads: TransferSlots = field(default_factory=lambda: TransferSlots("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
     """Uploads have separate slots and threads, so that slow clients do not delay other calls."""
+    pushes: TransferSlots = field(default_factory=lambda: TransferSlots("pushes", MAX_UPLOADS, MAX_PUSHES_EACH))
+    push_turns: TransferSlots = field(default_factory=lambda: TransferSlots("pushes", PUSHES_AT_ONCE, 1))
+    """Validations of pushes, one at a time per tenant. The tenant whose push has waited longest is next."""
+    large_push_turns: TransferSlots = field(default_factory=lambda: TransferSlots("pushes", 1, 1))
     downloads: TransferSlots = field(
         default_factory=lambda: TransferSlots("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH)
     )

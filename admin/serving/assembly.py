@@ -31,11 +31,13 @@ from loramux.adapter_store.registry.bases import Bases
 from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.sandbox.confinement import ESSENTIAL
-from loramux.adapter_store.validation.validator import SubprocessValidator
+from loramux.adapter_store.tiers.disk_tier import DiskTier
+from loramux.adapter_store.validation.validator import PUSH_NICENESS, PUSH_WORKER, SubprocessValidator
 from loramux.admin.doctor.self_check import SelfCheck
 from loramux.admin.rest.services import (
     NUM_ADMIN_THREADS,
     NUM_REPORT_THREADS,
+    PUSHES_AT_ONCE,
     AccountServices,
     AdapterServices,
     AdminServices,
@@ -108,7 +110,7 @@ class Stores(GatewayStores):
     prompts: str
     """Identifies the base's tokenizer and chat templates."""
     vocabulary: BaseVocabulary
-    validator: SubprocessValidator
+    validators: tuple[SubprocessValidator, ...]
     ingest: Ingest
 
 
@@ -157,7 +159,8 @@ def assemble(
         worker.start()
         stack.callback(worker.stop)
         # This runs before `worker.stop`, which would otherwise wait for a running validation to finish.
-        stack.callback(stores.validator.close)
+        for validator in stores.validators:
+            stack.callback(validator.close)
         gateway = open_gateway(
             stack,
             settings,
@@ -238,12 +241,17 @@ def open_stores(
     stack.callback(templates.close)
     required = ESSENTIAL if settings.sandbox == "required" else ()
     quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
-    validator = SubprocessValidator(required=required, base=BaseWeights(settings.model_dir, quantized_dir))
+    base = BaseWeights(settings.model_dir, quantized_dir)
+    validator = SubprocessValidator(required=required, base=base)
+    push_validator = SubprocessValidator(
+        required=required, base=base, command=PUSH_WORKER, num_processes=PUSHES_AT_ONCE + 1, niceness=PUSH_NICENESS
+    )
+    target = pack_target(model, config.dtype)
     hub = HubClient(settings.hf_endpoint, revealed(settings.hf_token))
     ingest = Ingest(
         registry,
         blobs,
-        pack_target(model, config.dtype),
+        target,
         directory.scratch,
         MeasuredValidator(validator, metrics),
         sources=AdapterSources((*settings.adapter_sources, *LoadSources(settings.load_sources).allowed), hub=hub),
@@ -251,6 +259,12 @@ def open_stores(
         check_template=templates.check_upload,
         check_vocabulary=VersionTokenizers(tokenizer).check_upload,
         base_vocabulary=vocabulary,
+        push_validator=MeasuredValidator(push_validator, metrics),
+        warm_push=push_validator.warm,
+        # The engines of a cluster are on other machines.
+        open_tier=None
+        if settings.cluster
+        else lambda: DiskTier(Path(config.cache_dir), config.disk_tier_bytes, target.pack_key),
     )
     ingest.recover()
     tokens = open_key_authentication(settings.key_authentication)
@@ -264,7 +278,7 @@ def open_stores(
         base_id=base_id,
         prompts=prompts,
         vocabulary=vocabulary,
-        validator=validator,
+        validators=(validator, push_validator),
         ingest=ingest,
     )
 

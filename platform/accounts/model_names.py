@@ -72,6 +72,11 @@ class ResolvedModel:
     adapter: AdapterRef | None
     order: BaseOrder | None = None
 
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the adapter's version, or None for the base."""
+        return None if self.adapter is None else self.adapter.fingerprint
+
 
 def parse_adapter_name(name: str) -> AdapterName | None:
     """Split a name at `@` or `:`, or return None if the name is malformed. Raises InvalidRequest if it has both."""

@@ -51,7 +51,9 @@ class FormParser:
 
         Read the iterator to its end before the next call.
         """
-        self._buffer += chunk
+        # What follows the form's end means nothing, and is not kept.
+        if not self.is_complete:
+            self._buffer += chunk
         while not self.is_complete:
             if self._is_in_part:
                 end = self._buffer.find(self._delimiter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,27 @@ class RequestsInFlight:
                 owner = select(table.c.tenant_id).where(table.c.id == request_id).scalar_subquery()
                 audit(connection, now_us, "request.cancel", request_id, tenant_id=owner)
         return self.get(request_id)
+
+    def cancel_versions(self, version_ids: Collection[str], tenant_id: str | None) -> Sequence[str]:
+        """Ask the gateways to end a tenant's requests on these versions, or every tenant's, as `cancel` does.
+
+        Returns these requests.
+        """
+        table = schema.reservations
+        is_open = table.c.adapter_version_id.in_(version_ids) & (table.c.state == "open")
+        if tenant_id is not None:
+            is_open &= table.c.tenant_id == tenant_id
+        with self._database.write() as connection:
+            now_us = self._database.now_us(connection)
+            asked = connection.execute(
+                update(table)
+                .where(is_open, table.c.cancel_requested_us.is_(None))
+                .values(cancel_requested_us=now_us)
+                .returning(table.c.id, table.c.tenant_id)
+            ).all()
+            for request_id, owner in asked:
+                audit(connection, now_us, "request.cancel", request_id, tenant_id=owner)
+        return [row.id for row in asked]
 
 
 def _select_open() -> Select[*tuple[Any, ...]]:

@@ -72,6 +72,7 @@ def chat_answer(
         num_prompt_logprobs=body.num_alternatives("prompt_logprobs"),
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         hides_reasoning=hides_reasoning,
+        fingerprint=target.model.fingerprint,
         echoes=echoes,
     )
 

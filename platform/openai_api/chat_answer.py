@@ -12,7 +12,7 @@ from loramux.platform.bodies.tools import ToolChoice
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 from loramux.platform.openai_api.chat_message import MessageBuilder, whole_message
-from loramux.platform.openai_api.chunks import Chunk, ChunkTemplates, UsageSoFar, usage_body
+from loramux.platform.openai_api.chunks import Chunk, ChunkTemplates, UsageSoFar, fingerprint_field, usage_body
 from loramux.platform.openai_api.prompt_logprobs import prompt_logprobs_body
 from loramux.platform.requests.answers import Document, merged, name_by_id, shown_logprob
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -38,6 +38,8 @@ class ChatAnswer:
     """Creates a parser that finds tool calls in the text of a choice. None if the text is not parsed."""
     note_call: Callable[[], None] | None = None
     """Called for each tool call."""
+    fingerprint: str | None = None
+    """The fingerprint of the version that answers, or None for the base."""
     echoes: Sequence[str] = ()
     """The text to repeat before the content of each choice. Empty if the request does not ask for it."""
     prompt_token_ids: Sequence[int] | None = None
@@ -156,7 +158,8 @@ class ChatAnswer:
         return {**chunk, "usage": usage} if self.include_usage else chunk
 
     def _head(self, kind: str) -> Document:
-        return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
+        return head | fingerprint_field(self.fingerprint)
 
     def _prompt_token_ids(self) -> Document:
         return {} if self.prompt_token_ids is None else {"prompt_token_ids": list(self.prompt_token_ids)}

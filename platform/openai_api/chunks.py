@@ -63,6 +63,11 @@ def chunked(documents: Chunked, body: GenerationRequest, prompts: Prompts) -> Ch
     return ChunkedAnswer(documents=documents, include_usage=body.include_usage, so_far=so_far)
 
 
+def fingerprint_field(fingerprint: str | None) -> Document:
+    """OpenAI's field for the configuration that made an answer: here, the adapter's version. Absent for the base."""
+    return {} if fingerprint is None else {"system_fingerprint": fingerprint}
+
+
 class ChunkTemplates:
     """Encodes chunks that differ only in their text, which is faster than encoding whole documents."""
 

@@ -10,7 +10,7 @@ from loramux.engine.protocol.messages import PromptLogprob, TokenLogprobs
 from loramux.engine.text.detokenizer import new_detokenizer
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
-from loramux.platform.openai_api.chunks import Chunk, ChunkTemplates, UsageSoFar, usage_body
+from loramux.platform.openai_api.chunks import Chunk, ChunkTemplates, UsageSoFar, fingerprint_field, usage_body
 from loramux.platform.openai_api.prompt_logprobs import prompt_logprobs_body, shared_by_choices
 from loramux.platform.openai_api.text_offsets import TextOffsets, prompt_offsets
 from loramux.platform.requests.answers import Document, merged, name_by_id, shown_logprob
@@ -35,6 +35,8 @@ class CompletionAnswer:
     has_logprobs: bool
     include_usage: bool
     prompts: Sequence[Sequence[int]]
+    fingerprint: str | None = None
+    """The fingerprint of the version that answers, or None for the base."""
     echoes: Sequence[str] = ()
     echoes_logprobs: bool = False
     """Whether `logprobs` also covers the prompt."""
@@ -101,7 +103,8 @@ class CompletionAnswer:
         return [replace(choice, index=index) for index, choice in enumerate(best)]
 
     def _head(self) -> Document:
-        return {"id": self.id, "object": "text_completion", "created": self.created_s, "model": self.model}
+        head = {"id": self.id, "object": "text_completion", "created": self.created_s, "model": self.model}
+        return head | fingerprint_field(self.fingerprint)
 
     def _choice(self, delta: ChoiceDelta, logprobs: Document | None) -> Document:
         is_first = delta.index not in self._begun

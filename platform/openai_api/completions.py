@@ -76,6 +76,7 @@ async def _shape(
         prompts=_for_each_choice(body, prepared.prompts),
         echoes_logprobs=body.echoes_logprobs,
         skips_special_tokens=body.text_rules().skip_special_tokens,
+        fingerprint=target.model.fingerprint,
         shows_token_ids=bool(body.return_token_ids),
         echoes=await services.compute(_echoes, target, body, prepared.prompts) if body.echo else (),
     )

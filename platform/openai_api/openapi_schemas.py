@@ -81,12 +81,15 @@ class CompletionChoice(TypedDict):
 
 
 class CompletionDocument(TypedDict):
-    """A non-streamed response of `/v1/completions`."""
+    """A non-streamed response of `/v1/completions`. `system_fingerprint` is `sha256:` and the digest of the adapter's
+    version, and absent for the base.
+    """
 
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: NotRequired[str]
     choices: list[CompletionChoice]
     usage: UsageDocument
 
@@ -131,14 +134,15 @@ class ChatChoice(TypedDict):
 
 
 class ChatDocument(TypedDict):
-    """A non-streamed response of `/v1/chat/completions`. The last two fields are null unless the request asks for
-    them.
+    """A non-streamed response of `/v1/chat/completions`. `system_fingerprint` is `sha256:` and the digest of the
+    adapter's version, and absent for the base. The last two fields are null unless the request asks for them.
     """
 
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: NotRequired[str]
     choices: list[ChatChoice]
     usage: UsageDocument
     prompt_token_ids: list[int] | None

@@ -182,7 +182,9 @@ async def reserve(services: GatewayServices, plan: Plan, body: Body) -> dict[str
     for policy in reservation.exceeded:
         services.metrics.quotas.count_refusal(policy, policy.mode)
     headers = {**rate_limit_headers(reservation.limits), **exceeded_headers(reservation.exceeded)}
-    return headers if model.adapter is None else {**headers, "x-loramux-adapter": model.name}
+    if model.adapter is None:
+        return headers
+    return {**headers, "x-loramux-adapter": model.name, "x-loramux-fingerprint": model.adapter.fingerprint}
 
 
 async def answer(

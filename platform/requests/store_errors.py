@@ -22,6 +22,7 @@ from loramux.adapter_store.errors import (
     LimitReached,
     NothingToRollBack,
     OriginalNotKept,
+    PushUnderway,
     Refused,
     RequestsRunning,
     SourceUnavailable,
@@ -76,6 +77,8 @@ def api_error(error: Exception) -> ApiError:
         return Conflict(str(error), code="version_in_use", param="version")
     if isinstance(error, EvalNotPassed):
         return Conflict(str(error), code="eval_not_passed", param="require_eval")
+    if isinstance(error, PushUnderway):
+        return Unavailable(str(error), code="adapter_validating", retry_after_s=RETRY_AFTER_S)
     if isinstance(error, RequestsRunning):
         return Conflict(str(error), code="requests_running", retry_after_s=RETRY_AFTER_S)
     if isinstance(error, NothingToRollBack):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 
 from sqlalchemy import select
 
-from loramux.adapter_store.errors import AdapterExists, AdapterRejected, AliasChanged, AliasNotFound, StoreError
+from loramux.adapter_store.errors import AdapterExists, AdapterRejected, AliasNotFound, StoreError
 from loramux.adapter_store.ingest.claims import IDENTICAL_TO
 from loramux.adapter_store.ingest.ingest import Ingest
-from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, AdapterAliases
+from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.records import DEFAULT_ALIAS, UNFINISHED, Adapter, AdapterVersion, VersionState
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
@@ -105,7 +105,7 @@ class RuntimeAdapters:
         tenant_id = principal.tenant_id
         adapter = await self._adapter(principal, tenant_id, adapter_name)
         await self._check_may_change(principal, adapter)
-        before, _ = await self._default_of(adapter)
+        before = await self._default_of(adapter)
         if adapter.disabled_us is None and before and not replaces:
             raise InvalidRequest(
                 f"the adapter {name!r} has already been loaded; set load_inplace to true to replace it",
@@ -171,13 +171,13 @@ class RuntimeAdapters:
             urls = connection.execute(query).scalars().all()
         return all(url is not None and self._sources.covers(adapter.tenant_slug, url) for url in urls)
 
-    async def _default_of(self, adapter: Adapter) -> tuple[dict[int, int], int]:
-        """Return the versions for which the adapter's bare name stands, with weights, and the alias's revision."""
+    async def _default_of(self, adapter: Adapter) -> list[int]:
+        """Return the versions for which the adapter's bare name stands."""
         try:
             alias = await self._services.call(self._aliases.get, adapter.id, DEFAULT_ALIAS)
         except AliasNotFound:
-            return {}, 0
-        return {target.number: target.weight for target in alias.targets}, alias.revision
+            return []
+        return [target.number for target in alias.targets]
 
     async def _ready(self, adapter: Adapter, version: AdapterVersion) -> AdapterVersion:
         """Wait for a version's verdict. Return the version, or an earlier one that has the same bytes."""
@@ -229,21 +229,11 @@ class RuntimeAdapters:
             )
 
     async def _point_to(
-        self, principal: Principal, adapter: Adapter, version: AdapterVersion, before: dict[int, int]
+        self, principal: Principal, adapter: Adapter, version: AdapterVersion, before: Collection[int]
     ) -> None:
-        weights = {version.number: DEFAULT_WEIGHT}
-        while True:
-            now, revision = await self._default_of(adapter)
-            is_overtaken = now != before and max(now, default=0) > version.number
-            if is_overtaken or set(now) == {version.number}:
-                break
-            move = partial(self._aliases.set, expected_revision=revision)
-            try:
-                await self._services.call(move, adapter.id, DEFAULT_ALIAS, weights, principal.key_id)
-            except AliasChanged:
-                # Another call has just moved the alias: look again.
-                continue
-            break
+        await self._services.call(
+            self._aliases.advance, adapter.id, DEFAULT_ALIAS, version.number, before, principal.key_id
+        )
         if adapter.disabled_us is not None:
             await self._services.call(self._states.set_disabled, adapter.id, False)
 

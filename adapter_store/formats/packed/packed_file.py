@@ -68,8 +68,8 @@ def plain_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     return np.empty(num_bytes, np.uint8)
 
 
-def write_packed(path: Path, packed: PackedAdapter, target: PackTarget) -> None:
-    """Write `packed` to `path` and flush it to disk."""
+def write_packed(path: Path, packed: PackedAdapter, target: PackTarget, is_flushed: bool = True) -> None:
+    """Write `packed` to `path` and, unless another copy will be kept, flush it to disk."""
     header = json.dumps(
         {
             "format": PACK_FORMAT,
@@ -95,8 +95,9 @@ def write_packed(path: Path, packed: PackedAdapter, target: PackTarget) -> None:
         file.write(header)
         file.write(b"\0" * (-file.tell() % _PAYLOAD_ALIGNMENT))
         file.write(packed.payload.data)
-        file.flush()
-        os.fsync(file.fileno())
+        if is_flushed:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_packed(

@@ -71,8 +71,11 @@ def needs_base(canonical: Path | bytes) -> bool:
         return _needs_base(file)
 
 
-def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None = None) -> PackedAdapter:
-    """Lay out a canonical adapter for `target`. `base` is required if `needs_base(canonical)`.
+def pack(
+    canonical: Path | bytes, target: PackTarget, base: BaseWeights | None = None, digest: str | None = None
+) -> PackedAdapter:
+    """Lay out a canonical adapter for `target`. `base` is required if `needs_base(canonical)`. `digest` is the file's
+    SHA-256, if the caller knows it.
 
     Raises AdapterCorrupt if the file is damaged, AdapterRejected if the adapter does not fit the base, or
     AdapterUnavailable if the base's weights cannot be read.
@@ -120,7 +123,7 @@ def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None =
                 pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
         write_rows(file, replaced, layout, pages[:first].reshape(-1), target)
     fingerprint = base.fingerprint if base else None
-    return PackedAdapter(digest_of(canonical), layout, scales, payload, outer_scales, fingerprint)
+    return PackedAdapter(digest or digest_of(canonical), layout, scales, payload, outer_scales, fingerprint)
 
 
 @dataclass(frozen=True, slots=True)

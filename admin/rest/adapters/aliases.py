@@ -88,7 +88,7 @@ async def list_aliases(adapter_id: str, services: Services, caller: Reader) -> L
     """List an adapter's aliases, with the versions and weights of each."""
     adapter = await find_adapter(services, caller, adapter_id)
     aliases = (await services.call(services.adapters.aliases.of, [adapter.id]))[adapter.id]
-    return whole_list([_describe(adapter.id, alias) for alias in aliases.values()])
+    return whole_list([describe_alias(adapter.id, alias) for alias in aliases.values()])
 
 
 @router.get("/{name}")
@@ -121,7 +121,7 @@ async def set_alias(
     fails or is slow. The call replaces the whole alias or creates it, so If-Match is optional here.
     """
     adapter = await find_adapter(services, caller, adapter_id)
-    _check_may_move(caller, name)
+    check_may_move(caller, name)
     body = await read_json(request, AliasTargets)
     weights, demand = body.weights(), body.demand()
     if demand is not KEPT:
@@ -153,7 +153,7 @@ async def roll_back(
     one of two concurrent rollbacks succeeds. Loads count against the quota, as when an alias is set.
     """
     adapter = await find_adapter(services, caller, adapter_id)
-    _check_may_move(caller, name)
+    check_may_move(caller, name)
     body = await read_optional_json(request, Rollback)
     expected = _revision(if_match)
     if body.warm:
@@ -186,7 +186,7 @@ async def delete_alias(
     return Response(status_code=204)
 
 
-def _check_may_move(caller: Caller, name: str) -> None:
+def check_may_move(caller: Caller, name: str) -> None:
     if name == DEFAULT_ALIAS and not caller.is_administrator:
         raise PermissionDenied("only an administrator may move the default alias: move another alias")
 
@@ -213,10 +213,10 @@ def _revision(if_match: str | None) -> int | None:
 
 def _answer(response: Response, adapter_id: str, alias: Alias) -> AliasDocument:
     response.headers["etag"] = f'"{alias.revision}"'
-    return _describe(adapter_id, alias)
+    return describe_alias(adapter_id, alias)
 
 
-def _describe(adapter_id: str, alias: Alias) -> AliasDocument:
+def describe_alias(adapter_id: str, alias: Alias) -> AliasDocument:
     return {
         "object": "alias",
         "adapter_id": adapter_id,

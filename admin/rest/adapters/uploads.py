@@ -29,6 +29,8 @@ router = APIRouter(prefix="/adapters/{adapter_id}/uploads", tags=["versions"])
 
 CHUNK_TIMEOUT_S = 30.0
 """A client that sends nothing for this many seconds is disconnected. Until then, it occupies a thread."""
+READ_BYTES = 1 << 20
+"""Number of bytes that are collected in memory before a thread processes them."""
 UPLOAD_TIMEOUT_S = 600.0
 """Maximum time for sending one file, in seconds, even if the transfer never stalls."""
 
@@ -98,10 +100,9 @@ async def put_file(
     """Send one file's raw bytes, which must match the declared size and SHA-256."""
     adapter = await find_adapter(services, caller, adapter_id)
     upload = await find_upload(services, adapter, upload_id)
-    length = request.headers.get("content-length", "")
-    num_bytes = int(length) if length.isdecimal() and length.isascii() else None
+    num_bytes = declared_length(request)
     content_encoding(request)
-    chunks = _chunks(request.stream())
+    chunks = body_chunks(request.stream())
     caller.release_call_slot()
     async with services.slots.uploads.held_slot(adapter.tenant_id):
         # Slots, not threads, limit concurrent uploads, because only a wait for a slot can time out.
@@ -143,26 +144,39 @@ async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str)
     return upload
 
 
-def _chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
+def declared_length(request: Request) -> int | None:
+    """The request's Content-Length, or None if the body is sent in chunks of unknown number."""
+    length = request.headers.get("content-length", "")
+    # Count the digits first, so that a number with thousands of digits is not parsed.
+    return int(length) if length.isdecimal() and length.isascii() and len(length) <= 18 else None
+
+
+def body_chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
     """Yield the body's chunks to a function on a thread. The client can send only as fast as the function reads."""
-    deadline = time.monotonic() + UPLOAD_TIMEOUT_S
-    while chunk := anyio.from_thread.run(_next_chunk, body):
-        if time.monotonic() > deadline:
-            raise InvalidRequest(f"the body took longer than {UPLOAD_TIMEOUT_S:g} s", code="body_timeout")
+    deadline_s = time.monotonic() + UPLOAD_TIMEOUT_S
+    while chunk := anyio.from_thread.run(_next_bytes, body, deadline_s):
         yield chunk
 
 
-async def _next_chunk(body: AsyncIterator[bytes]) -> bytes:
+async def _next_bytes(body: AsyncIterator[bytes], deadline_s: float) -> bytes:
+    """Collect about READ_BYTES of a body, because each call from a thread costs as much as a chunk."""
+    parts: list[bytes] = []
+    size = 0
     try:
-        with anyio.fail_after(CHUNK_TIMEOUT_S):
-            async for chunk in body:
-                if chunk:
-                    return chunk
+        while size < READ_BYTES:
+            with anyio.fail_after(CHUNK_TIMEOUT_S):
+                chunk = await anext(body, None)
+            if chunk is None:
+                break
+            if time.monotonic() > deadline_s:
+                raise InvalidRequest(f"the body took longer than {UPLOAD_TIMEOUT_S:g} s", code="body_timeout")
+            parts.append(chunk)
+            size += len(chunk)
     except TimeoutError:
         raise InvalidRequest("the body stopped arriving", code="body_timeout") from None
     except ClientDisconnect:
         raise InvalidRequest("the body ended early", code="incomplete_body") from None
-    return b""
+    return b"".join(parts)
 
 
 def _describe_upload(upload: Upload, presigned: Mapping[str, PresignedPut | PresignedParts]) -> UploadDocument:

@@ -28,6 +28,17 @@ from loramux.migrations.database import Database
 SECOND_US = 1_000_000
 
 
+@dataclass
+class Clock:
+    now_us: int = 1_000_000 * SECOND_US
+
+    def __call__(self) -> int:
+        return self.now_us
+
+    def advance(self, seconds: float) -> None:
+        self.now_us += round(seconds * SECOND_US)
+
+
 class DirectValidator:
     """Validates in the calling process, which is faster. Tests can make it fail."""
 

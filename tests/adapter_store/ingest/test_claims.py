@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,7 @@ from loramux.adapter_store.registry.records import AdapterVersion
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
-from tests.adapter_store.ingest.ingest_world import SECOND_US, DirectValidator, FailingDatabase, IngestWorld
-
-
-@dataclass
-class Clock:
-    now_us: int = 1_000_000 * SECOND_US
-
-    def __call__(self) -> int:
-        return self.now_us
-
-    def advance(self, seconds: float) -> None:
-        self.now_us += round(seconds * SECOND_US)
+from tests.adapter_store.ingest.ingest_world import Clock, DirectValidator, FailingDatabase, IngestWorld
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def test_output_above_its_limit_is_a_final_verdict(job: ValidationJob, target: P
 def test_only_errors_from_the_process_limits_are_verdicts(
     job: ValidationJob, target: PackTarget, monkeypatch: pytest.MonkeyPatch, number: int, is_verdict: bool
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(validation_worker, "write_packed", fail)
@@ -309,7 +309,7 @@ def test_broken_process_gives_no_verdict(job: ValidationJob, target: PackTarget)
 def fork_of(validator: SubprocessValidator) -> int:
     """Return the process ID of the validating fork, once the fork leads its own session."""
     while True:
-        pid = validator._processes.pid
+        pid = validator._servers[0].pid
         with suppress(OSError):
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                 if os.getsid(int(child)) == int(child):

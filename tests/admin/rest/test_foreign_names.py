@@ -88,6 +88,7 @@ CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("GET", "/adapters/{adapter}/grants", None),
     ("GET", "/adapters/{adapter}/aliases/default", None),
     ("GET", "/adapters/{adapter}/versions/1", None),
+    ("PUT", "/adapters/{adapter}/push", None),
     ("GET", "/api_keys/{key}", None),
     ("DELETE", "/api_keys/{key}", None),
     ("POST", "/api_keys", {"tenant": "acme", "adapters": ["{model}"]}),

@@ -257,6 +257,7 @@ ONE_THAT_IS_NOT_THERE = {
     # No files were uploaded, so none are stored.
     "GET /adapters/{adapter_id}/versions/{number}/files/{name}",
     "POST /adapters/{adapter_id}/versions",
+    "PUT /adapters/{adapter_id}/push",
     "PUT /adapters/{adapter_id}/uploads/{upload_id}/files/{name}",
 }
 """Like `ONE_OF_ITS`, but the call also fails for objects of the key's adapters, because they have no content."""

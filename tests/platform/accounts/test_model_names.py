@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -67,6 +68,35 @@ async def test_adapter_names_select_versions_and_digests(gateway: Any, name: str
     assert add.digest is not None
     await gateway.openai.completions.create(model=f"support@sha256:{add.digest[:12]}", prompt="a", max_tokens=1)
     assert gateway.engine.adds[1].digest == add.digest
+
+
+@pytest.mark.anyio
+async def test_every_answer_and_chunk_has_the_fingerprint_of_its_version(gateway: Any) -> None:
+    gateway.add_adapter("acme", "support", versions=2, files={"generation_config.json": b"{}"})
+    bodies = {
+        "/v1/completions": {"prompt": "a", "max_tokens": 3},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
+    }
+    found = set()
+    for path, body in bodies.items():
+        for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+            answer = await gateway.http.post(path, json={"model": "support", **body, **options})
+            assert answer.status_code == 200, answer.text
+            lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+            documents = [json.loads(line) for line in lines if line != "[DONE]"]
+            assert len(documents) > 2 if options else len(documents) == 1
+            found |= {document["system_fingerprint"] for document in documents}
+            found.add(answer.headers["x-loramux-fingerprint"])
+            base = await gateway.http.post(path, json={"model": "base", **body, **options})
+            assert base.status_code == 200
+            assert "fingerprint" not in base.text + str(base.headers)
+    [fingerprint] = found
+    assert fingerprint.startswith("sha256:")
+    # The digest covers the optional files, and the fingerprint names the version.
+    assert fingerprint != f"sha256:{gateway.engine.adds[0].digest}"
+    body = {"model": f"support@{fingerprint}", "prompt": "a", "max_tokens": 1}
+    again = await gateway.http.post("/v1/completions", json=body)
+    assert again.headers["x-loramux-adapter"] == "acme/support@2"
 
 
 @pytest.mark.anyio

@@ -148,6 +148,30 @@ async def test_a_later_load_of_a_name_wins_over_an_earlier_slow_one(lab: Lab) ->
     assert lab.aliases("policy") == {3: 100}
 
 
+async def test_an_unload_lets_64_running_requests_finish(lab: Lab) -> None:
+    assert (await lab.load("policy", lab.write("one", seed=1))).status_code == 200
+    engine, may_end = lab.gateway.engine, asyncio.Event()
+    submit = engine.submit
+
+    async def held(*arguments: Any) -> AsyncIterator[Any]:
+        await may_end.wait()
+        async for item in submit(*arguments):
+            yield item
+
+    engine.submit = held  # type: ignore[method-assign]
+    body = {"model": "policy", "prompt": "Hi", "max_tokens": 4}
+    running = [asyncio.create_task(lab.post("/v1/completions", body)) for _ in range(64)]
+    requests = lab.gateway.services.run.requests
+    await until(lambda: requests.num_running == 64)
+    assert (await lab.unload("policy")).status_code == 200
+    assert code_of(await lab.post("/v1/completions", body)) == (404, "model_not_found")
+    may_end.set()
+    answers = await asyncio.gather(*running)
+    assert [answer.status_code for answer in answers] == [200] * 64
+    assert {answer.headers["x-loramux-adapter"] for answer in answers} == {"acme/policy@1"}
+    assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {4}
+
+
 async def test_only_allowed_directories_of_the_own_tenant_can_be_loaded(lab: Lab, tmp_path: Path) -> None:
     outside = write_adapter(tmp_path / "outside", lab.make())
     rival = write_adapter(lab.directory.parent / "rival" / "secret", lab.make())

@@ -1,0 +1,289 @@
+"""Pushes weights from memory: a trainer's client, synchronous and asynchronous. Importing it does not import torch.
+
+with WeightsPush("http://127.0.0.1:8001", key, "acme/policy") as policy:
+    pushed = policy.push(get_peft_model_state_dict(model), model.peft_config["default"], alias="default")
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Generator, Mapping
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias
+
+import anyio
+import httpx
+
+from loramux.admin.client.client import AdminError, Document, ServerUnreachable, is_loopback, refusal_of
+from loramux.admin.client.push import FILE_NAMES, PushedVersion, adapter_files
+
+MAX_TRIES = 5
+"""Maximum number of times that a push is sent while the server is busy with other pushes of the tenant."""
+MAX_PAUSE_S = 5.0
+"""Longest pause before a push is sent again, in seconds."""
+
+_BUSY = ("too_many_pushes", "too_many_uploads", "too_many_open_uploads", "adapter_validating")
+_CONFIG, _TENSORS = FILE_NAMES
+
+Weights: TypeAlias = Mapping[str, Any] | Path | str
+"""Tensors of torch or numpy by their names in PEFT's files, or the directory of an adapter."""
+Wait: TypeAlias = Literal["ready", "resident"]
+Running: TypeAlias = Literal["finish", "stop"]
+
+_Files: TypeAlias = dict[str, tuple[str, bytes]]
+_Call: TypeAlias = dict[str, Any]
+"""Arguments of httpx's `request`."""
+_Steps: TypeAlias = Generator[_Call | float, httpx.Response | None, PushedVersion]
+"""The calls of a push, and pauses in seconds. Each call is answered with its response."""
+
+
+class _Pusher:
+    """What the two clients share: the adapter, and the calls of a push."""
+
+    def __init__(self, adapter: str) -> None:
+        tenant, _, name = adapter.partition("/")
+        if not tenant or not name or "/" in name:
+            raise ValueError(f"{adapter!r} is not an adapter: write TENANT/NAME")
+        self._adapter = {"tenant": tenant, "name": name}
+        self._adapter_id: str | None = None
+
+    def _steps(
+        self,
+        weights: Weights,
+        config: object,
+        alias: str | None,
+        wait: Wait,
+        running: Running,
+        untrained: bool,
+    ) -> _Steps:
+        files = _files(weights, config)
+        params: dict[str, Any] = {"wait": wait, "running": running, "untrained": untrained}
+        if alias is not None:
+            params["alias"] = alias
+        if self._adapter_id is None:
+            self._adapter_id = yield from self._find()
+        call = {"method": "PUT", "url": f"adapters/{self._adapter_id}/push", "params": params, "files": files}
+        for number in range(1, MAX_TRIES + 1):
+            response = yield call
+            assert response is not None
+            if response.is_success:
+                return _pushed(_document(response))
+            error = refusal_of(response)
+            if error.code not in _BUSY or number == MAX_TRIES:
+                raise error
+            yield min(MAX_PAUSE_S, error.retry_after_s or 1.0)
+        raise AssertionError("unreachable")
+
+    def _find(self) -> Generator[_Call, httpx.Response | None, str]:
+        """Find the adapter, or create it."""
+        for is_created in (False, True):
+            found = yield {"method": "GET", "url": "adapters", "params": self._adapter}
+            listed = _document(found)["data"]
+            if listed:
+                return str(listed[0]["id"])
+            if not is_created:
+                made = yield {"method": "POST", "url": "adapters", "json": self._adapter}
+                # Another client may have created the adapter first. Then the next look finds it.
+                if made is None or made.status_code != httpx.codes.CONFLICT:
+                    return str(_document(made)["id"])
+        raise AdminError(404, "there is no such adapter", "adapter_not_found", None)
+
+
+class WeightsPush(_Pusher):
+    """Pushes versions of one adapter, which is created by the first push.
+
+    `url` is the address of the admin listener, and `adapter` is TENANT/NAME. The key needs the scope `tenant:develop`,
+    or `tenant:admin` to move `default`. Use it from one thread at a time.
+    """
+
+    def __init__(self, url: str, key: str, adapter: str, timeout_s: float = 120.0) -> None:
+        """`timeout_s` limits each call, in seconds. Raises ValueError if `adapter` is not TENANT/NAME."""
+        super().__init__(adapter)
+        self._http = httpx.Client(**_options(url, key, timeout_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def push(
+        self,
+        weights: Weights,
+        config: object = None,
+        *,
+        alias: str | None = None,
+        wait: Wait = "ready",
+        running: Running = "finish",
+        untrained: bool = False,
+    ) -> PushedVersion:
+        """Create a version and return when it is ready, or, with `wait="resident"`, when the engine has loaded it.
+
+        `config` is a `peft.LoraConfig` or the content of `adapter_config.json`, and is needed unless `weights` is a
+        directory. `alias` then stands for the version. `running="stop"` cancels requests that still run on the alias's
+        earlier versions. `untrained` accepts weights whose products B A are all zero.
+
+        Raises ValueError or PushRefused for weights that cannot be sent, AdminError if the server refuses the push or
+        rejects the version, ServerUnreachable, or OSError.
+        """
+        steps = self._steps(weights, config, alias, wait, running, untrained)
+        response: httpx.Response | None = None
+        while True:
+            try:
+                step = steps.send(response)
+            except StopIteration as end:
+                return _result(end)
+            try:
+                if isinstance(step, dict):
+                    response = self._http.request(**step)
+                else:
+                    time.sleep(step)
+                    response = None
+            except httpx.TransportError as error:
+                raise _unreachable(self._http.base_url, error) from None
+
+
+class AsyncWeightsPush(_Pusher):
+    """The same as WeightsPush, with coroutines. Several pushes may run at a time."""
+
+    def __init__(self, url: str, key: str, adapter: str, timeout_s: float = 120.0) -> None:
+        super().__init__(adapter)
+        self._http = httpx.AsyncClient(**_options(url, key, timeout_s))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def push(
+        self,
+        weights: Weights,
+        config: object = None,
+        *,
+        alias: str | None = None,
+        wait: Wait = "ready",
+        running: Running = "finish",
+        untrained: bool = False,
+    ) -> PushedVersion:
+        """`WeightsPush.push` as a coroutine. The weights are copied before its first suspension."""
+        steps = self._steps(weights, config, alias, wait, running, untrained)
+        response: httpx.Response | None = None
+        while True:
+            try:
+                step = steps.send(response)
+            except StopIteration as end:
+                return _result(end)
+            try:
+                if isinstance(step, dict):
+                    response = await self._http.request(**step)
+                else:
+                    await anyio.sleep(step)
+                    response = None
+            except httpx.TransportError as error:
+                raise _unreachable(self._http.base_url, error) from None
+
+
+def _options(url: str, key: str, timeout_s: float) -> dict[str, Any]:
+    return {
+        "base_url": f"{url.rstrip('/')}/admin/v1/",
+        "headers": {"authorization": f"Bearer {key}"},
+        "timeout": httpx.Timeout(timeout_s, connect=5.0),
+        # A proxy from the environment cannot reach this machine's loopback interface.
+        "trust_env": not is_loopback(url),
+    }
+
+
+def _files(weights: Weights, config: object) -> _Files:
+    if isinstance(weights, str | Path):
+        return {path.name: (path.name, path.read_bytes()) for path in adapter_files(Path(weights))}
+    if config is None:
+        raise ValueError("weights from memory need their configuration")
+    return {_CONFIG: (_CONFIG, _config_bytes(config)), _TENSORS: (_TENSORS, _tensor_bytes(weights))}
+
+
+def _config_bytes(config: object) -> bytes:
+    """The JSON of a configuration. A `peft.LoraConfig` has `to_dict`, whose sets and enumerations JSON lacks."""
+    to_dict = getattr(config, "to_dict", None)
+    document = config if to_dict is None else to_dict()
+    if not isinstance(document, Mapping):
+        raise ValueError("the configuration must be a mapping or a peft.LoraConfig")
+    try:
+        return json.dumps(dict(document), default=_plain).encode()
+    except TypeError as error:
+        raise ValueError(f"the configuration cannot be written as JSON: {error}") from None
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
+
+
+def _tensor_bytes(weights: Mapping[str, Any]) -> bytes:
+    """The tensors as a safetensors file. A tensor of torch means that the caller has imported torch."""
+    from safetensors import SafetensorError
+
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and any(isinstance(weight, torch.Tensor) for weight in weights.values()):
+            from safetensors.torch import save
+
+            return save({name: weight.detach().cpu().contiguous() for name, weight in weights.items()})
+        import numpy as np
+        from safetensors.numpy import save as save_arrays
+
+        return save_arrays({name: np.ascontiguousarray(weight) for name, weight in weights.items()})
+    except (SafetensorError, AttributeError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"the weights cannot be written as safetensors: {error}") from error
+
+
+def _document(response: httpx.Response | None) -> Document:
+    assert response is not None
+    if not response.is_success:
+        raise refusal_of(response)
+    try:
+        document = response.json()
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        raise ServerUnreachable(f"{response.url.host} is not a loramux admin listener: it did not answer with JSON")
+    return document
+
+
+def _pushed(version: Document) -> PushedVersion:
+    return PushedVersion(
+        version["model"],
+        version["number"],
+        version["digest"],
+        version["version_digest"],
+        version["max_rank"],
+        tuple(version["report"].get("warnings", ())),
+    )
+
+
+def _result(end: StopIteration) -> PushedVersion:
+    pushed = end.value
+    assert isinstance(pushed, PushedVersion)
+    return pushed
+
+
+def _unreachable(url: httpx.URL, error: httpx.TransportError) -> ServerUnreachable:
+    reason = str(error) or type(error).__name__
+    return ServerUnreachable(f"no loramux server answers at {url.host}:{url.port} ({reason})")

@@ -1,0 +1,386 @@
+"""Measures the time from a trainer's push to the first token of its new version, beside streams of other adapters.
+
+A trainer pushes new versions of some adapters, one every few seconds, from memory to `loramux serve`. The alias
+`default` moves once the engine has the version (`wait=resident`). Meanwhile, streams on other adapters run. Rounds with
+and without pushes alternate. The run prints the time of a push by stage, and the gaps between the streams' tokens.
+
+Before a push, during it and after it, the same prompt is sent to the adapter's name, so a prefix cache that is keyed by
+names would answer with the K/V of an older version. Every answer must have the log-probabilities that peft computes in
+float32 for the version in the answer's `x-loramux-adapter`. After a push has returned, that must be the new version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import re
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from peft import get_peft_model_state_dict
+from rich.table import Table
+
+from benchmarks.answers import CheckError
+from benchmarks.harness import Run, begin, exit_on_sigterm, new_parser, percentile, reports_failure
+from benchmarks.peers.child_server import HOST, child_server, free_port, own_environment
+from benchmarks.peers.vocabulary import FIRST_WORD, write_tokenizer
+from benchmarks.random_model import SHAPES, Shape, load_peft, make_base
+from benchmarks.serving.clients import closed_loop, greedy
+from loramux.admin.bench.asks import Ask
+from loramux.admin.client.client import AdminClient
+from loramux.admin.client.openai_server import OpenAIServer
+from loramux.admin.client.weights_push import WeightsPush
+
+BASE_NAME, TENANT = "base", "bench"
+START_S = 300.0
+NUM_VARIANTS = 6
+"""Number of different sets of weights. Each pushed version has one of these, with two elements of its own."""
+PROMPT_TOKENS = 80
+"""Tokens of the prompt that is sent to every version: five pages."""
+NUM_TOP = 5
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
+"""Largest accepted difference from peft's log-probabilities in float32."""
+TINY = Shape(64, 2, 4, 2, 96, vocab_size=512)
+ALL_SHAPES = {**SHAPES, "tiny": TINY}
+STAGES = ("client", "receive", "wait", "validate", "store", "ready", "load", "alias", "first token")
+_VERSION = re.compile(r".*@([0-9]+)")
+
+Logprobs = Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Weights in bfloat16, and peft's log-probabilities of every token after the prompt."""
+
+    tensors: Mapping[str, torch.Tensor]
+    logprobs: Sequence[float]
+
+
+@dataclass(slots=True)
+class Policy:
+    """An adapter that is trained: the client that pushes it, and the variant of each version."""
+
+    name: str
+    client: WeightsPush
+    variants: dict[int, int] = field(default_factory=dict)
+    newest: int = 0
+
+
+@dataclass(slots=True)
+class Figures:
+    stages_ms: dict[str, list[float]] = field(default_factory=lambda: {stage: [] for stage in STAGES})
+    totals_s: list[float] = field(default_factory=list)
+    num_answers: int = 0
+    worst: float = 0.0
+
+
+class World:
+    """The server, its adapters, and what is expected of each version."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, variants: Sequence[Variant], config: Mapping[str, Any], api: OpenAIServer
+    ) -> None:
+        self.arguments = arguments
+        self.variants = variants
+        self.config = config
+        self.api = api
+        self.figures = Figures()
+        self.policies: list[Policy] = []
+        """The adapters that are pushed in turn."""
+        self._clients: list[WeightsPush] = []
+        self._numbers = itertools.count()
+        self._timing = ""
+        self._lock = threading.Lock()
+        self._http = httpx.Client(base_url=f"{api.url}/", headers=api.headers, timeout=120.0, trust_env=False)
+        self._prompt = prompt(arguments.shape)
+
+    def add(self, name: str, url: str, key: str) -> Policy:
+        policy = Policy(name, WeightsPush(url, key, f"{TENANT}/{name}"))
+        policy.client._http.event_hooks["response"].append(self._note)
+        self._clients.append(policy.client)
+        return policy
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self._http.close()
+
+    def push(self, policy: Policy) -> None:
+        """Push the next version, and check every answer before, during and after. Raises CheckError."""
+        number = next(self._numbers)
+        variant = number % len(self.variants)
+        tensors = own(self.variants[variant].tensors, number)
+        if policy.newest:
+            self.check(policy)
+        # The next number, unless the push fails.
+        policy.variants[policy.newest + 1] = variant
+        has_returned = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            during = pool.submit(self._keep_asking, policy, has_returned) if policy.newest else None
+            try:
+                began_s = time.perf_counter()
+                pushed = policy.client.push(tensors, self.config, alias="default", wait="resident")
+                taken_s = time.perf_counter() - began_s
+            finally:
+                has_returned.set()
+            if during is not None:
+                during.result()
+        if pushed.version != policy.newest + 1:
+            raise CheckError(f"the push became version {pushed.version} instead of {policy.newest + 1}")
+        policy.newest = pushed.version
+        first_s = self._first_token(policy)
+        self.check(policy)
+        stages = {name: float(ms) for name, ms in re.findall(r"([a-z]+);dur=([0-9.]+)", self._timing)}
+        stages["client"] = taken_s * 1e3 - sum(stages.values())
+        stages["first token"] = first_s * 1e3
+        for stage, ms in stages.items():
+            self.figures.stages_ms[stage].append(ms)
+        self.figures.totals_s.append(taken_s + first_s)
+
+    def check(self, policy: Policy, is_moving: bool = False) -> None:
+        """Ask an adapter by its name. Raises CheckError if a wrong version answers, or a version answers wrongly.
+
+        While the alias `is_moving`, the version before is right too.
+        """
+        allowed = {policy.newest, policy.newest + 1} if is_moving else {policy.newest}
+        answer = self._http.post("completions", json=self._body(policy))
+        number = self._version(policy, answer)
+        if number not in allowed:
+            raise CheckError(f"version {number} of {policy.name} answered instead of {sorted(allowed)}")
+        top = answer.json()["choices"][0]["logprobs"]["top_logprobs"][0]
+        expected = self.variants[policy.variants[number]].logprobs
+        found = {int(token.removeprefix("token_id:")): logprob for token, logprob in top.items()}
+        worst = max(abs(logprob - expected[token]) for token, logprob in found.items())
+        with self._lock:
+            self.figures.num_answers += 1
+            self.figures.worst = max(self.figures.worst, worst)
+        if not worst <= TOLERANCES[self.arguments.dtype]:
+            raise CheckError(
+                f"version {number} of {policy.name} answers with a log-probability that is {worst:.3f} off"
+            )
+
+    def _keep_asking(self, policy: Policy, has_returned: threading.Event) -> None:
+        while not has_returned.wait(0.05):
+            self.check(policy, is_moving=True)
+
+    def _first_token(self, policy: Policy) -> float:
+        began_s = time.perf_counter()
+        body = self._body(policy) | {"stream": True}
+        with self._http.stream("POST", "completions", json=body) as response:
+            if self._version(policy, response) != policy.newest:
+                raise CheckError(f"an older version of {policy.name} answered after the push")
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    return time.perf_counter() - began_s
+        raise CheckError("a stream has no token")
+
+    def _version(self, policy: Policy, response: httpx.Response) -> int:
+        if response.status_code != 200:
+            response.read()
+            raise CheckError(f"{policy.name} answers {response.status_code}: {response.text[:500]}")
+        found = _VERSION.fullmatch(response.headers["x-loramux-adapter"])
+        assert found is not None
+        return int(found[1])
+
+    def _body(self, policy: Policy) -> dict[str, Any]:
+        ask = Ask(model=f"{TENANT}/{policy.name}", prompt=self._prompt, num_tokens=1)
+        more = {"logprobs": NUM_TOP, "return_tokens_as_token_ids": True, "ignore_eos": True}
+        return ask.body("completions") | more
+
+    def _note(self, response: httpx.Response) -> None:
+        self._timing = response.headers.get("server-timing", self._timing)
+
+
+def prompt(shape: str) -> tuple[int, ...]:
+    dice = random.Random(1)
+    return tuple(dice.randrange(FIRST_WORD, ALL_SHAPES[shape].vocab_size) for _ in range(PROMPT_TOKENS))
+
+
+def own(tensors: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+    """The weights with two elements that no other version has, too small to be noticed."""
+    name = marked(tensors)
+    changed = tensors[name].clone()
+    changed[0, 0], changed[0, 1] = (2.0**-20 * (1 + part) for part in divmod(number, 256))
+    return {**tensors, name: changed}
+
+
+def marked(names: Iterable[str]) -> str:
+    """The tensor in which versions differ: one B of the last layer."""
+    return max(name for name in names if name.endswith("lora_B.weight"))
+
+
+@torch.no_grad()
+def make_variants(base: Path, shape: str, rank: int, tolerance: float) -> tuple[list[Variant], dict[str, Any]]:
+    """Draw the variants, and ask peft about each. Raises CheckError if two variants could be confused."""
+    model = load_peft(base, NUM_VARIANTS, rank, torch.float32)
+    variants = []
+    for number in range(NUM_VARIANTS):
+        model.set_adapter(f"a{number}")
+        # These tensors are the model's own. `own` writes small numbers over these zeros.
+        state = get_peft_model_state_dict(model, adapter_name=f"a{number}")
+        state[marked(state)][0, :2] = 0.0
+        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+        logits = model(torch.tensor([prompt(shape)])).logits[0, -1]
+        variants.append(Variant(tensors, torch.log_softmax(logits, -1).tolist()))
+    for one, other in itertools.permutations(variants, 2):
+        top = sorted(range(len(one.logprobs)), key=one.logprobs.__getitem__)[-NUM_TOP:]
+        if max(abs(one.logprobs[token] - other.logprobs[token]) for token in top) < 2 * tolerance:
+            raise CheckError("two variants of the weights have nearly the same log-probabilities")
+    return variants, model.peft_config["a0"].to_dict()
+
+
+def streams(arguments: argparse.Namespace, models: Sequence[str]) -> Iterator[Ask]:
+    dice = random.Random(2)
+    for model in itertools.cycle(models):
+        tokens = (dice.randrange(FIRST_WORD, ALL_SHAPES[arguments.shape].vocab_size) for _ in range(32))
+        yield greedy(model, tuple(tokens), arguments.answer)
+
+
+def gaps_beside(world: World, models: Sequence[str], seconds: float, work: Callable[[], None]) -> list[float]:
+    """Run `work` beside the streams for `seconds`, and return the gaps between their tokens."""
+    arguments = world.arguments
+    with ThreadPoolExecutor(1) as pool:
+        asks = streams(arguments, models)
+        running = pool.submit(closed_loop, world.api, asks, arguments.streams, arguments.warm, seconds)
+        time.sleep(arguments.warm)
+        work()
+        return running.result().gaps_s
+
+
+def measure(world: World, streamed: Sequence[str], run: Run) -> dict[str, Any]:
+    arguments = world.arguments
+    due = itertools.cycle(world.policies)
+    per_round = max(1, arguments.pushes // arguments.rounds)
+    seconds = per_round * arguments.every
+    p99s: dict[str, list[float]] = {"quiet": [], "pushes": []}
+
+    def push_all() -> None:
+        began_s = time.perf_counter()
+        for number in range(per_round):
+            time.sleep(max(0.0, began_s + number * arguments.every - time.perf_counter()))
+            world.push(next(due))
+
+    for policy in world.policies:
+        world.push(policy)
+    world.figures = Figures(num_answers=world.figures.num_answers, worst=world.figures.worst)
+    for number in range(arguments.rounds):
+        for way in ("quiet", "pushes") if number % 2 == 0 else ("pushes", "quiet"):
+            work = push_all if way == "pushes" else (lambda: None)
+            p99s[way].append(percentile(gaps_beside(world, streamed, seconds, work), 99))
+            run.console.print(f"round {number + 1}, {way}: p99 gap {p99s[way][-1] * 1e3:.1f} ms")
+    began_s, began_cpu = time.perf_counter(), cpu_s()
+    paced = world.figures
+    world.figures = Figures(num_answers=paced.num_answers, worst=paced.worst)
+    for _ in range(arguments.saturating):
+        world.push(next(due))
+    taken_s, used_s = time.perf_counter() - began_s, cpu_s() - began_cpu
+    paced.num_answers, paced.worst = world.figures.num_answers, world.figures.worst
+    ratios = [after / before for after, before in zip(p99s["pushes"], p99s["quiet"], strict=True)]
+    return {
+        "pushes": len(paced.totals_s),
+        "push_to_first_token_s": {f"p{at}": round(percentile(paced.totals_s, at), 3) for at in (50, 90, 99, 100)},
+        "stages_ms": {
+            stage: {f"p{at}": round(percentile(found, at), 1) for at in (50, 99)}
+            for stage, found in paced.stages_ms.items()
+            if found
+        },
+        "gap_p99_ms": {way: [round(one * 1e3, 2) for one in found] for way, found in p99s.items()},
+        "gap_p99_ratio": {"median": round(statistics.median(ratios), 3), "rounds": [round(one, 3) for one in ratios]},
+        "back_to_back": {
+            "pushes_s": round(arguments.saturating / taken_s, 2),
+            "cpu_s_per_push": round(used_s / max(1, arguments.saturating), 3),
+        },
+        "answers": paced.num_answers,
+        "stale_tokens": 0,
+        "largest_difference_from_peft": round(paced.worst, 6),
+    }
+
+
+def cpu_s() -> float:
+    """Seconds of processor time that all processes of the machine have used."""
+    fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    return (sum(fields) - fields[3] - fields[4]) / 100
+
+
+def stage_table(figures: Mapping[str, Any]) -> Table:
+    table = Table(title="time of a push by stage")
+    for heading in ("stage", "p50", "p99"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for stage, found in figures["stages_ms"].items():
+        table.add_row(stage, *(f"{found[at]:.1f} ms" for at in ("p50", "p99")))
+    total = figures["push_to_first_token_s"]
+    table.add_row("push to first token", *(f"{total[at] * 1e3:.1f} ms" for at in ("p50", "p99")))
+    return table
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = new_parser("serving.push", __doc__)
+    add = parser.add_argument
+    add("--shape", choices=ALL_SHAPES, default="small", help="the base's shape (%(default)s)")
+    add("--rank", type=int, default=128, help="rank of the adapters (%(default)s, 22.5 MB for the shape small)")
+    add("--dtype", choices=TOLERANCES, default="bfloat16")
+    add("--adapters", type=int, default=20, help="number of adapters that are pushed in turn (%(default)s)")
+    add("--pushes", type=int, default=1000, help="number of pushes, beside the first of each adapter (%(default)s)")
+    add("--every", type=float, default=5.0, help="seconds from a push to the next (%(default)s)")
+    add("--rounds", type=int, default=7, help="rounds with and without pushes (%(default)s)")
+    add("--streams", type=int, default=4, help="number of concurrent streams (%(default)s)")
+    add("--answer", type=int, default=128, help="tokens of a stream's answer (%(default)s)")
+    add("--warm", type=float, default=2.0, help="seconds of streams before each round (%(default)s)")
+    add("--saturating", type=int, default=20, help="number of pushes back to back at the end (%(default)s)")
+    return parser.parse_args(argv)
+
+
+@reports_failure
+def main(argv: Sequence[str] | None = None) -> int:
+    exit_on_sigterm()
+    arguments = parse(argv)
+    run = begin(arguments)
+    with tempfile.TemporaryDirectory() as files:
+        base = Path(files) / BASE_NAME
+        base.mkdir()
+        make_base(ALL_SHAPES[arguments.shape], base)
+        write_tokenizer(base, ALL_SHAPES[arguments.shape].vocab_size)
+        variants, config = make_variants(base, arguments.shape, arguments.rank, TOLERANCES[arguments.dtype])
+        size = sum(tensor.nbytes for tensor in variants[0].tensors.values())
+        run.say({"adapter": f"rank {arguments.rank}, {size / 1e6:.1f} MB", "dtype": arguments.dtype})
+        port, admin_port, admin_key = free_port(), free_port(), "push-benchmark-" + "0" * 32
+        command = [sys.executable, "-m", "loramux.admin.cli", "serve", "--model", str(base)]
+        command += ["--data-dir", str(Path(files) / "data"), "--host", HOST, "--served-name", BASE_NAME]
+        command += ["--port", str(port), "--admin-port", str(admin_port), "--dtype", arguments.dtype, "--device", "cpu"]
+        environment = own_environment({"LORAMUX_ADMIN_KEY": admin_key})
+        with child_server("loramux", command, environment, Path(files) / "server.log") as child:
+            url = f"http://{HOST}:{admin_port}"
+            child.wait_until_ready(f"{url}/health/ready", START_S)
+            with AdminClient(url, admin_key) as client:
+                client.post("tenants", {"slug": TENANT})
+                key = client.post("api_keys", {"tenant": TENANT, "name": "bench"})["secret"]
+            world = World(arguments, variants, config, OpenAIServer(url=f"http://{HOST}:{port}/v1", key=key))
+            try:
+                world.policies = [world.add(f"policy-{one}", url, admin_key) for one in range(arguments.adapters)]
+                streamed = [world.add(f"stream-{one}", url, admin_key) for one in range(arguments.streams)]
+                for policy in streamed:
+                    world.push(policy)
+                figures = measure(world, [f"{TENANT}/{one.name}" for one in streamed], run)
+            finally:
+                world.close()
+    run.console.print(stage_table(figures))
+    for name, value in figures.items():
+        if name != "stages_ms":
+            run.console.print(f"{name}: {value}", highlight=False)
+    run.write(figures)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
