@@ -30,7 +30,7 @@ class EventFeed:
         try:
             async with asyncio.timeout(timeout_s):
                 while self._head <= after:
-                    # Whoever gets the lock asks. The others then find that the head has moved.
+                    # The holder of the lock asks. The others then find that the head has moved.
                     async with self._turn:
                         if self._head <= after:
                             await self.head()

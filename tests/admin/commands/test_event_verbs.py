@@ -7,7 +7,7 @@ import pytest
 from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.admin.client.client import ServerUnreachable
 from loramux.admin.client.followed_events import NumberedReader
-from loramux.admin.rest.accounts import events
+from loramux.admin.rest.adapters import events
 from tests.admin.admin_side import AdminSide
 from tests.admin.command_line import Run, printed_json
 from tests.admin.rest.adapters.ready_versions import add_ready_versions

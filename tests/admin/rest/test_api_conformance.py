@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.admin.rest.accounts import events
+from loramux.admin.rest.adapters import events
 from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
 from loramux.platform.listener.app import OPENAI_DOCUMENT
 from tests.adapter_store.validation.hostile import TARGET

@@ -281,7 +281,7 @@ PUBLIC = {
 """Routes outside `/admin/v1`. The metrics name no adapter."""
 
 STREAMED = {"GET /events"}
-"""Streams that end after minutes. `accounts/test_events.py` tests what they show."""
+"""Streams that end after minutes. `adapters/test_events.py` tests what they show."""
 
 SCRAPED = {"GET /metrics/routing"}
 """Routes that name every adapter in the engine. They need a scrape token or a call from the server's machine."""

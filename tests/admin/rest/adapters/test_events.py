@@ -12,7 +12,7 @@ import pytest
 
 from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.admin.client.followed_events import NumberedReader
-from loramux.admin.rest.accounts import events
+from loramux.admin.rest.adapters import events
 from loramux.admin.rest.services import MAX_EVENT_STREAMS_EACH
 from loramux.admin.serving.app import create_admin_app
 from loramux.platform.events.event_log import EventLog
