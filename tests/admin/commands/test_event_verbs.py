@@ -10,6 +10,7 @@ from loramux.admin.client.followed_events import NumberedReader
 from loramux.admin.rest.adapters import events
 from tests.admin.admin_side import AdminSide
 from tests.admin.command_line import Run, printed_json
+from tests.admin.peft_directory import MakeAdapter
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
 from tests.platform.events.target import listening_target
 
@@ -39,6 +40,25 @@ def test_watch_prints_events_and_continues_after_a_stream_ends(loramux: Run, ada
     assert second.endswith("2  alias.moved  acme/support  canary -> version 1 (90), version 2 (10)")
     lines = loramux("watch", "--after", 0, "--count", 2, "--type", "alias.moved", "--json").stdout.splitlines()
     assert [json.loads(line)["sequence"] for line in lines] == [1, 2]
+
+
+def test_validated_and_rejected_versions_are_told(
+    loramux: Run, admin_side: AdminSide, make_adapter: MakeAdapter
+) -> None:
+    admin_side.services.accounts.tenants.create("acme")
+    push = ("--tenant", "acme", "--name", "support")
+    assert loramux("adapters", "push", make_adapter(), *push).exit_code == 0
+    broken = make_adapter()
+    config = json.loads((broken / "adapter_config.json").read_text())
+    (broken / "adapter_config.json").write_text(json.dumps({**config, "r": -1}))
+    assert loramux("adapters", "push", broken, *push).exit_code == 1
+    lines = loramux("watch", "acme/support", "--after", 0, "--count", 3, "--json").stdout.splitlines()
+    ready, moved, rejected = map(json.loads, lines)
+    assert (ready["type"], ready["data"]["version"]) == ("version.ready", 1)
+    assert len(ready["data"]["digest"]) == 64
+    assert (moved["type"], moved["data"]["targets"]) == ("alias.moved", {"1": 100})
+    assert (rejected["type"], rejected["data"]["version"]) == ("version.rejected", 2)
+    assert rejected["data"]["error"]["message"]
 
 
 def test_watch_fails_for_an_unknown_adapter_and_type(loramux: Run, adapter_id: str) -> None:
