@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -46,7 +46,7 @@ def watch(
         adapter_id = None if model is None else find_named(client, model).document["id"]
         if model is not None and tenant is None:
             tenant = model.partition("/")[0]
-        wanted = {"tenant": tenant, "adapter": adapter_id, "types": ",".join(types) if types else None}
+        wanted: dict[str, Any] = {"tenant": tenant, "adapter": adapter_id, "types": ",".join(types) if types else None}
         for event in islice(follow(client, after, note_broken, **wanted), count):
             print(json.dumps(event, ensure_ascii=False) if as_json else _line(event), flush=True)
 

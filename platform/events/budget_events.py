@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Float, Row, cast, func, select, update
@@ -55,7 +56,7 @@ class BudgetEvents:
                 )
                 .limit(AT_ONCE)
             )
-            found = connection.execute(query).all()
+            found: Sequence[Row[Any]] = connection.execute(query).all()
         return sum(self._announce(row) for row in found)
 
     def _announce(self, row: Row[Any]) -> bool:

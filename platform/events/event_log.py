@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,8 @@ class EventLog:
         if since_us:
             query = query.where(events.c.created_us >= since_us)
         with self._database.read() as connection:
-            return [_event(row) for row in connection.execute(query.order_by(number).limit(limit))]
+            rows: Sequence[Row[Any]] = connection.execute(query.order_by(number).limit(limit)).all()
+        return [_event(row) for row in rows]
 
     def sweep(self, kept_days: int) -> int:
         """Delete the events that are older than this many days, and return their number."""
@@ -129,7 +130,7 @@ class EventLog:
         # The insert waits for another server that creates the row at the same time.
         first = upsert(connection, event_heads).values(tenant_id=ALL, number=0).on_conflict_do_nothing()
         connection.execute(first)
-        position = connection.scalars(select(heads.number).where(heads.tenant_id == ALL).with_for_update()).one()
+        position: int = connection.scalars(select(heads.number).where(heads.tenant_id == ALL).with_for_update()).one()
         new = connection.execute(
             select(events.c.id, events.c.tenant_id)
             .where(events.c.position.is_(None))
@@ -156,7 +157,7 @@ class EventLog:
 
 def _head(connection: Connection, tenant_id: str) -> int:
     query = select(event_heads.c.number).where(event_heads.c.tenant_id == tenant_id)
-    return connection.scalar(query) or 0
+    return int(connection.scalar(query) or 0)
 
 
 def _event(row: Row[Any]) -> Event:

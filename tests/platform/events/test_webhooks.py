@@ -8,13 +8,14 @@ import functools
 import hmac
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from loramux.migrations.audit import audit_log
 from loramux.migrations.database import Database
 from loramux.migrations.events import note_event
+from loramux.migrations.schema import audit_log
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.errors import ApiError
 from loramux.platform.events.documents import EventDocument
@@ -62,7 +63,7 @@ class Deliveries:
         self.database, self.tenant, self.clock = database, tenant, clock
         self.webhooks = Webhooks(database)
         self.registry = CollectorRegistry()
-        call = functools.partial(call_on, executor)
+        call: Any = functools.partial(call_on, executor)
         log = EventLog(database)
         self._feed = EventFeed(lambda: call(log.advance))
         self.sender = WebhookSender(executor, allows_private=True)
