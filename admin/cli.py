@@ -34,6 +34,8 @@ from loramux.admin.commands import (
     serve,
     tenants,
     usage,
+    watch,
+    webhooks,
 )
 from loramux.admin.exit_codes import INTERRUPTED
 
@@ -77,6 +79,8 @@ app.command("residency", rich_help_panel=VERBS)(residency.residency)
 app.command("replicas", rich_help_panel=VERBS)(replicas.replicas)
 app.add_typer(bases.app, name="bases", rich_help_panel=VERBS)
 app.add_typer(requests.app, name="requests", rich_help_panel=VERBS)
+app.command("watch", rich_help_panel=VERBS)(watch.watch)
+app.add_typer(webhooks.app, name="webhooks", rich_help_panel=VERBS)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=VERBS)
 app.add_typer(profiles.app, name="profiles", rich_help_panel=VERBS)
 

@@ -14,3 +14,14 @@ def new_id(prefix: str) -> str:
     value = (milliseconds & 0xFFFF_FFFF_FFFF) << 80 | 0x7 << 76 | (random_bits >> 62) << 64
     value |= 0b10 << 62 | random_bits & (1 << 62) - 1
     return f"{prefix}_{value:032x}"
+
+
+def new_ordered_id(prefix: str) -> str:
+    """Create an identifier that sorts by its creation time in quarters of a microsecond (RFC 9562, section 6.2, method
+    3), so that identifiers made one after the other by one process keep their order.
+    """
+    milliseconds, nanoseconds = divmod(time.time_ns(), 1_000_000)
+    fraction = (nanoseconds << 12) // 1_000_000
+    value = (milliseconds & 0xFFFF_FFFF_FFFF) << 80 | 0x7 << 76 | fraction << 64
+    value |= 0b10 << 62 | secrets.randbits(62)
+    return f"{prefix}_{value:032x}"

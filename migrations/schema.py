@@ -599,6 +599,8 @@ quota_counters = Table(
     # Number of times that a soft or shadow policy admitted or extended a request that a hard policy would have refused.
     Column("exceeded", BigInteger, nullable=False),
     Column("refilled_us", BigInteger, nullable=False),
+    # When the event was written that this budget is nearly used up. NULL if it has not been written in this window.
+    Column("announced_us", BigInteger, nullable=True),
 )
 
 # Running requests, and recovered requests that can still be corrected. Settled requests are in usage_events.
@@ -786,6 +788,64 @@ audit_log = Table(
     Column("changes", JSON, nullable=False),
     Index("ix_audit_log_tenant_id_id", "tenant_id", "id"),
     Index("ix_audit_log_target_id", "target", "id"),
+)
+
+# What happened to tenants' adapters and budgets. Kept for a limited time.
+events = Table(
+    "events",
+    metadata,
+    Column("id", ID, primary_key=True),
+    # The kind of event, such as `alias.moved`.
+    Column("type", String(40), nullable=False),
+    # Not foreign keys, because events outlive their subjects.
+    Column("tenant_id", ID, nullable=False),
+    # NULL if the event concerns no adapter.
+    Column("adapter_id", ID, nullable=True),
+    Column("created_us", BigInteger, nullable=False),
+    Column("data", JSON, nullable=False),
+    # The event's number among all events, and among those of its tenant. NULL until a server numbers the event, after
+    # the transaction that wrote it. See platform/events/event_log.py.
+    Column("position", BigInteger, nullable=True, unique=True),
+    Column("sequence", BigInteger, nullable=True),
+    Index("ix_events_tenant_id_sequence", "tenant_id", "sequence"),
+    Index("ix_events_created_us", "created_us"),
+    Index(
+        "ix_events_unnumbered",
+        "id",
+        postgresql_where=text("position IS NULL"),
+        sqlite_where=text("position IS NULL"),
+    ),
+)
+
+# The highest numbers given to events: of each tenant, and of all events (`all`).
+event_heads = Table(
+    "event_heads",
+    metadata,
+    Column("tenant_id", ID, primary_key=True),
+    Column("number", BigInteger, nullable=False),
+)
+
+webhooks = Table(
+    "webhooks",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    Column("url", String(2000), nullable=False),
+    # The types of events to deliver. null stands for all.
+    Column("types", JSON, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    # The tenant's number of the last event that was delivered or skipped.
+    Column("sequence", BigInteger, nullable=False),
+    # Failed attempts since the last delivery, when the next attempt is due, and why the last one failed.
+    Column("num_failures", Integer, nullable=False),
+    Column("due_us", BigInteger, nullable=False),
+    Column("last_error", String(200), nullable=True),
+    Column("delivered_us", BigInteger, nullable=True),
+    Column("claimed_by", ID, nullable=True),
+    Column("claim_expires_us", BigInteger, nullable=True),
+    Index("ix_webhooks_tenant_id_id", "tenant_id", "id"),
+    CheckConstraint("state IN ('active', 'disabled')", name="state"),
 )
 
 idempotency_keys = Table(

@@ -36,6 +36,7 @@ from loramux.adapter_store.registry.records import (
 from loramux.adapter_store.registry.registry import StockLimits, lock_adapter, select_versions, version_of
 from loramux.adapter_store.registry.version_files import delete_further_files, replace_further_files
 from loramux.migrations.database import Database
+from loramux.migrations.events import EventType, note_event
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_aliases, adapter_versions, adapters, uploads
 
@@ -209,6 +210,7 @@ class VersionClaims:
             self._change(connection, version.id, {"state": "ready", "ready_us": now_us, **_NO_CLAIM})
             digest = select(adapter_versions.c.digest).where(adapter_versions.c.id == version.id)
             _refuse_quarantined(connection, version.adapter_id, connection.execute(digest).scalar_one())
+            self._note_event(connection, version.id, "version.ready")
             aliases = adapter_aliases.c
             default = select(aliases.name).where(
                 aliases.adapter_id == version.adapter_id, aliases.name == DEFAULT_ALIAS
@@ -223,8 +225,17 @@ class VersionClaims:
         nothing = dict.fromkeys(unset)
         with self._database.write() as connection:
             self._change(connection, version_id, {"state": "rejected", "report": dict(report), **nothing, **_NO_CLAIM})
+            self._note_event(connection, version_id, "version.rejected", error=report.get("error"))
             delete_further_files(connection, version_id)
             forget_verdicts(connection, version_id)
+
+    def _note_event(self, connection: Connection, version_id: str, kind: EventType, **others: object) -> None:
+        columns = adapter_versions.c
+        query = select(columns.adapter_id, columns.number, columns.digest, adapters.c.tenant_id).join(adapters)
+        row = connection.execute(query.where(columns.id == version_id)).one()
+        data = {"version_id": version_id, "version": row.number, "digest": row.digest, **others}
+        now_us = self._database.now_us(connection)
+        note_event(connection, now_us, kind, data, tenant_id=row.tenant_id, adapter_id=row.adapter_id)
 
     def _change(self, connection: Connection, version_id: str, values: Mapping[str, Any]) -> None:
         columns = adapter_versions.c

@@ -31,6 +31,7 @@ from loramux.adapter_store.registry.records import (
 from loramux.adapter_store.registry.registry import MAX_VERSION, SLUG, check_slug, is_identifier, lock_adapter, owner_of
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
+from loramux.migrations.events import note_event
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
 from loramux.migrations.schema import (
@@ -296,6 +297,9 @@ def change_alias(
     alias = Alias(name, revision, ordered, now_us, required_eval, canary)
     changed = {"before": _shown(before), "after": _shown(alias)}
     audit(connection, now_us, f"alias.{action}", f"{adapter_id}:{name}", tenant_id=owner_of(adapter_id), **changed)
+    weights = {str(target.number): target.weight for target in ordered}
+    moved = {"alias": name, "action": action, "revision": revision, "targets": weights}
+    note_event(connection, now_us, "alias.moved", moved, tenant_id=owner_of(adapter_id), adapter_id=adapter_id)
     return alias
 
 

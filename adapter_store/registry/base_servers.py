@@ -54,6 +54,10 @@ class OwnServer:
         self._id = new_id("srv")
         self._address = address[:_MAX_ADDRESS_CHARS]
 
+    @property
+    def id(self) -> str:
+        return self._id
+
     def report(self, is_draining: bool) -> None:
         """Record that the server is running. Registers the base again if it was forgotten in the meantime."""
         columns = base_servers.c

@@ -91,9 +91,11 @@ class AdminClient:
         return self._send("GET", path, params=_given(params)).text
 
     @contextmanager
-    def stream(self, path: str) -> Iterator[Iterator[bytes]]:
+    def stream(
+        self, path: str, headers: Mapping[str, str] | None = None, **params: object
+    ) -> Iterator[Iterator[bytes]]:
         try:
-            with self._http.stream("GET", path) as response:
+            with self._http.stream("GET", path, headers=headers, params=_given(params)) as response:
                 if not response.is_success:
                     response.read()
                     raise refusal_of(response)

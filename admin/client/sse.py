@@ -22,7 +22,14 @@ class EventReader:
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of the events whose lines end in `data`. Raises StreamTooLong."""
+        return [value for name, value in self.feed_fields(data) if name == b"data"]
+
+    def feed_fields(self, data: bytes) -> list[tuple[bytes, bytes]]:
+        """Return the names and values of the fields whose lines end in `data`. An empty line, which ends an event, has
+        an empty name, and so has a comment. Raises StreamTooLong.
+        """
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_EVENT_BYTES:
             raise StreamTooLong(f"the server sends a line of more than {MAX_EVENT_BYTES >> 20} MiB")
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        fields = [line.partition(b":") for line in lines]
+        return [(name.rstrip(b"\r"), value.strip()) for name, _, value in fields]

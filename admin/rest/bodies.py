@@ -12,11 +12,13 @@ from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, KEPT
 from loramux.adapter_store.registry.evals import PPM, safe_name
 from loramux.adapter_store.registry.records import CanaryRule, RequiredEval
 from loramux.adapter_store.registry.registry import MAX_VERSION
+from loramux.migrations.events import EventType
 from loramux.platform.accounts.tenants import MAX_FLOOR_BYTES, MAX_RESPONSE_DAYS, MAX_WEIGHT
 from loramux.platform.bodies.request_body import parse_body, read_body
 from loramux.platform.bodies.sampling_fields import MAX_MODEL_NAME
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.evals.cases import MAX_FILE_BYTES
+from loramux.platform.events.webhooks import MAX_URL
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_LIFETIME_S = 10 * 366 * 86_400
@@ -199,6 +201,14 @@ class TrafficWeights(_Body):
         if len(weights) < len(self.weights):
             raise InvalidRequest("a base is listed twice", param="weights", code="invalid_weights")
         return weights
+
+
+class NewWebhook(_Body):
+    """A webhook. `types` are the types of events to deliver, or null for all. A tenant's key can omit the `tenant`."""
+
+    url: str = Field(min_length=1, max_length=MAX_URL, examples=["https://hooks.example.com/loramux"])
+    tenant: str | None = None
+    types: list[EventType] | None = Field(default=None, min_length=1, max_length=16, examples=[["version.ready"]])
 
 
 class Rollback(_Body):

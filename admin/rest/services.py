@@ -32,6 +32,10 @@ from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.batches.every_batch import EveryBatch
 from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.events.event_feed import EventFeed
+from loramux.platform.events.event_log import EventLog
+from loramux.platform.events.webhook_sender import WebhookSender
+from loramux.platform.events.webhooks import Webhooks
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.generation.running_requests import LiveRequests, NoLiveRequests
@@ -77,6 +81,10 @@ PUSHES_AT_ONCE = 2
 """Maximum number of pushes of at most LARGE_PUSH_BYTES that are validated at a time."""
 MAX_DOWNLOADS = 8
 """Maximum concurrent file downloads. Each keeps a copy on disk while its client reads."""
+MAX_EVENT_STREAMS = 200
+"""Maximum number of open streams of events. An idle stream costs only its connection."""
+MAX_EVENT_STREAMS_EACH = 10
+"""Maximum number of open streams of events per tenant."""
 MAX_DOWNLOADS_EACH = 4
 """Maximum concurrent file downloads per tenant."""
 
@@ -148,6 +156,20 @@ class UsageServices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventServices:
+    log: EventLog
+    feed: EventFeed
+    webhooks: Webhooks
+    sender: WebhookSender
+
+    @classmethod
+    def over(cls, database: Database, executor: Executor, sender: WebhookSender) -> EventServices:
+        log = EventLog(database)
+        feed = EventFeed(lambda: call_on(executor, log.advance))
+        return cls(log=log, feed=feed, webhooks=Webhooks(database), sender=sender)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineServices:
     client: EngineClient
     loads: AdapterLoads
@@ -180,6 +202,9 @@ class AdminSlots:
     reports: TransferSlots = field(
         default_factory=lambda: TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH, REPORTS_REST)
     )
+    event_streams: TransferSlots = field(
+        default_factory=lambda: TransferSlots("event_streams", MAX_EVENT_STREAMS, MAX_EVENT_STREAMS_EACH)
+    )
     exports: TransferSlots = field(default_factory=lambda: TransferSlots("exports", MAX_EXPORTS, MAX_EXPORTS_EACH))
 
 
@@ -195,6 +220,7 @@ class AdminServices:
     adapters: AdapterServices
     usage: UsageServices
     engine: EngineServices
+    events: EventServices
     idempotency_keys: IdempotencyKeys
     metrics: GatewayMetrics
     metrics_token: str | None

@@ -336,6 +336,14 @@ class Settings(ModelSettings):
     """Disk space for settlements that wait while the database is unavailable."""
     max_file_bytes: Annotated[ByteSize, Field(ge=1 << 10)] = ByteSize(200 << 20)
     """Largest file that a tenant can upload for a batch."""
+    event_days: Annotated[int, Field(ge=1, le=90)] = 7
+    """How long [events](events.md) are kept, in days."""
+    budget_event_percent: Annotated[int, Field(ge=1, le=100)] = 80
+    """Share of a budget, in percent, whose use is reported as an [event](events.md), once per day or month."""
+    webhook_private_targets: bool = False
+    """Let [webhooks](events.md#webhooks) use http, and call private addresses and this machine. Tenants choose the
+    targets, so this is safe only if they may call all that the server can reach.
+    """
     log_format: Literal["console", "json"] = "console"
     log_answers: bool = False
     traces: Literal["off", "file", "otlp"] = "off"

@@ -12,11 +12,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loramux.adapter_store.errors import StoreError
 from loramux.admin.console.app import create_console, to_console
 from loramux.admin.rest.access import READER
-from loramux.admin.rest.accounts import api_keys, audit_log, tenants
+from loramux.admin.rest.accounts import api_keys, audit_log, tenants, webhooks
 from loramux.admin.rest.adapters import (
     adapters,
     aliases,
     evals,
+    events,
     grants,
     jobs,
     models,
@@ -62,6 +63,8 @@ ROUTERS = (
     usage,
     costs,
     audit_log,
+    events,
+    webhooks,
     engine_state,
     server,
 )

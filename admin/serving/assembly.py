@@ -42,12 +42,14 @@ from loramux.admin.rest.services import (
     AdapterServices,
     AdminServices,
     EngineServices,
+    EventServices,
     UsageServices,
 )
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
 from loramux.admin.server.settings import Settings
 from loramux.admin.serving.app import create_admin_app
+from loramux.admin.serving.event_upkeep import EventUpkeep
 from loramux.admin.serving.gateway_assembly import (
     NUM_THREADS,
     GatewayStores,
@@ -73,6 +75,8 @@ from loramux.platform.batches.room import RoomLimits
 from loramux.platform.batches.runner import BatchRunner
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.evals.runner import EvalRunner
+from loramux.platform.events.webhook_runner import MAX_DELIVERIES, WebhookRunner
+from loramux.platform.events.webhook_sender import WebhookSender
 from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.listener.app import create_openai_app
@@ -120,8 +124,10 @@ class Assembled:
     gateway_app: FastAPI
     admin_app: FastAPI
     upkeep: Upkeep
+    events: EventUpkeep
     evals: EvalRunner
     batches: BatchRunner
+    webhooks: WebhookRunner
     sharing: Sharing | ClusterSharing | None
     base_id: str
     own_server: OwnServer
@@ -196,15 +202,20 @@ def assemble(
             sharing=sharing,
             executor=admin_executor,
             report_executor=report_executor,
+            resolver=stack.enter_context(ThreadPoolExecutor(MAX_DELIVERIES, thread_name_prefix="webhooks")),
             is_loopback=is_loopback,
         )
         admin_app = create_admin_app(admin, settings.admin_root_path)
+        events = EventUpkeep(admin, own_server.id, settings.event_days, settings.budget_event_percent)
         upkeep = Upkeep(admin)
         evals = EvalRunner(gateway, EvalClaims(database), metrics.evals)
         room = RoomLimits(capacity=(lambda: config.max_sequences) if sharing is None else sharing.capacity)
         batches = BatchRunner(gateway, kept.files, BatchQueue(database), metrics.batches, room)
+        webhooks = WebhookRunner(database, admin.call, admin.events.feed, admin.events.sender, metrics.events)
         base_id = stores.base_id
-        yield Assembled(gateway, gateway_app, admin_app, upkeep, evals, batches, sharing, base_id, own_server)
+        yield Assembled(
+            gateway, gateway_app, admin_app, upkeep, events, evals, batches, webhooks, sharing, base_id, own_server
+        )
 
 
 def open_stores(
@@ -294,9 +305,12 @@ def open_admin(
     sharing: Sharing | ClusterSharing | None,
     executor: Executor,
     report_executor: Executor,
+    resolver: Executor,
     is_loopback: bool,
 ) -> AdminServices:
-    """Open the services behind the admin routes. `executor` and `report_executor` run their blocking calls."""
+    """Open the services behind the admin routes. `executor` and `report_executor` run their blocking calls, and
+    `resolver` looks up the hosts of webhooks.
+    """
     database = stores.database
     export = VersionExport(database, stores.blobs, directory.scratch)
     # Both listeners use the same tenants and keys, so that a change also clears the caches that requests use.
@@ -324,6 +338,7 @@ def open_admin(
             disk_tier=Path(config.cache_dir),
             live=gateway.run.requests,
         ),
+        events=EventServices.over(database, executor, WebhookSender(resolver, settings.webhook_private_targets)),
         idempotency_keys=IdempotencyKeys(database),
         metrics=gateway.metrics,
         metrics_token=revealed(settings.metrics_token),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from loramux.adapter_store.tiers.staged_adapter import NotStaged, StagedAdapter
+from loramux.engine.adapters.adapter_changes import AdapterChanges
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.page_copier import Copier
 from loramux.engine.adapters.slot_tables import TableWriter
@@ -77,6 +78,7 @@ class AdapterPool:
         self._demand = PoolDemand()
         self.on_residency = on_residency
         """Called with an adapter's digest, and True when it becomes resident or False when it stops being usable."""
+        self.changes = AdapterChanges()
         self.num_slots = num_slots
         self.num_pinned_pages = 0
         self.num_loads = 0
@@ -243,6 +245,7 @@ class AdapterPool:
         del self._loads[load.digest]
         self._give_back(load)
         self.on_residency(load.digest, False)
+        self.changes.note(load.digest, "evicted")
         self.num_evictions += 1
 
     def _take(self, load: AdapterLoad, staged: StagedAdapter) -> str | None:
@@ -270,6 +273,7 @@ class AdapterPool:
         load.phase = AdapterPhase.RESIDENT
         self.num_loads += 1
         self.on_residency(load.digest, True)
+        self.changes.note(load.digest, "loaded")
         self._rest(load)
 
     def _place(self) -> None:

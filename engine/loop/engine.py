@@ -526,6 +526,7 @@ class Engine:
             return
         for digest in sorted(digests):
             self._strikes.strike(digest)
+            self._adapters.changes.note(digest, "struck")
             self._prefixes.purge(digest)
             self._calls.evict_when_idle(digest)
         for sequence in self._scheduler.running:
@@ -587,7 +588,7 @@ class Engine:
             self._end(sequence, "error", "invalid_request", message)
 
     def stats(self, request: StatsRequest) -> Stats:
-        return self._stats.snapshot(request.call_id, request.with_tiers)
+        return self._stats.snapshot(request.call_id, request.with_tiers, request.changes_after)
 
     def check_integrity(self) -> None:
         """Assert that no page is lost: without live sequences, only adapters and the prefix cache may own pages."""

@@ -107,7 +107,7 @@ class EngineStats:
     def count_completion_tokens(self, num_tokens: int) -> None:
         self._completion_tokens += num_tokens
 
-    def snapshot(self, call_id: str, with_tiers: bool = False) -> Stats:
+    def snapshot(self, call_id: str, with_tiers: bool = False, changes_after: int | None = None) -> Stats:
         resident = [load for load in self._adapters.loads() if load.phase is AdapterPhase.RESIDENT]
         return Stats(
             call_id=call_id,
@@ -158,6 +158,7 @@ class EngineStats:
             ),
             grammars=self._grammars(),
             tiers=self._contents() if with_tiers else (),
+            changes=() if changes_after is None else self._adapters.changes.after(changes_after),
         )
 
     def _waiting(self) -> Waiting:

@@ -204,9 +204,12 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StatsRequest(EngineCall["Stats"], frozen=True, kw_only=True, tag=True):
-    """Request Stats. `with_tiers` adds the contents of the host and disk tiers, which takes longer."""
+    """Request Stats. `with_tiers` adds the contents of the host and disk tiers, which takes longer. `changes_after`
+    adds the changes to adapters with higher numbers.
+    """
 
     with_tiers: bool = False
+    changes_after: int | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -311,6 +314,15 @@ class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
     is_pinned: bool = False
     idle_s: float = 0.0
     """Seconds since a sequence last used the adapter. 0 while a sequence uses it."""
+
+
+class AdapterChange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """`kind` is `loaded`, `evicted` (also by an unload) or `struck` (the adapter produced non-finite values)."""
+
+    number: int
+    """Higher than the numbers of earlier changes, and of those of earlier engines on this machine."""
+    digest: str
+    kind: str
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -425,6 +437,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     grammars: GrammarCounts = GrammarCounts()
     tiers: tuple[TierContents, ...] = ()
     """Contents of the tiers. Empty unless the request sets `with_tiers`."""
+    changes: tuple[AdapterChange, ...] = ()
+    """The last changes to adapters, oldest first. Empty unless the request sets `changes_after`."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -337,7 +337,8 @@ def _delete_rows(connection: Connection, tenant_id: str, now_us: int) -> None:
         delete(lines).where(lines.c.batch_id.in_(select(batches.c.id).where(batches.c.tenant_id == tenant_id)))
     )
     stored = (schema.responses, schema.chat_completions, schema.conversations)
-    owned = (batches, schema.files, policies, schema.api_keys, schema.adapter_grants, *stored)
+    told = (schema.webhooks, schema.events, schema.event_heads)
+    owned = (batches, *told, schema.files, policies, schema.api_keys, schema.adapter_grants, *stored)
     for table in owned:
         connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
     connection.execute(delete(schema.tenants).where(schema.tenants.c.id == tenant_id))

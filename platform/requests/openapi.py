@@ -82,6 +82,12 @@ def answers(document: type | UnionType, event: str = "") -> Responses:
     return {200: {"model": document, "content": {"text/event-stream": stream}}}
 
 
+def answers_events(kind: str) -> Responses:
+    """For `responses`: a stream of events of some types, such as `kind`."""
+    example = f'id: 7\nevent: {kind}\ndata: {{"object": "event", "type": "{kind}", "sequence": 7}}\n\n'
+    return {200: {"content": {"text/event-stream": {"schema": {"type": "string"}, "example": example}}}}
+
+
 def answers_rows(document: type | None = None) -> Responses:
     """For `responses`: a report as CSV, newline-delimited JSON or, with `document`, a JSON document."""
     rows: Json = {"schema": {"type": "string"}, "example": "start_us,end_us,tenant,requests\n"}

@@ -70,6 +70,7 @@ _PREFIXES: Mapping[str, str] = {
     "eval": "evl",
     "file": "fil",
     "batch": "bat",
+    "webhook": "whk",
 }
 _BY_NAME: Mapping[str, Any] = {
     "id": f"ada_{_HEX}",
@@ -84,6 +85,10 @@ _BY_NAME: Mapping[str, Any] = {
     "file_id": f"fil_{_HEX}",
     "input_file_id": f"fil_{_HEX}",
     "batch_id": f"bat_{_HEX}",
+    "webhook_id": f"whk_{_HEX}",
+    "last-event-id": "7",
+    "adapter": f"ada_{_HEX}",
+    "types": ["version.ready"],
     "filename": "requests.jsonl",
     "request_id": f"req_{_HEX}",
     "quota_id": f"qta_{_HEX}",

@@ -15,6 +15,7 @@ from loramux.platform.telemetry.package_metrics import (
     ApiMetrics,
     BatchMetrics,
     EvalMetrics,
+    EventMetrics,
     GenerationMetrics,
     GrammarMetrics,
     IngestMetrics,
@@ -44,6 +45,7 @@ class GatewayMetrics:
         self.evals = EvalMetrics(new)
         self.batches = BatchMetrics(new)
         self.responses = ResponseMetrics(new)
+        self.events = EventMetrics(new)
         self.listeners = ListenerMetrics(new)
 
     def render(self) -> bytes:

@@ -213,6 +213,24 @@ class BatchMetrics:
         )
 
 
+class EventMetrics:
+    def __init__(self, new: NewMetrics) -> None:
+        self.streams = new.gauge("loramux_event_streams", "Open streams of events")
+        self._deliveries = new.counter(
+            "loramux_webhook_deliveries",
+            "Attempts to deliver an event to a webhook, by outcome",
+            "outcome",
+            values=("delivered", "failed"),
+        )
+        self._delivery_seconds = new.histogram(
+            "loramux_webhook_delivery_seconds", "Duration of an attempt to deliver an event", SECONDS
+        )
+
+    def count_delivery(self, is_delivered: bool, seconds: float) -> None:
+        self._deliveries.labels("delivered" if is_delivered else "failed").inc()
+        self._delivery_seconds.observe(seconds)
+
+
 class ResponseMetrics:
     def __init__(self, new: NewMetrics) -> None:
         self.background = new.counter(

@@ -26,6 +26,7 @@ from loramux.admin.rest.services import (
     AdminServices,
     AdminSlots,
     EngineServices,
+    EventServices,
     UsageServices,
 )
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
@@ -39,6 +40,7 @@ from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.events.webhook_sender import WebhookSender
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
@@ -115,6 +117,8 @@ def open_admin_side(
                     model_source=MODEL_SOURCE,
                 ),
             ),
+            # Webhooks may call this machine, so that tests can receive them.
+            events=EventServices.over(database, executor, WebhookSender(executor, allows_private=True)),
             idempotency_keys=IdempotencyKeys(database),
             metrics=GatewayMetrics(),
             metrics_token=None,

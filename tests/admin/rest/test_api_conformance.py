@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from loramux.admin.rest.adapters import events
 from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
 from loramux.platform.listener.app import OPENAI_DOCUMENT
 from tests.adapter_store.validation.hostile import TARGET
@@ -20,6 +21,13 @@ from tests.admin.rest.api_stock import ApiStock
 
 CASES = int(os.environ.get("LORAMUX_API_CASES", "20000"))
 SEED = int(os.environ.get("LORAMUX_API_SEED", "1"))
+
+
+@pytest.fixture(autouse=True)
+def short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End streams of events at once, because the calls wait for the end of a response."""
+    monkeypatch.setattr(events, "LIFETIME_S", 0.01)
+    monkeypatch.setattr(events, "HEARTBEAT_S", 0.01)
 
 
 @pytest.mark.parametrize("listener", ["admin", "openai"])

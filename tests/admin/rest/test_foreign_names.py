@@ -51,6 +51,9 @@ async def stock(http: httpx.AsyncClient, admin_side: AdminSide) -> Stock:
         "key": key["id"],
         "quota": quota["id"],
         "batch": add_batch(admin_side.services.database, made["globex"], key["id"]),
+        "webhook": (
+            await http.post("/admin/v1/webhooks", json={"tenant": "globex", "url": "https://hooks.example.com"})
+        ).json()["id"],
         "request": begin_request(admin_side, made["globex"], key["id"], "globex/secret@1", 1),
     }
     unknown = {kind: new_id(value[:3]) for kind, value in foreign.items()}
@@ -104,6 +107,13 @@ CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("GET", "/requests/{request}", None),
     ("POST", "/requests/{request}/cancel", None),
     ("GET", "/audit_log?tenant={slug}", None),
+    ("GET", "/events?tenant={slug}", None),
+    ("GET", "/events?adapter={adapter}", None),
+    ("GET", "/webhooks?tenant={slug}", None),
+    ("GET", "/webhooks/{webhook}", None),
+    ("DELETE", "/webhooks/{webhook}", None),
+    ("POST", "/webhooks/{webhook}/test", None),
+    ("POST", "/webhooks", {"tenant": "{slug}", "url": "https://hooks.example.com"}),
     ("GET", "/prices?tenant={slug}", None),
     ("GET", "/usage/events?tenant={slug}", None),
 ]

@@ -67,14 +67,17 @@ ELSEWHERE = {
     ("POST", f"{_ADAPTER}/versions/{{number}}/unpin"): "version.unpin",
     ("POST", "/admin/v1/requests/{request_id}/cancel"): "request.cancel",
     ("POST", "/admin/v1/batches/{batch_id}/cancel"): "batch.cancel",
+    ("POST", "/admin/v1/webhooks"): "webhook.create",
+    ("DELETE", "/admin/v1/webhooks/{webhook_id}"): "webhook.delete",
 }
 CHANGES_NOTHING = {
-    # Not audited: upload routes (only creating the version is audited), a cache hint, and a dry run.
+    # Not audited: upload routes (only creating the version is audited), a cache hint, a dry run, and a test.
     ("POST", f"{_ADAPTER}/uploads"),
     ("DELETE", f"{_ADAPTER}/uploads/{{upload_id}}"),
     ("PUT", f"{_ADAPTER}/uploads/{{upload_id}}/files/{{name}}"),
     ("POST", f"{_ADAPTER}/versions/{{number}}/preload"),
     ("POST", "/admin/v1/quotas/check"),
+    ("POST", "/admin/v1/webhooks/{webhook_id}/test"),
 }
 
 

@@ -1,0 +1,80 @@
+"""`loramux watch`: what happens to adapters and budgets, as it happens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loramux.admin.commands.options import AnyTenant, AsJson
+from loramux.admin.commands.output import connected, shown_time
+
+if TYPE_CHECKING:
+    from loramux.admin.client.client import Document
+
+
+def watch(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="TENANT/ADAPTER", help="Only events of this adapter.", show_default=False),
+    ] = None,
+    tenant: AnyTenant = None,
+    types: Annotated[
+        list[str] | None,
+        typer.Option("--type", help="Only this type, such as alias.moved; repeatable.", show_default=False),
+    ] = None,
+    after: Annotated[
+        int | None,
+        typer.Option(min=0, help="Begin after this number (default: with the next event).", show_default=False),
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this many events (default: never).", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print events as they happen, one per line. With --json, each line is a JSON object."""
+    from loramux.admin.client.followed_events import follow
+    from loramux.admin.client.named_adapter import find_named
+
+    def note_broken(reason: str) -> None:
+        print(f"loramux: {reason}; trying again", file=sys.stderr)
+
+    with connected(as_json) as client:
+        adapter_id = None if model is None else find_named(client, model).document["id"]
+        if model is not None and tenant is None:
+            tenant = model.partition("/")[0]
+        wanted: dict[str, Any] = {"tenant": tenant, "adapter": adapter_id, "types": ",".join(types) if types else None}
+        for event in islice(follow(client, after, note_broken, **wanted), count):
+            print(json.dumps(event, ensure_ascii=False) if as_json else _line(event), flush=True)
+
+
+def _line(event: Document) -> str:
+    from loramux.admin.client.safe_text import safe_text
+
+    if event["type"] == "events.expired":
+        return f"the events after number {event['after']} are no longer kept"
+    subject = event["model"] or event["tenant"] or event["tenant_id"]
+    words = (shown_time(event["created_at"]), event["sequence"], event["type"], subject, _details(event))
+    return safe_text("  ".join(str(word) for word in words)).replace("\n", " ")
+
+
+def _details(event: Document) -> str:
+    data = event["data"]
+    match event["type"]:
+        case "version.ready":
+            return f"version {data['version']}"
+        case "version.rejected":
+            return f"version {data['version']}: {(data.get('error') or {}).get('message')}"
+        case "alias.moved":
+            targets = data["targets"]
+            return f"{data['alias']} -> " + ", ".join(
+                f"version {number}" + (f" ({weight})" if len(targets) > 1 else "") for number, weight in targets.items()
+            )
+        case "budget.threshold":
+            return f"{data['metric']} of {data['subject_id']}: {data['percent']} % of {data['limit']}"
+        case "adapter.loaded" | "adapter.evicted" | "adapter.struck":
+            return f"version {data['version']} on {data['server']}"
+    return json.dumps(data, ensure_ascii=False)

@@ -1,0 +1,1 @@
+"""Events of tenants: their numbers, their streams, and their delivery to webhooks."""
