@@ -146,7 +146,7 @@ class GpuKernels(GpuLora):
         if contiguous_attention is None and has_flash_attention(pool.raw.device, pool.kv.dtype):
             contiguous_attention = flash_attention
         self._contiguous_attention = contiguous_attention
-        self._counters = [torch.zeros(MIN_COUNTERS, dtype=torch.int32, device=pool.raw.device)]
+        self._attention_counters = [torch.zeros(MIN_COUNTERS, dtype=torch.int32, device=pool.raw.device)]
         self.outer = GpuLora(pool.flat, pdl=pdl)
         if num_processors is None:
             # Triton's interpreter runs one program after another.
@@ -156,7 +156,7 @@ class GpuKernels(GpuLora):
         self._num_processors = num_processors
         self.max_fused_rows = MAX_ROWS if fuses else 0
         # Launches use the counters one after another, and leave them at 0.
-        self._counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=pool.raw.device)
+        self._fused_counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=pool.raw.device)
 
     def rotate_and_store(
         self,
@@ -202,9 +202,9 @@ class GpuKernels(GpuLora):
         """At least `count` counters, all zero between launches. A captured graph keeps using the ones of its capture,
         so smaller ones are kept. Steps warm up with the largest shape, and before they are captured.
         """
-        if self._counters[-1].numel() < count:
-            self._counters.append(torch.zeros(count, dtype=torch.int32, device=self._pool.raw.device))
-        return self._counters[-1]
+        if self._attention_counters[-1].numel() < count:
+            self._attention_counters.append(torch.zeros(count, dtype=torch.int32, device=self._pool.raw.device))
+        return self._attention_counters[-1]
 
     def _contiguous_kv(
         self,
@@ -231,7 +231,7 @@ class GpuKernels(GpuLora):
         plan = linear_plan(call.group, elements, x.shape[0], x.dtype.itemsize, self._num_processors)
         planes = self.lora_planes(call, x.shape[0])
         lora_shrink(self._pool, x, call, planes, pdl=self._pdl, may_start_early=False)
-        return lora_linear(self._pool, x, weight, bias, planes, call, slots, plan, self._counters, pdl=self._pdl)
+        return lora_linear(self._pool, x, weight, bias, planes, call, slots, plan, self._fused_counters, pdl=self._pdl)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)
