@@ -39,6 +39,7 @@ from loramux.admin.rest.services import (
     AdapterServices,
     AdminServices,
     EngineServices,
+    EventServices,
     UsageServices,
 )
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
@@ -55,6 +56,7 @@ from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.events.webhook_sender import WebhookSender
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
@@ -103,6 +105,7 @@ def open_services(database: Database, world: World) -> Iterator[AdminServices]:
                 requests=RequestsInFlight(database),
                 self_check=SelfCheck(database=database, blobs=blobs, engine=engine, data_dir=root, served_name="base"),
             ),
+            events=EventServices.over(database, executor, WebhookSender(executor, allows_private=False)),
             idempotency_keys=IdempotencyKeys(database),
             metrics=GatewayMetrics(),
             metrics_token=None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Float, Row, cast, func, select, update
@@ -56,7 +55,7 @@ class BudgetEvents:
                 )
                 .limit(AT_ONCE)
             )
-            found: Sequence[Row[Any]] = connection.execute(query).all()
+            found: list[Row[Any]] = list(connection.execute(query))
         return sum(self._announce(row) for row in found)
 
     def _announce(self, row: Row[Any]) -> bool:

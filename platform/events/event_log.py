@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,7 @@ class EventLog:
         if since_us:
             query = query.where(events.c.created_us >= since_us)
         with self._database.read() as connection:
-            rows: Sequence[Row[Any]] = connection.execute(query.order_by(number).limit(limit)).all()
+            rows: list[Row[Any]] = list(connection.execute(query.order_by(number).limit(limit)))
         return [_event(row) for row in rows]
 
     def sweep(self, kept_days: int) -> int:
