@@ -129,6 +129,12 @@ class AdapterPool:
         """True if an adapter is being copied. Its pages cannot be evicted until it is resident."""
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
+    @property
+    def has_slot(self) -> bool:
+        """True if a slot is free, or an idle adapter has one."""
+        resident = (one for one in self._loads.values() if one.phase is AdapterPhase.RESIDENT)
+        return bool(self._free_slots) or any(one.num_users == 0 for one in resident)
+
     def must_yield_slot(self, load: AdapterLoad, position: int) -> bool:
         """True if this adapter has the fewest users of all unpinned adapters, no slot is free, and a sequence before
         `position` needs a slot.

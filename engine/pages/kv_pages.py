@@ -119,6 +119,11 @@ class KvPages:
             num_pages += -(-end // group.page_tokens) - prefix.num_tokens // group.page_tokens
         return num_pages
 
+    def num_pages(self, sequence: Sequence) -> int:
+        """Number of pages that a sequence holds, including those that it shares."""
+        tables = zip(sequence.tables, self._groups, strict=True)
+        return sum(len(table.blocks) // group.num_blocks for table, group in tables) + len(sequence.state_pages)
+
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start the sequence with the prefix that `find_prefix` has just found."""
         assert not any(table.blocks for table in sequence.tables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -25,7 +26,7 @@ QUIET_STEPS = 100
 """Number of steps without other sequences after which background sequences fill the step."""
 
 MAX_YIELDS = 16
-"""Maximum number of consecutive steps in which background sequences do not take part because of other prompts."""
+"""Maximum number of consecutive steps in which running background sequences do not take part because of others."""
 
 _row_place = attrgetter("sequence.row_place")
 
@@ -68,8 +69,8 @@ class Scheduler:
     with the youngest sequence. Within the share, it is the youngest of the sequences with the lowest priority.
 
     Background sequences use what the others leave free. They take no part in a step that computes another sequence's
-    prompt, and have few rows while others run. They are preempted first for pages, and also when another sequence
-    needs a sequence slot, or room for its adapter.
+    prompt, and have few rows while others run, but those they get at least once in MAX_YIELDS + 1 steps. They are
+    preempted first for pages, and also when that gives another sequence a sequence slot, or its adapter room.
     """
 
     def __init__(self, queue: FairQueue, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:
@@ -127,7 +128,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSequence]:
         """Choose the next step's sequences, grouped by adapter. The list is empty if nothing can run."""
         self._is_short, self._short_of_pages = False, None
-        self._make_room_for_adapters()
+        has_vacated = self._make_room_for_adapters()
         scheduled: dict[Sequence, ScheduledSequence] = {}
         ahead, behind = _Lane(), _Lane()
         for sequence in self.running:
@@ -138,11 +139,21 @@ class Scheduler:
         for position, sequence in enumerate(self._order):
             (behind if sequence.is_background else ahead).waiting.append((position, sequence))
         num_free_slots = self._limits.max_sequences - ahead.num_running - behind.num_running
-        budget = self._fill(scheduled, ahead, self._limits.max_batch_tokens, num_free_slots)
+        is_due = behind.num_running > 0 and self._num_yields >= MAX_YIELDS
+        kept = self._few_rows if is_due else 0
+        max_rows = self._limits.max_batch_tokens
+        can_free_slots = behind.num_running > 0
+        budget = self._fill(scheduled, ahead, max_rows - kept, num_free_slots, can_free_slots=can_free_slots) + kept
         self._num_quiet_steps = 0 if ahead.num_running or ahead.waiting else self._num_quiet_steps + 1
+        num_ahead = len(scheduled)
+        if has_vacated:
+            # Otherwise, the victim would immediately take its place back.
+            behind.waiting.clear()
         if behind.num_running or behind.waiting:
-            budget = min(budget, self._background_budget(scheduled))
-            self._fill(scheduled, behind, budget, self._num_free_slots())
+            budget = min(budget, self._background_budget(scheduled, is_due))
+            self._fill(scheduled, behind, budget, self._num_free_slots(), can_free_slots=False)
+        yields = behind.num_running > 0 and len(scheduled) == num_ahead
+        self._num_yields = self._num_yields + 1 if yields else 0
         return sorted(scheduled.values(), key=_row_place)
 
     def take_unfit(self) -> list[Sequence]:
@@ -192,9 +203,19 @@ class Scheduler:
         """Maximum number of tokens of one request that fit in the pool next to its adapter and the pinned adapters."""
         return self._kv.max_tokens(self._adapters.num_pages_beside(digest, num_adapter_pages))
 
-    def _fill(self, scheduled: dict[Sequence, ScheduledSequence], lane: _Lane, budget: int, num_free_slots: int) -> int:
+    def _fill(
+        self,
+        scheduled: dict[Sequence, ScheduledSequence],
+        lane: _Lane,
+        budget: int,
+        num_free_slots: int,
+        *,
+        can_free_slots: bool,
+    ) -> int:
         """Add a lane's sequences to the step: decode rows first, then prompts, each in order of admission, then waiting
         sequences. Returns what is left of `budget`.
+
+        With `can_free_slots`, sequences can begin although `num_free_slots` is 0.
         """
         num_preemptions, num_before = self.num_preemptions, len(scheduled)
         max_sequences = self._limits.max_sequences
@@ -210,7 +231,11 @@ class Scheduler:
         budget -= len(scheduled) - num_before
         # Rows that running prompts leave to new sequences, so that a short prompt does not wait for a long one.
         kept = 0
-        if num_free_slots and lane.prompts and any(self.queue.is_ready(one) for _, one in lane.waiting):
+        if (
+            (num_free_slots or can_free_slots)
+            and lane.prompts
+            and any(self.queue.is_ready(one) for _, one in lane.waiting)
+        ):
             kept = budget // NEW_SHARE
         for sequence in lane.prompts:
             num_tokens = min(sequence.num_pending, budget - kept)
@@ -231,35 +256,71 @@ class Scheduler:
                 budget = self._fill_up(scheduled, lane, budget)
         return budget
 
-    def _background_budget(self, scheduled: dict[Sequence, ScheduledSequence]) -> int:
-        """Maximum number of rows for background sequences in a step with these other sequences."""
+    @property
+    def _few_rows(self) -> int:
+        """Maximum number of rows for background sequences while others run."""
+        return max(1, self._limits.max_batch_tokens // BACKGROUND_SHARE)
+
+    def _background_budget(self, scheduled: dict[Sequence, ScheduledSequence], is_due: bool) -> int:
+        """Maximum number of rows for background sequences in a step with these other sequences. `is_due` is True if
+        they have yielded for long enough.
+        """
         has_prompts = any(
             item.num_tokens > 1 or item.sequence.num_tokens == item.sequence.num_prompt for item in scheduled.values()
         )
-        if has_prompts and self._num_yields < MAX_YIELDS:
-            self._num_yields += 1
+        if has_prompts and not is_due:
             return 0
-        self._num_yields = 0
-        max_rows = self._limits.max_batch_tokens
-        return max_rows if self._num_quiet_steps >= QUIET_STEPS else max(1, max_rows // BACKGROUND_SHARE)
+        return self._limits.max_batch_tokens if self._num_quiet_steps >= QUIET_STEPS else self._few_rows
 
-    def _make_room_for_adapters(self) -> None:
-        """Preempt a background sequence if an adapter of another sequence finds no slot or pages."""
-        for sequence in self._order:
-            if sequence.is_background:
-                return
+    def _make_room_for_adapters(self) -> bool:
+        """Preempt background sequences if that gives another sequence's adapter a slot or pages. Returns True if any
+        was preempted.
+        """
+        if self._adapters.is_copying or not any(one.is_background for one in self.running):
+            return False
+        for position, sequence in enumerate(self._order):
             load = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
-            if load is not None and load.phase is AdapterPhase.STAGED:
-                self._vacate()
-                return
+            if sequence.is_background or load is None or load.phase is not AdapterPhase.STAGED:
+                continue
+            if not self._adapters.has_slot:
+                return self._vacate_adapter()
+            can_make_room = self._adapters.reclaimer.can_make_room
+            gains = can_make_room(load.num_pages - self._background_pages(), position)
+            return gains and not can_make_room(load.num_pages, position) and self._vacate()
+        return False
 
-    def _vacate(self) -> bool:
-        """Preempt the background sequence that was admitted last. Returns False if there is none."""
-        victim = next((one for one in reversed(self.running) if one.is_background), None)
+    def _vacate_adapter(self) -> bool:
+        """Preempt all sequences of the adapter with the fewest users, of those that only background sequences use.
+        Returns False if there is none.
+        """
+        load = min(self._background_adapters(), key=lambda one: one.num_users, default=None)
+        if load is None:
+            return False
+        for sequence in [one for one in self.running if one.add.digest == load.digest]:
+            self.preempt(sequence)
+        return True
+
+    def _vacate(self, is_active: bool = False) -> bool:
+        """Preempt the background sequence that was admitted last, or the last that takes a slot if `is_active`.
+        Returns False if there is none.
+        """
+        lines = (one for one in reversed(self.running) if one.is_background)
+        victim = next((one for one in lines if not is_active or _takes_slot(one)), None)
         if victim is None:
             return False
         self.preempt(victim)
         return True
+
+    def _background_adapters(self) -> list[AdapterLoad]:
+        """The adapters that only background sequences use."""
+        num_users = Counter(one.add.digest for one in self.running if one.is_background)
+        loads = (self._adapters.find(digest) for digest in num_users if digest is not None)
+        return [load for load in loads if load is not None and load.num_users == num_users[load.digest]]
+
+    def _background_pages(self) -> int:
+        """Number of pages that preempting all background sequences makes available, or more if they share pages."""
+        num_pages = sum(self._kv.num_pages(one) for one in self.running if one.is_background)
+        return num_pages + sum(load.num_pages for load in self._background_adapters())
 
     def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], lane: _Lane, budget: int) -> int:
         """Give rows that new sequences did not use back to the running prompts. Returns what is left of `budget`."""
@@ -303,7 +364,7 @@ class Scheduler:
     def _num_free_slots(self) -> int:
         # A sequence that is paused or waits for a mask needs no slot. If all slots are taken when it resumes, it waits
         # for a free slot.
-        num_active = sum([one.num_tokens < one.num_reserved and not one.waits_for_mask for one in self.running])
+        num_active = sum([_takes_slot(one) for one in self.running])
         return self._limits.max_sequences - num_active
 
     def _short_position(self) -> int:
@@ -342,13 +403,16 @@ class Scheduler:
             prefix = self._kv.find_prefix(sequence)
             if is_midway and sequence.num_tokens - prefix.num_tokens > budget:
                 continue
-            while num_free_slots == 0 and self._vacate():
+            if num_free_slots == 0 and self._vacate(is_active=True):
                 num_free_slots = self._num_free_slots()
             if num_free_slots == 0:
                 break
             item = self._begin(sequence, entry, prefix, position, budget)
-            while item is None and not sequence.is_background and self._vacate():
-                item = self._begin(sequence, entry, prefix, position, budget)
+            if item is None and not sequence.is_background and not self._adapters.is_copying:
+                num_pages = self._num_pages_to_begin(sequence, entry, prefix, position, budget)
+                if self._adapters.can_spare(num_pages - self._background_pages(), position):
+                    while item is None and self._vacate():
+                        item = self._begin(sequence, entry, prefix, position, budget)
             if item is None:
                 self._short_of_pages = sequence
                 break
@@ -361,14 +425,11 @@ class Scheduler:
         self, sequence: Sequence, entry: AdapterLoad | None, prefix: Prefix, position: int, budget: int
     ) -> ScheduledSequence | None:
         """Start a waiting sequence with at most `budget` tokens. If there is no room, do nothing and return None."""
+        if not self._adapters.can_spare(self._num_pages_to_begin(sequence, entry, prefix, position, budget), position):
+            return None
         num_pending = sequence.num_tokens - prefix.num_tokens
         num_tokens = min(num_pending, budget)
-        # A preempted sequence resumes only if there is room for all its tokens, so that it gets further than before.
-        num_held = num_pending if sequence.has_run else num_tokens
-        num_pages = self._kv.num_pages_to_begin(prefix, num_held)
-        num_pages += self._adapters.num_pages_lost_by_using(entry, position)
-        if not self._adapters.can_spare(num_pages, position):
-            return None
+        num_held = _num_held(sequence, prefix, budget)
         if entry is not None:
             sequence.slot = self._adapters.acquire(entry)
         self._kv.attach(sequence, prefix)
@@ -381,6 +442,12 @@ class Scheduler:
         if not sequence.has_run:
             sequence.num_cached = sequence.num_computed
         return ScheduledSequence(sequence, num_tokens)
+
+    def _num_pages_to_begin(
+        self, sequence: Sequence, entry: AdapterLoad | None, prefix: Prefix, position: int, budget: int
+    ) -> int:
+        num_pages = self._kv.num_pages_to_begin(prefix, _num_held(sequence, prefix, budget))
+        return num_pages + self._adapters.num_pages_lost_by_using(entry, position)
 
     def preempt(self, sequence: Sequence) -> None:
         """Return a running sequence to the queue. Its tokens are computed again when it is admitted."""
@@ -398,3 +465,15 @@ class Scheduler:
         if sequence.slot >= 0 and sequence.add.digest is not None:
             self._adapters.release(sequence.add.digest)
         sequence.slot = -1
+
+
+def _takes_slot(sequence: Sequence) -> bool:
+    """True unless a running sequence is paused or waits for a mask."""
+    return sequence.num_tokens < sequence.num_reserved and not sequence.waits_for_mask
+
+
+def _num_held(sequence: Sequence, prefix: Prefix, budget: int) -> int:
+    """Number of tokens for which a sequence that begins needs pages."""
+    num_pending = sequence.num_tokens - prefix.num_tokens
+    # A preempted sequence resumes only if there is room for all its tokens, so that it gets further than before.
+    return num_pending if sequence.has_run else min(num_pending, budget)

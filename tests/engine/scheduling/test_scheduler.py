@@ -30,12 +30,14 @@ class Bench:
         max_batch_tokens: int = 16,
         max_sequences: int = 4,
         sizes: dict[str, int] | None = None,
+        num_slots: int = 4,
     ) -> None:
         self.pages = PagePool(num_pages)
         policy, queue = LeastRecentlyUsed(), FairQueue()
         self.stager, self.adapter_pages = MemoryStager(simulated_adapters(sizes or {})), SimulatedPages()
+        copier = tables = self.adapter_pages
         self.adapters = AdapterPool(
-            self.pages, 4, self.stager, self.adapter_pages, self.adapter_pages, policy, on_residency=queue.set_resident
+            self.pages, num_slots, self.stager, copier, tables, policy, on_residency=queue.set_resident
         )
         cache = cache_layout((None,), 64, PAGE_TOKENS)
         prefixes = PrefixCache(self.pages, policy, PAGE_TOKENS)
