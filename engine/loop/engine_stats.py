@@ -113,6 +113,8 @@ class EngineStats:
             call_id=call_id,
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
+            num_background_running=sum([one.is_background for one in self._scheduler.running]),
+            num_background_waiting=self._scheduler.queue.num_background,
             num_waiting=self._scheduler.queue.num_waiting,
             num_pages=self._pages.num_pages,
             num_free_pages=self._pages.num_free,

@@ -396,6 +396,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_steps: int
     num_running: int
     num_waiting: int
+    num_background_running: int = 0
+    """The background sequences in `num_running`. They make room for others at once."""
+    num_background_waiting: int = 0
     num_pages: int
     num_free_pages: int
     num_kv_pages: int
@@ -439,6 +442,12 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Contents of the tiers. Empty unless the request sets `with_tiers`."""
     changes: tuple[AdapterChange, ...] = ()
     """The last changes to adapters, oldest first. Empty unless the request sets `changes_after`."""
+
+    @property
+    def num_foreground(self) -> int:
+        """Number of running and waiting sequences that are not background sequences."""
+        num_background = self.num_background_running + self.num_background_waiting
+        return self.num_running + self.num_waiting - num_background
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -160,6 +160,12 @@ class FairQueue:
         """True if the sequence's adapter is resident."""
         return sequence.add.digest is None or sequence.add.digest in self._resident
 
+    @property
+    def num_background(self) -> int:
+        """Number of waiting sequences in shares of background sequences."""
+        shares = [share for share in self._active.values() if share.is_background]
+        return sum(len(share.ready) + len(share.cold) + len(share.parked) for share in shares)
+
     def set_resident(self, digest: str, is_resident: bool) -> None:
         """Mark an adapter as resident or not. Waiting sequences that need it become ready or cold."""
         if is_resident == (digest in self._resident):

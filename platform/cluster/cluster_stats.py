@@ -26,7 +26,16 @@ COUNTERS = (
     *("num_adapter_loads", "num_adapter_evictions"),
 )
 GAUGES = (
-    *("num_running", "num_waiting", "num_pages", "num_free_pages", "num_kv_pages", "num_adapter_pages"),
+    *(
+        "num_running",
+        "num_waiting",
+        "num_background_running",
+        "num_background_waiting",
+        "num_pages",
+        "num_free_pages",
+        "num_kv_pages",
+        "num_adapter_pages",
+    ),
     *("num_prefix_pages", "num_idle_prefix_pages", "num_pinned_pages", "num_slots"),
 )
 

@@ -83,10 +83,11 @@ class EngineReplica:
         return as_values(self._coarse.last if self._engine.is_ready else HeldState())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the number of running, waiting and loading sequences, and how many can run at once."""
+        """Return the number of running, waiting and loading sequences, and how many can run at once. Lines of batches
+        use what is free, so they do not count."""
         stats = await self._stats()
         if stats is not None:
-            self._last_work = stats.num_running + stats.num_waiting
+            self._last_work = stats.num_foreground
         elif not self._engine.is_ready:
             self._last_work = 0
         return {"work": float(self._last_work), "capacity": float(self._identity.capacity)}

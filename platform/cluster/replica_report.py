@@ -77,7 +77,7 @@ class CoarseState:
     def observe(self, stats: Stats) -> HeldState:
         self._last = HeldState(
             holds=summarise(one.digest for one in stats.adapters),
-            num_sequences=_coarse(stats.num_running + stats.num_waiting, self._last.num_sequences, self._sequence_step),
+            num_sequences=_coarse(stats.num_foreground, self._last.num_sequences, self._sequence_step),
             num_free_pages=_coarse(num_reclaimable_pages(stats), self._last.num_free_pages, self._page_step),
         )
         return self._last

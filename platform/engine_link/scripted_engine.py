@@ -87,7 +87,7 @@ class ScriptedEngine:
         self.extensions: list[Extend] = []
         self.aborts: list[Abort] = []
         self._num_committed = 0
-        self.num_waiting = 0
+        self.num_waiting = self.num_background_waiting = 0
         """The number of waiting sequences that the engine reports."""
         self.resident: dict[str, int] = {}
         self.pinned: set[str] = set()
@@ -192,6 +192,7 @@ class ScriptedEngine:
             num_steps=len(self.adds),
             num_running=len(self._running),
             num_waiting=self.num_waiting,
+            num_background_waiting=self.num_background_waiting,
             num_pages=self._info.num_pages,
             num_free_pages=self._info.num_pages - num_used,
             num_kv_pages=0,

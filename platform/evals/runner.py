@@ -231,7 +231,10 @@ class EvalRunner:
             except (EngineUnavailable, TimeoutError):
                 return
             has_rested = time.monotonic() >= self._rests_until_s
-            if stats.num_waiting == 0 and (has_rested or stats.num_running <= self._num_asking):
+            # An eval goes before the lines of batches.
+            num_waiting = stats.num_waiting - stats.num_background_waiting
+            num_running = stats.num_running - stats.num_background_running
+            if num_waiting == 0 and (has_rested or num_running <= self._num_asking):
                 return
             await asyncio.sleep(self._patience.look_s)
 

@@ -30,8 +30,9 @@ class OwnReplica:
         changes: dict[str, Any] = {"beat": self.row.beat + 1, "certificates": self._certificates.pem}
         if stats is not None:
             changes |= {
-                "num_running": stats.num_running,
-                "num_waiting": stats.num_waiting,
+                # Background sequences do not keep others from running here.
+                "num_running": stats.num_running - stats.num_background_running,
+                "num_waiting": stats.num_waiting - stats.num_background_waiting,
                 "num_pages": stats.num_pages,
                 "num_free_pages": num_reclaimable_pages(stats),
             }

@@ -27,6 +27,18 @@ def test_prefix_cache_hits_count_only_as_cached(simulate: Simulate) -> None:
     assert (stats.prompt_tokens, stats.cached_tokens, stats.recomputed_tokens) == (50 + 2, 48, 0)
 
 
+def test_background_sequences_are_counted_apart(simulate: Simulate) -> None:
+    simulation = simulate(max_sequences=2)
+    for number in range(5):
+        simulation.add(f"line {number}", num_prompt=4, max_tokens=20, is_background=True)
+    simulation.add("chat", num_prompt=4, max_tokens=20)
+    for _ in range(3):
+        simulation.step()
+    stats = stats_of(simulation)
+    assert (stats.num_running, stats.num_background_running) == (2, 1)
+    assert (stats.num_waiting, stats.num_background_waiting) == (4, 4)
+
+
 def test_stats_report_what_sequences_wait_for(simulate: Simulate) -> None:
     simulation = simulate(num_pages=8, adapters={"a": 2})
     for i in range(6):

@@ -17,7 +17,7 @@ def numbered(number: int) -> Stats:
 def test_every_number_of_the_statistics_is_added_up_or_named_here() -> None:
     others = {
         *("call_id", "max_adapters_in_step", "page_bytes", "step_times", "waiting", "loading", "adapters", "graphs"),
-        *("grammars", "tiers", "decode_reads"),
+        *("grammars", "tiers", "decode_reads", "changes"),
     }
     assert set(Stats.__struct_fields__) == {*COUNTERS, *GAUGES, *others}
 

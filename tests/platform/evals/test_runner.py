@@ -205,6 +205,15 @@ async def test_eval_waits_while_requests_wait(lab: EvalLab) -> None:
     assert lab.patience.queue_s * 0.8 < time.monotonic() - began_s < 10
 
 
+async def test_eval_does_not_wait_for_lines_of_batches(lab: EvalLab) -> None:
+    lab.patience = replace(PATIENCE, queue_s=3600)
+    lab.answer_with({1: "yes"})
+    lab.gateway.engine.num_waiting = lab.gateway.engine.num_background_waiting = 5
+    async with lab.running():
+        found = await lab.finished(lab.create([{"prompt": "p", "equal": "yes"}]))
+    assert ended(found)[0] == "done"
+
+
 async def test_eval_rests_while_other_requests_run(lab: EvalLab) -> None:
     lab.patience = replace(PATIENCE, queue_s=60)
     lab.answer_with({0: "word " * 200, 1: "yes"}, delay_s=0.02)
