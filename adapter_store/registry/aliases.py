@@ -107,6 +107,8 @@ class AdapterAliases:
     ) -> tuple[Alias, tuple[AliasTarget, ...]]:
         """Point an alias at one ready version, and return the alias with the targets that it no longer has.
 
+        If the alias already points at this version alone, these are the targets of its previous revision: a repeated
+        call returns the same, unless a `set` or a rollback came in between.
         `before` contains the versions that the alias had when the work on this version began. If another call has
         changed them since, to a later version than this one, the alias is left as it is. Two overlapping pushes
         therefore end with the version of the later one. Raises InvalidName, AdapterNotFound, VersionNotFound,
@@ -119,10 +121,14 @@ class AdapterAliases:
             now = () if present is None else present.targets
             numbers = {target.number for target in now}
             is_overtaken = numbers != set(before) and max(numbers, default=0) > number
-            if present is not None and (is_overtaken or numbers == {number}):
+            if present is not None and is_overtaken:
                 return present, ()
-            moved = self._move(connection, adapter_id, name, {number: DEFAULT_WEIGHT}, actor)
-            return moved, tuple(target for target in now if target.number != number)
+            if present is not None and numbers == {number}:
+                alias, replaced = present, _targets_at(connection, adapter_id, name, present.revision - 1) or ()
+            else:
+                alias = self._move(connection, adapter_id, name, {number: DEFAULT_WEIGHT}, actor)
+                replaced = now
+            return alias, tuple(target for target in replaced if target.number != number)
 
     def _move(
         self,

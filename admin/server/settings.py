@@ -294,7 +294,9 @@ class Settings(ModelSettings):
     """Overlap launches of LoRA kernels (programmatic dependent launch), on GPUs of compute capability 9.0 or later."""
     fused_lora: bool = False
     """Multiply a linear layer and its adapters in one kernel in steps of up to 128 tokens, on a GPU. For bases with
-    float weights. Not measured yet.
+    float weights. Not measured yet. The kernel multiplies each row with every adapter of the step, by 0 for the
+    adapters of other rows. A weight that is not finite would reach those rows, so isolation rests on the validation,
+    which refuses such weights.
     """
     disk_tier_dir: Path | None = None
     """Directory of the disk tier; by default in the data directory. Servers on one host can share a disk tier, but not

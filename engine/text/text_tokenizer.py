@@ -98,14 +98,18 @@ class TextTokenizer:
         return tuple(self._renamed.get(one, one) for one in encoding.ids)
 
     def shortened(self, text: str, max_tokens: int) -> str:
-        """Return as much of the beginning of a text as has at most `max_tokens` tokens, without special tokens."""
-        while True:
+        """Return as much of the beginning of a text as has at most `max_tokens` tokens, without special tokens.
+
+        `max_tokens` is at least 1. At least the first character is returned, even if it alone has more tokens.
+        """
+        while len(text) > 1:
             [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
             if len(encoding) <= max_tokens:
-                return text
+                break
             # The tokens of a beginning can differ from those of the whole text, so it is encoded again.
-            end = encoding.offsets[max_tokens - 1][1] if max_tokens else 0
-            text = text[: min(end, len(text) - 1)]
+            end = encoding.offsets[max_tokens - 1][1]
+            text = text[: max(1, min(end, len(text) - 1))]
+        return text
 
     def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token IDs of each word, both at the start of a text and after a space, without duplicates."""

@@ -65,6 +65,7 @@ class Room:
         """A line that entered has started."""
         self._num_entering -= 1
         self._running.add(generation)
+        self._freed.set()
 
     def remove(self, generation: Generation) -> None:
         self._running.discard(generation)

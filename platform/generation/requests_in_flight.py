@@ -94,13 +94,12 @@ class RequestsInFlight:
             is_open &= table.c.tenant_id == tenant_id
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
-            asked = connection.execute(
-                update(table)
-                .where(is_open, table.c.cancel_requested_us.is_(None))
-                .values(cancel_requested_us=now_us)
-                .returning(table.c.id, table.c.tenant_id)
-            ).all()
+            running = select(table.c.id, table.c.tenant_id).where(is_open, table.c.cancel_requested_us.is_(None))
+            # Lock in the order in which settlements and checkpoints lock, so that none of them deadlocks with this.
+            asked = connection.execute(running.order_by(table.c.id).with_for_update()).all()
             for request_id, owner in asked:
+                mine = table.c.id == request_id
+                connection.execute(update(table).where(mine).values(cancel_requested_us=now_us))
                 audit(connection, now_us, "request.cancel", request_id, tenant_id=owner)
         return [row.id for row in asked]
 

@@ -60,9 +60,10 @@ async def pairs_plan(
     pairs = await _shortened(services, target, received)
     if task is None:
         # Each text is run, and billed, once.
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        place = {text: index for index, text in enumerate(texts)}
-        plan = await pooled_plan(services, name, target, received, texts, target.settings.pooling.kind, param)
+        named = _names(body, pairs)
+        place = {text: index for index, text in enumerate(named)}
+        kind, names = target.settings.pooling.kind, list(named.values())
+        plan = await pooled_plan(services, name, target, received, list(named), kind, param, names=names)
         return plan, ComparedPairs([(place[first], place[second]) for first, second in pairs])
     if len(task.labels) != 1:
         raise InvalidRequest(
@@ -74,6 +75,18 @@ async def pairs_plan(
     joined = [TextPair(first, second) for first, second in pairs]
     plan = await pooled_plan(services, name, target, received, joined, "last", param, num_labels=1)
     return plan, ClassifiedPairs("identity" if body.use_activation is False else task.activation)
+
+
+def _names(body: PairRequest, pairs: Pairs) -> dict[str, str]:
+    """Return each text with the place in the body where it first occurs, such as `documents[1]`."""
+    found: dict[str, str] = {}
+    for field, texts in zip(body.names, zip(*pairs, strict=True), strict=True):
+        given = getattr(body, field)
+        # One text can be paired with many.
+        is_alone = isinstance(given, str) or len(given) == 1
+        for index, text in enumerate(texts):
+            found.setdefault(text, field if is_alone else f"{field}[{index}]")
+    return found
 
 
 async def _shortened(services: GatewayServices, target: Target, received: Received[PairRequest]) -> Pairs:

@@ -70,10 +70,12 @@ async def pooled_plan(
     pooling: str,
     param: str,
     num_labels: int | None = None,
+    names: Sequence[str] | None = None,
 ) -> Plan:
     """Return the plan of a request of the endpoint `name` that pools each of `texts`.
 
-    Errors name the field `param`. With `num_labels`, the prompts are classified by the head of the model's adapter.
+    Errors name the field `param`, or for one text its place in the body, which is in `names` if the texts are not those
+    of `param`, in order. With `num_labels`, the prompts are classified by the head of the model's adapter.
     Raises InvalidRequest.
     """
     if num_labels is None:
@@ -84,12 +86,14 @@ async def pooled_plan(
             f"truncate_prompt_tokens must not exceed the context of {services.max_model_len} tokens",
             param="truncate_prompt_tokens",
         )
+    if names is None:
+        names = [param] if len(texts) == 1 else [f"{param}[{index}]" for index in range(len(texts))]
     check_text_sizes(services, texts, param)
     # A template can make a short body a long prompt.
     size = max(received.num_bytes, sum(map(_num_characters, texts)))
     with traced("tokenise"):
-        prompts = await services.compute_if_long(size, _encoded, services, target, body, texts, param)
-    _check(services, prompts, param)
+        prompts = await services.compute_if_long(size, _encoded, services, target, body, texts, names)
+    _check(services, prompts, names, param)
     return Plan(
         request_id=received.request_id,
         target=target,
@@ -139,10 +143,16 @@ def _encoded(
     target: Target,
     body: PooledRequest,
     texts: Sequence[Text],
-    param: str,
+    names: Sequence[str],
 ) -> Prompts:
     longest = services.max_model_len if body.truncate_prompt_tokens is None else None
-    return tuple(_kept(services, body, _ids(target, body, text, longest, param)) for text in texts)
+    named = zip(texts, names, strict=True)
+    return tuple(_kept(services, body, _ids(target, body, text, longest, _field(name))) for text, name in named)
+
+
+def _field(name: str) -> str:
+    """Return the field of a place such as `documents[1]`."""
+    return name.partition("[")[0]
 
 
 def _ids(target: Target, body: PooledRequest, text: Text, longest: int | None, param: str) -> tuple[int, ...]:
@@ -173,16 +183,15 @@ def _kept(services: GatewayServices, body: PooledRequest, prompt: tuple[int, ...
     return prompt[-limit:] if body.truncation_side == "left" else prompt[:limit]
 
 
-def _check(services: GatewayServices, prompts: Prompts, param: str) -> None:
+def _check(services: GatewayServices, prompts: Prompts, names: Sequence[str], param: str) -> None:
     most = services.max_model_len
-    for index, prompt in enumerate(prompts):
-        where = param if len(prompts) == 1 else f"{param}[{index}]"
+    for where, prompt in zip(names, prompts, strict=True):
         if not prompt:
-            raise InvalidRequest(f"{where} has no tokens", param=param)
+            raise InvalidRequest(f"{where} has no tokens", param=_field(where))
         if len(prompt) > most:
             raise InvalidRequest(
                 f"This model's maximum context length is {most} tokens; {where} has {len(prompt)}.",
-                param=param,
+                param=_field(where),
                 code="context_length_exceeded",
             )
     total, most = sum(map(len, prompts)), services.settings.max_request_tokens

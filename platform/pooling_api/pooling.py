@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from loramux.adapter_store.formats.version_files.adapter_task import Activation
 from loramux.engine.sequences.class_probabilities import class_probabilities
+from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Plan, Target
 from loramux.platform.pooling_api.classification import classification_plan
 from loramux.platform.pooling_api.embeddings import embedding_plan
@@ -48,6 +49,7 @@ async def _plan(
     body = received.body
     vector_of: VectorOf
     if body.task == "classify" or (body.task is None and classifier_of(target) is not None):
+        _check_no_embedding_fields(body)
         plan, _, activation = await classification_plan(services, NAME, target, received)
         vector_of = partial(_probabilities, activation=activation)
     else:
@@ -62,6 +64,14 @@ async def _plan(
         kind="pooling",
         field="data",
     )
+
+
+def _check_no_embedding_fields(body: AnyPooling) -> None:
+    for param in ("dimensions", "normalize"):
+        if getattr(body, param) is not None:
+            raise InvalidRequest(
+                f"{param} is for embeddings, and classes have none", param=param, code="unsupported_parameter"
+            )
 
 
 def _probabilities(pooled: bytes, activation: Activation) -> npt.NDArray[np.float32]:

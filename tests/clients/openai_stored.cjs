@@ -59,6 +59,14 @@ async function conversation() {
   return { ...found, missing: await isMissing(() => client.conversations.retrieve(made.id)) };
 }
 
+async function endOfCancelled(id) {
+  try {
+    return (await client.responses.cancel(id)).status;
+  } catch (error) {
+    return error.code;
+  }
+}
+
 async function inBackground() {
   let made = await client.responses.create({ ...asked, background: true });
   const first = made.status;
@@ -84,7 +92,7 @@ async function inBackground() {
     streamed: events.map((event) => (event.type === "response.output_text.delta" ? event.delta : "")).join(""),
     numbers: areEqual(events.map((event) => event.sequence_number), events.map((_, index) => index)),
     last: events.at(-1).type,
-    cancelled: (await client.responses.cancel(long.id)).status,
+    cancelled: await endOfCancelled(long.id),
   };
 }
 

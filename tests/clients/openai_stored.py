@@ -5,7 +5,7 @@ import os
 import time
 from typing import Any
 
-from openai import NotFoundError, OpenAI
+from openai import BadRequestError, NotFoundError, OpenAI
 
 URL, KEY, MODEL = (os.environ[name] for name in ("CLIENT_URL", "CLIENT_STORING_KEY", "CLIENT_MODEL"))
 QUESTION = "What is the capital of France?"
@@ -51,6 +51,13 @@ def conversation(client: OpenAI) -> dict[str, Any]:
     return {**found, "missing": is_missing(lambda: client.conversations.retrieve(made.id))}
 
 
+def end_of_cancelled(client: OpenAI, response_id: str) -> str | None:
+    try:
+        return client.responses.cancel(response_id).status
+    except BadRequestError as error:
+        return error.code
+
+
 def in_background(client: OpenAI) -> dict[str, Any]:
     made = client.responses.create(**ASKED, background=True)
     first = made.status
@@ -66,7 +73,7 @@ def in_background(client: OpenAI) -> dict[str, Any]:
     events += client.responses.retrieve(response_id, stream=True, starting_after=events[-1].sequence_number)
     # The answer has no limit, so it runs until it is cancelled or fills the context.
     long: Any = {"model": MODEL, "input": QUESTION, "extra_body": {"ignore_eos": True}}
-    ended = client.responses.cancel(client.responses.create(**long, background=True).id)
+    ended = end_of_cancelled(client, client.responses.create(**long, background=True).id)
     return {
         "first": first,
         "status": made.status,
@@ -74,7 +81,7 @@ def in_background(client: OpenAI) -> dict[str, Any]:
         "streamed": "".join(event.delta for event in events if event.type == "response.output_text.delta"),
         "numbers": [event.sequence_number for event in events] == list(range(len(events))),
         "last": events[-1].type,
-        "cancelled": ended.status,
+        "cancelled": ended,
     }
 
 

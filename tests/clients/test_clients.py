@@ -199,6 +199,8 @@ def test_stored_answers_conversations_and_the_background(client: str, stand: Sta
         "deleted": True,
         "missing": True,
     }
+    # On a busy machine, the long answer can fill the context before the cancellation arrives.
+    assert seen["background"].pop("cancelled") in ("cancelled", "response_finished")
     assert seen["background"] == {
         "first": "queued",
         "status": "completed",
@@ -206,7 +208,6 @@ def test_stored_answers_conversations_and_the_background(client: str, stand: Sta
         "streamed": text,
         "numbers": True,
         "last": "response.completed",
-        "cancelled": "cancelled",
     }
 
 

@@ -15,7 +15,7 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -89,6 +89,9 @@ class Stand:
     def num_cached_pages(self, replica_id: str) -> int:
         """Return the number of pages in which a replica keeps the prompts of its requests."""
         return int(self.deployment.json("residency", "--replica", replica_id)["pages"]["prefix"])
+
+    def has_cached_pages(self, replica_ids: Iterable[str]) -> bool:
+        return any(self.num_cached_pages(one) > 0 for one in replica_ids)
 
     async def stream_many(self, number: int, seed: int) -> list[Stream]:
         dice = random.Random(seed)
@@ -233,8 +236,10 @@ async def test_killed_replicas_cost_only_started_streams(stand: Stand) -> None:
         num_lost += sum(one.is_ended_by_error for one in streams)
         await asyncio.to_thread(until, lambda known=before: bool(set(stand.serving()) - known))
         replaced_s.append(round(time.monotonic() - killed_s, 1))
-        (new,) = set(stand.serving()) - before
-        while not await asyncio.to_thread(stand.num_cached_pages, new):
+        deadline_s = time.monotonic() + PATIENCE_S
+        # On a busy machine, another replica can be replaced, too.
+        while not await asyncio.to_thread(stand.has_cached_pages, set(stand.serving()) - before):
+            assert time.monotonic() < deadline_s
             stand.check_bills(await stand.stream_many(8, seed=10_000 + number))
         traffic_s.append(round(time.monotonic() - killed_s, 1))
         note(

@@ -24,6 +24,8 @@ def unpacked(requirement: str, patterns: Sequence[str], folder: Path, index: Seq
     `requirement` is `NAME==VERSION`, and `index` contains pip's options for another index. Patterns and the returned
     directory start below the sdist's own top directory.
     """
+    # PYTHONPATH will contain a directory below this one, and pip builds in another working directory.
+    folder = folder.resolve()
     name, _, version = requirement.partition("==")
     # Other patterns need another directory.
     made = folder / f"{name}-{version}-{zlib.crc32(repr(patterns).encode()):08x}"

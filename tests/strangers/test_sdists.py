@@ -4,6 +4,8 @@ import io
 import tarfile
 from pathlib import Path
 
+import pytest
+
 from tests.strangers.sdists import unpacked
 
 FILES = {
@@ -16,8 +18,11 @@ FILES = {
 }
 
 
-def test_the_wanted_files_of_an_sdist_are_unpacked_and_none_runs(tmp_path: Path) -> None:
-    source, folder = tmp_path / "source", tmp_path / "unpacked"
+def test_the_wanted_files_of_an_sdist_are_unpacked_and_none_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source, folder = tmp_path / "source", Path("unpacked")
     source.mkdir()
     folder.mkdir()
     with tarfile.open(source / "stranger-1.0.tar.gz", "w:gz") as archive:
@@ -29,6 +34,6 @@ def test_the_wanted_files_of_an_sdist_are_unpacked_and_none_runs(tmp_path: Path)
     made = unpacked("stranger==1.0", ("tests/*",), folder, index)
     found = {str(path.relative_to(made)): path.read_text() for path in made.rglob("*") if path.is_file()}
     assert found == {"tests/test_calls.py": "a call", "tests/deep/test_more.py": "more"}
-    assert list(folder.iterdir()) == [made]
+    assert list(folder.resolve().iterdir()) == [made]
     # A second call downloads nothing.
     assert unpacked("stranger==1.0", ("tests/*",), folder, ("--no-index",)) == made

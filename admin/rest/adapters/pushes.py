@@ -97,7 +97,8 @@ async def push(
 
     A version with the same files is returned again. A version that is rejected answers 400 with the code of its
     validation, and leaves the alias as it is. If the call is refused after the version has become ready, the version
-    stays, and the call can be repeated. The header Server-Timing says how long each stage took.
+    stays, and the call can be repeated. Repeated with `running` as `stop`, it also cancels the requests that are still
+    running on the versions that the alias pointed at before. The header Server-Timing says how long each stage took.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     if alias is not None:

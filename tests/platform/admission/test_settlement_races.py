@@ -15,9 +15,11 @@ from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import Closing, Extension, Operation, ReservationRequest
+from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.platform.lock_waits import PATIENCE_S, until_wait
+from tests.platform.ready_adapters import add_ready_adapter, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,40 @@ def test_request_whose_server_was_only_slow_is_not_recovered(running: Running) -
         connection.execute(update(schema.reservations).values(lease_expires_us=running.lease_expires_us + 1))
     assert Admission(running.database).commit([running.recovering(), running.settling(5)]) == [False, True]
     assert running.ledger() == (1, [], [])
+
+
+def test_cancelling_a_versions_requests_locks_them_in_the_order_of_settlements(running: Running) -> None:
+    database, table = running.database, schema.reservations
+    with database.read() as connection:
+        tenant_id, key_id = connection.execute(select(table.c.tenant_id, table.c.api_key_id)).one()
+    adapter_id = add_ready_adapter(database, tenant_id, "support", [digest_of("support")])
+    with database.read() as connection:
+        versions = select(schema.adapter_versions.c.id).where(schema.adapter_versions.c.adapter_id == adapter_id)
+        version_id = connection.execute(versions).scalar_one()
+    last, first = sorted((new_id("req"), new_id("req")), reverse=True)
+    # The table then has them in the other order.
+    for request_id in (last, first):
+        request = ReservationRequest(
+            request_id=request_id,
+            tenant_id=tenant_id,
+            api_key_id=key_id,
+            model="acme/support",
+            adapter_version_id=version_id,
+            endpoint="completions",
+            prompt_tokens=10,
+            reserved_tokens=30,
+        )
+        Admission(database).reserve(request)
+    lock = "SELECT id FROM reservations WHERE id = %s FOR UPDATE NOWAIT"
+    with psycopg.connect(running.url) as settling, ThreadPoolExecutor(1) as threads:
+        settling.execute(lock, [first])
+        cancelling = threads.submit(RequestsInFlight(database).cancel_versions, [version_id], tenant_id)
+        until_wait(running.url, 1)
+        try:
+            settling.execute(lock, [last])
+        finally:
+            settling.rollback()
+        assert sorted(cancelling.result(PATIENCE_S)) == [first, last]
 
 
 @pytest.mark.parametrize("how", ["settle", "extend", "recover"])

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from openai import BadRequestError, ConflictError, NotFoundError, RateLimitError
@@ -21,8 +22,10 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import prices
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.batches import batch_rows
+from loramux.platform.batches.room import MAX_ENTERING, Room, RoomLimits
 from loramux.platform.batches.tenant_files import Owner
 from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.generation.generation import Generation
 from loramux.platform.ledger.prices import Price
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -46,6 +49,23 @@ def places_of(digests: list[str | None], digest: str | None) -> list[int]:
 
 def ids(lines: list[dict[str, Any]]) -> list[str]:
     return [one["custom_id"] for one in lines]
+
+
+class StartedLine:
+    plan = SimpleNamespace(num_sequences=1)
+
+
+async def test_a_line_enters_as_soon_as_another_has_started(lab: BatchLab) -> None:
+    """Without a wait for the next look at the engine."""
+    room = Room(lab.gateway.services.engine, RoomLimits(look_s=3600))
+    for _ in range(MAX_ENTERING):
+        await room.enter()
+    entering = asyncio.create_task(room.enter())
+    await asyncio.sleep(0)
+    assert not entering.done()
+    room.add(cast("Generation", StartedLine()))
+    async with asyncio.timeout(20):
+        await entering
 
 
 async def test_batch_of_embeddings_is_answered_and_charged(lab: BatchLab) -> None:

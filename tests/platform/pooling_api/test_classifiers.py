@@ -260,6 +260,12 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a negative number of results": ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     "a negative limit": ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": -5}, "max_tokens_per_doc"),
     "an instruction": ("/rerank", {"query": "a", "documents": ["b"], "instruction": "Find"}, "instruction"),
+    "the size of classes": ("/pooling", {"input": "a", "dimensions": 1}, "dimensions"),
+    "the length of classes": (
+        "/pooling",
+        {"messages": [{"role": "user", "content": "a"}], "task": "classify", "normalize": True},
+        "normalize",
+    ),
     "too long": ("/score", {"text_1": "a " * 200, "text_2": "b " * 200}, "text_2"),
 }
 
@@ -270,6 +276,37 @@ async def test_bad_input_is_refused_by_name(classifiers: Gateway, case: str) -> 
     response = await classifiers.http.post(path, json={"model": "rank", **fields})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert not classifiers.engine.adds
+
+
+LONG = "a " * 300
+
+
+@pytest.mark.parametrize(
+    ("path", "sides", "place"),
+    [
+        pytest.param("/rerank", {"query": "q", "documents": [LONG, "b"]}, "documents[0]", id="first document"),
+        pytest.param(
+            "/rerank", {"query": "q", "documents": ["b", "b", "b", LONG]}, "documents[3]", id="after a duplicate"
+        ),
+        pytest.param("/rerank", {"query": "q", "documents": LONG}, "documents", id="only document"),
+        pytest.param("/rerank", {"query": LONG, "documents": ["b", "c"]}, "query", id="query"),
+        pytest.param("/score", {"text_1": [LONG], "text_2": ["b", "c"]}, "text_1", id="only text"),
+        pytest.param("/score", {"text_1": ["a", LONG], "text_2": ["b", LONG]}, "text_1[1]", id="on both sides"),
+    ],
+)
+async def test_an_error_names_the_text_that_has_no_embedding(
+    gateway: Gateway, path: str, sides: dict[str, Any], place: str
+) -> None:
+    refused = await gateway.http.post(path, json={"model": "base", **sides})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert (error["param"], f" {place} has " in error["message"]) == (place.partition("[")[0], True), error
+
+
+async def test_an_error_names_the_field_of_a_text_of_too_many_characters(gateway: Gateway) -> None:
+    body = {"model": "base", "query": "a" * 100_000, "documents": ["b", "c"]}
+    error = (await gateway.http.post("/rerank", json=body)).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "query")
 
 
 async def test_large_logits_are_probabilities_too(classifiers: Gateway) -> None:

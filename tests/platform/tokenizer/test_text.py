@@ -186,6 +186,15 @@ def test_sentencepiece_spaces_survive_between_prompt_and_answer() -> None:
     assert tokenizer.token_bytes(100_000) == b""
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_shortened_text_has_a_character(limit: int) -> None:
+    tokenizer = sentencepiece_like()
+    assert len(tokenizer.encode("🦊", add_special_tokens=False)) > limit
+    assert tokenizer.shortened("🦊🦊 Hello", limit) == "🦊"
+    assert tokenizer.shortened("🦊", limit) == "🦊"
+    assert tokenizer.shortened("", limit) == ""
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     parts=st.lists(st.text("abST", max_size=4), max_size=12),

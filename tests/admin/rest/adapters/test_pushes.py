@@ -329,9 +329,23 @@ async def test_a_push_stops_only_requests_on_the_replaced_versions(
 
     finish = (await send(http, adapter_id, form_of(make_adapter()), alias="kept")).json()
     assert (finish["stopped"], set((await states()).values())) == (0, {"running"})
+    files = form_of(make_adapter())
     async with tenants_client(admin_side, "tenant:admin") as administrator:
-        stop = (await send(administrator, adapter_id, form_of(make_adapter()), alias="live", running="stop")).json()
-    assert stop["stopped"] == 2
+        with monkeypatch.context() as patch:
+
+            def fail(*arguments: Any) -> list[str]:
+                raise OSError("no database")
+
+            # The alias has moved, but no request has been stopped.
+            patch.setattr(type(services.engine.requests), "cancel_versions", fail)
+            broken = await send(administrator, adapter_id, files, alias="live", running="stop")
+            assert broken.status_code >= 500
+        moved = (await http.get(f"/admin/v1/adapters/{adapter_id}/aliases/live")).json()
+        assert set((await states()).values()) == {"running"}
+        stop = (await send(administrator, adapter_id, files, alias="live", running="stop")).json()
+        again = (await send(administrator, adapter_id, files, alias="live", running="stop")).json()
+    assert stop["alias"] == again["alias"] == moved
+    assert (stop["stopped"], again["stopped"]) == (2, 0)
     # A tenant with a grant keeps its request.
     found = await http.get(f"/admin/v1/requests/{foreign}")
     assert found.json()["state"] == "running"
