@@ -44,10 +44,14 @@ class RowClaims:
             query = select(table.id).where(is_free, table.tenant_id.not_in(but_tenants))
             return connection.scalar(query.order_by(table.id).limit(1))
 
-    def claim(self, connection: Connection, row_id: str, values: Mapping[str, Any]) -> bool:
-        """Claim a row and change it. Return False if another server has claimed or ended it."""
+    def claim(
+        self, connection: Connection, row_id: str, values: Mapping[str, Any], *conditions: ColumnElement[bool]
+    ) -> bool:
+        """Claim a row and change it. Return False if another server has claimed or ended it, or if the row no longer
+        meets the conditions.
+        """
         now_us = self._database.now_us(connection)
-        is_free = (self._table.c.id == row_id, self._is_free(now_us))
+        is_free = (self._table.c.id == row_id, self._is_free(now_us), *conditions)
         claimed = {**values, "claimed_by": self.server_id, "claim_expires_us": now_us + self._lease_us}
         return connection.execute(update(self._table).where(*is_free).values(claimed)).rowcount > 0
 

@@ -601,6 +601,13 @@ quota_counters = Table(
     Column("refilled_us", BigInteger, nullable=False),
     # When the event was written that this budget is nearly used up. NULL if it has not been written in this window.
     Column("announced_us", BigInteger, nullable=True),
+    # Serves the question, every few seconds, which budgets of the present day or month are nearly used up.
+    Index(
+        "ix_quota_counters_unannounced",
+        "window_start_us",
+        postgresql_where=text("announced_us IS NULL"),
+        sqlite_where=text("announced_us IS NULL"),
+    ),
 )
 
 # Running requests, and recovered requests that can still be corrected. Settled requests are in usage_events.

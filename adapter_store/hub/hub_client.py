@@ -164,7 +164,7 @@ class HubClient:
                     yield response
                 finally:
                     response.close()
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             # The error's text can contain a signed URL.
             raise SourceUnavailable(f"the hub at {self._endpoint} cannot be read ({type(error).__name__})") from None
 
@@ -187,7 +187,7 @@ def _follow_while_unlinked(client: httpx.Client, response: httpx.Response) -> ht
     """Follow redirects on the hub's own host. The ETag of another host need not be the file's hash."""
     for _ in range(MAX_REDIRECTS):
         following = response.next_request
-        if _is_linked(response) or following is None or following.url.host != response.url.host:
+        if _is_linked(response) or following is None or following.url.raw_host != response.url.raw_host:
             break
         response.close()
         response = client.send(following, stream=True)

@@ -30,6 +30,13 @@ def resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
+def host_of(url: httpx.URL) -> str:
+    """Return the host as names are looked up and certificates are checked: in ASCII. `URL.host` decodes Punycode, and
+    the system would encode some of those names differently.
+    """
+    return url.raw_host.decode("ascii")
+
+
 def is_public(address: str) -> bool:
     """Return whether an IP address is reachable on the Internet: not loopback, private, link-local, multicast or
     reserved, and not an IPv6 form of such an IPv4 address.
@@ -50,8 +57,8 @@ def is_trusted_endpoint(url: str) -> bool:
     except httpx.InvalidURL:
         return False
     if parts.scheme == "https":
-        return bool(parts.host)
-    addresses = _addresses_in(parts.host) if parts.scheme == "http" else []
+        return bool(parts.raw_host)
+    addresses = _addresses_in(host_of(parts)) if parts.scheme == "http" else []
     return bool(addresses) and all(map(_is_loopback, addresses))
 
 
@@ -66,7 +73,7 @@ def operators_rule(endpoint: str, resolve: Resolve = resolve) -> Callable[[str],
     def own() -> Sequence[str]:
         url = httpx.URL(endpoint)
         try:
-            return resolve(url.host, url.port or 443)
+            return resolve(host_of(url), url.port or 443)
         except (OSError, UnicodeError):
             return ()
 
@@ -108,10 +115,10 @@ class HubTransport(httpx.BaseTransport):
         if transport is None:
             transport = self._transports[proxy] = httpx.HTTPTransport(verify=self._verify, proxy=proxy)
         self._check_form(request.url)
-        if request.url.host == self._endpoint.host:
+        if request.url.raw_host == self._endpoint.raw_host:
             return transport.handle_request(request)
         if proxy is not None:
-            self._check_addresses(_addresses_in(request.url.host))
+            self._check_addresses(_addresses_in(host_of(request.url)))
             return transport.handle_request(request)
         return self._send_pinned(transport, request)
 
@@ -123,7 +130,7 @@ class HubTransport(httpx.BaseTransport):
         """Check the host's addresses, and connect to the first one that accepts a connection."""
         url = request.url
         try:
-            addresses = self._resolve(url.host, url.port or (443 if url.scheme == "https" else 80))
+            addresses = self._resolve(host_of(url), url.port or (443 if url.scheme == "https" else 80))
         except (OSError, UnicodeError) as error:
             raise httpx.ConnectError(f"the host has no address: {error}") from error
         self._check_addresses(addresses)
@@ -135,7 +142,7 @@ class HubTransport(httpx.BaseTransport):
                 # The headers name the host, and the certificate must be the host's.
                 headers=request.headers,
                 stream=request.stream,
-                extensions={**request.extensions, "sni_hostname": url.host},
+                extensions={**request.extensions, "sni_hostname": host_of(url)},
             )
             try:
                 return transport.handle_request(pinned)
@@ -155,11 +162,12 @@ class HubTransport(httpx.BaseTransport):
 
     def _proxy_of(self, url: httpx.URL) -> str | None:
         # A proxy cannot reach this machine's loopback interface.
-        if url.host == self._endpoint.host and any(map(_is_loopback, _addresses_in(url.host))):
+        host = host_of(url)
+        if host == host_of(self._endpoint) and any(map(_is_loopback, _addresses_in(host))):
             return None
         proxies = getproxies()
         proxy = proxies.get(url.scheme) or proxies.get("all")
-        if not proxy or proxy_bypass(url.host):
+        if not proxy or proxy_bypass(host):
             return None
         return proxy if "://" in proxy else f"http://{proxy}"
 

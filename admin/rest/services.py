@@ -165,8 +165,10 @@ class EventServices:
     @classmethod
     def over(cls, database: Database, executor: Executor, sender: WebhookSender) -> EventServices:
         log = EventLog(database)
-        feed = EventFeed(lambda: call_on(executor, log.advance))
-        return cls(log=log, feed=feed, webhooks=Webhooks(database), sender=sender)
+        feed = EventFeed(
+            lambda: call_on(executor, log.advance), lambda position: call_on(executor, log.changed, position)
+        )
+        return cls(log=log, feed=feed, webhooks=Webhooks(database, sender.allows_private), sender=sender)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,14 @@ _BIG = sa.BigInteger()
 
 def upgrade() -> None:
     op.add_column("quota_counters", sa.Column("announced_us", _BIG, nullable=True))
+    unannounced = sa.text("announced_us IS NULL")
+    op.create_index(
+        "ix_quota_counters_unannounced",
+        "quota_counters",
+        ["window_start_us"],
+        postgresql_where=unannounced,
+        sqlite_where=unannounced,
+    )
     op.create_table(
         "events",
         sa.Column("id", _ID, nullable=False),

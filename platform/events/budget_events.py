@@ -9,13 +9,12 @@ from sqlalchemy import Float, Row, cast, func, select, update
 from loramux.migrations.database import Database
 from loramux.migrations.events import note_event
 from loramux.migrations.schema import quota_counters, quota_policies, tenants
-from loramux.platform.periods import window_at
+from loramux.platform.periods import Period, window_at
 from loramux.platform.quotas.metrics import METRICS, Kind
 from loramux.platform.quotas.policies import ADAPTER, SHADOW
 
 AT_ONCE = 100
 _BUDGETS = sorted(name for name, metric in METRICS.items() if metric.kind is Kind.BUDGET)
-_LONGEST_WINDOW_US = 32 * 86_400_000_000
 
 
 class BudgetEvents:
@@ -35,6 +34,8 @@ class BudgetEvents:
             now_us = self._database.now_us(connection)
             # The product of an integer limit, which can be 10^18, would not fit in 64 bits.
             is_reached = cast(counters.used, Float) * 100 >= cast(policies.limit_value, Float) * self._percent
+            zones = {"UTC", *connection.scalars(select(tenants.c.timezone).distinct())}
+            present = {window_at(period, zone, now_us).start_us for period in Period for zone in zones}
             query = (
                 select(
                     *(counters.policy_id, counters.subject_id, counters.window_start_us, counters.used),
@@ -48,7 +49,7 @@ class BudgetEvents:
                     policies.metric.in_(_BUDGETS),
                     policies.mode != SHADOW,
                     policies.limit_value > 0,
-                    counters.window_start_us > now_us - _LONGEST_WINDOW_US,
+                    counters.window_start_us.in_(sorted(present)),
                     counters.announced_us.is_(None),
                     counters.used > 0,
                     is_reached,
@@ -66,7 +67,7 @@ class BudgetEvents:
             now_us = self._database.now_us(connection)
             window = window_at(period, row.timezone or "UTC", now_us)
             is_present = row.window_start_us == window.start_us
-            # The mark is also set for a window that is over, so that it is not read again.
+            # The mark is also set for a day that began with the present month, so that it is not read again.
             marked = connection.execute(
                 update(quota_counters)
                 .where(

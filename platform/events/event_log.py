@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, delete, func, select, update
+from sqlalchemy import Connection, Row, Select, bindparam, delete, func, select, update
 
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapters, event_heads, events, tenants
@@ -19,6 +19,9 @@ NUMBERED_AT_ONCE = 1000
 SWEPT_AT_ONCE = 1000
 MAX_READ = 200
 """Largest number of events that one read returns."""
+
+MAX_KEPT = 100_000
+"""Largest number of events of a tenant that a sweep leaves."""
 
 _DAY_US = 86_400_000_000
 _NUMBER = (
@@ -74,6 +77,12 @@ class EventLog:
         with self._database.write() as connection:
             return self._number(connection)
 
+    def changed(self, after: int) -> Collection[str]:
+        """Return the tenants that have events after a position."""
+        query = select(events.c.tenant_id).where(events.c.position > after).distinct()
+        with self._database.read() as connection:
+            return connection.scalars(query).all()
+
     def head(self, tenant_id: str | None) -> int:
         """Return the highest sequence number of a tenant, or the highest position of all events."""
         with self._database.read() as connection:
@@ -112,14 +121,23 @@ class EventLog:
             rows: list[Row[Any]] = list(connection.execute(query.order_by(number).limit(limit)))
         return [_event(row) for row in rows]
 
-    def sweep(self, kept_days: int) -> int:
-        """Delete the events that are older than this many days, and return their number."""
+    def sweep(self, kept_days: int, max_kept: int = MAX_KEPT) -> int:
+        """Delete the events that are older than this many days, and each tenant's oldest events beyond a number of
+        them. Return the number of deleted events.
+        """
+        is_old = events.c.created_us < self._database.now_us() - kept_days * _DAY_US
+        # Numbers have no gaps, so nothing needs to be counted.
+        is_beyond = events.c.sequence <= event_heads.c.number - max_kept
+        numbered = select(events.c.id).where(events.c.position.is_not(None))
+        of_tenants = numbered.join(event_heads, event_heads.c.tenant_id == events.c.tenant_id)
+        return self._delete(numbered.where(is_old)) + self._delete(of_tenants.where(is_beyond))
+
+    def _delete(self, condemned: Select[tuple[str]]) -> int:
+        """Delete events, some at a time, and return their number."""
         total = 0
         while True:
             with self._database.write() as connection:
-                before_us = self._database.now_us(connection) - kept_days * _DAY_US
-                is_old = (events.c.created_us < before_us) & events.c.position.is_not(None)
-                some = select(events.c.id).where(is_old).limit(SWEPT_AT_ONCE).with_for_update(skip_locked=True)
+                some = condemned.limit(SWEPT_AT_ONCE).with_for_update(of=events, skip_locked=True)
                 num_swept = connection.execute(delete(events).where(events.c.id.in_(some))).rowcount
             total += num_swept
             if num_swept < SWEPT_AT_ONCE:

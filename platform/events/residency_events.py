@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import CompoundSelect, Connection, Row, select, union
 
 from loramux.engine.protocol.messages import AdapterChange, StatsRequest
 from loramux.migrations.database import Database
-from loramux.migrations.events import EventType, note_event
-from loramux.migrations.schema import adapter_versions, adapters
+from loramux.migrations.events import EventType, NewEvent, note_events
+from loramux.migrations.schema import (
+    adapter_versions,
+    adapters,
+    reservations,
+    usage_events,
+    usage_rollups,
+    usage_series,
+)
+from loramux.platform.ledger.grains import DAY_US, HOUR_US, MINUTE_US, VERSION_GRAIN
 
 TYPES: dict[str, EventType] = {
     "loaded": "adapter.loaded",
@@ -19,6 +28,9 @@ TYPES: dict[str, EventType] = {
 }
 MAX_VERSIONS = 20
 """Largest number of versions, of all tenants, for which one change is reported, if many have the same weights."""
+
+_LATELY_US = 10 * MINUTE_US
+"""Age of the requests that are read one by one, in microseconds. The rollups include older ones."""
 
 
 class ResidencyEvents:
@@ -34,28 +46,91 @@ class ResidencyEvents:
         return StatsRequest(changes_after=self._seen)
 
     def report(self, changes: Sequence[AdapterChange]) -> int:
-        """Write the events of new changes, and return their number. Blocking."""
+        """Write the events of new changes, and return their number. Blocking.
+
+        If an adapter has been loaded and evicted several times since the last report, only the last change counts.
+        """
         new = [change for change in changes if change.number > self._seen and change.kind in TYPES]
         if not new:
             return 0
-        columns = adapter_versions.c
-        query = (
-            select(columns.digest, columns.id, columns.number, columns.adapter_id, adapters.c.tenant_id)
-            .join(adapters, adapters.c.id == columns.adapter_id)
-            .where(columns.digest.in_({change.digest for change in new}), columns.state.in_(("ready", "quarantined")))
-            .order_by(columns.id)
-        )
-        num_written = 0
-        with self._database.write() as connection:
-            now_us = self._database.now_us(connection)
-            versions = defaultdict(list)
-            for row in connection.execute(query):
-                versions[row.digest].append(row)
-            for change in new:
-                for row in versions[change.digest][:MAX_VERSIONS]:
-                    data = {"version_id": row.id, "version": row.number, "digest": row.digest, "server": self._server}
-                    kind = TYPES[change.kind]
-                    note_event(connection, now_us, kind, data, tenant_id=row.tenant_id, adapter_id=row.adapter_id)
-                    num_written += 1
+        last = {change.digest: change.number for change in new if change.kind != "struck"}
+        kept = [change for change in new if change.kind == "struck" or last[change.digest] == change.number]
+        with self._database.read() as connection:
+            versions = _versions(connection, {change.digest for change in kept}, self._database.now_us(connection))
+        noted = [
+            NewEvent(
+                kind=TYPES[change.kind],
+                data={"version_id": row.id, "version": row.number, "digest": row.digest, "server": self._server},
+                tenant_id=row.tenant_id,
+                adapter_id=row.adapter_id,
+            )
+            for change in kept
+            for row in versions.get(change.digest, ())[:MAX_VERSIONS]
+        ]
+        if noted:
+            with self._database.write() as connection:
+                note_events(connection, self._database.now_us(connection), noted)
         self._seen = new[-1].number
-        return num_written
+        return len(noted)
+
+
+def _versions(connection: Connection, digests: Collection[str], now_us: int) -> Mapping[str, Sequence[Row[Any]]]:
+    """Return the versions with these weights whose tenants may know what happens to them.
+
+    If several tenants have the same weights, the engine has them once. A tenant that has sent no request to them in the
+    last day must not learn that another one uses them.
+    """
+    columns = adapter_versions.c
+    query = (
+        select(columns.digest, columns.id, columns.number, columns.adapter_id, adapters.c.tenant_id)
+        .join(adapters, adapters.c.id == columns.adapter_id)
+        .where(columns.digest.in_(digests), columns.state.in_(("ready", "quarantined")))
+        .order_by(columns.id)
+    )
+    versions: dict[str, list[Row[Any]]] = defaultdict(list)
+    found: list[Row[Any]] = list(connection.execute(query))
+    for row in found:
+        versions[row.digest].append(row)
+    owners = {digest: {row.tenant_id for row in rows} for digest, rows in versions.items()}
+    shared = [row for digest, rows in versions.items() if len(owners[digest]) > 1 for row in rows]
+    if shared:
+        digest_of = {row.id: row.digest for row in shared}
+        used = {
+            (digest_of.get(row.adapter_version_id), row.tenant_id)
+            for row in connection.execute(
+                _requested(set(digest_of.values()), {row.tenant_id for row in shared}, now_us)
+            )
+        }
+        for digest, rows in versions.items():
+            if len(owners[digest]) > 1:
+                versions[digest] = [row for row in rows if (digest, row.tenant_id) in used]
+    return versions
+
+
+def _requested(digests: Collection[str], tenant_ids: Collection[str], now_us: int) -> CompoundSelect[Any]:
+    """Select which of these tenants have sent a request to which version with these weights in the last day. Each
+    branch reads an index.
+    """
+    # There can be more versions than a statement has room for.
+    version_ids = select(adapter_versions.c.id).where(adapter_versions.c.digest.in_(digests))
+    running, series = reservations.c, usage_series.c
+    done, sums = usage_events.c, usage_rollups.c
+    return union(
+        select(running.tenant_id, running.adapter_version_id).where(
+            running.state == "open", running.adapter_version_id.in_(version_ids), running.tenant_id.in_(tenant_ids)
+        ),
+        select(done.tenant_id, done.adapter_version_id).where(
+            done.tenant_id.in_(tenant_ids),
+            done.finished_us > now_us - _LATELY_US,
+            done.adapter_version_id.in_(version_ids),
+        ),
+        select(sums.tenant_id, series.adapter_version_id)
+        .join(usage_series, series.id == sums.series_id)
+        .where(
+            sums.tenant_id.in_(tenant_ids),
+            sums.grain == VERSION_GRAIN,
+            sums.span_us == HOUR_US,
+            sums.start_us > now_us - DAY_US,
+            series.adapter_version_id.in_(version_ids),
+        ),
+    )

@@ -63,9 +63,11 @@ class WebhookRunner:
         self._webhooks = Webhooks(database)
         self._queue = WebhookQueue(database, LEASE_US)
         self._running: dict[asyncio.Task[None], str] = {}
+        self._draining = asyncio.Event()
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Deliver until cancelled, or until the server drains."""
+        """Deliver until cancelled, or until the server drains. Deliveries then end after their current event."""
+        self._draining = draining
         try:
             while not draining.is_set():
                 try:
@@ -131,6 +133,8 @@ class WebhookRunner:
             num_failures, reached = 0, max(reached, event.sequence)
             if not await self._call(self._queue.pass_on, webhook.id, event.sequence, is_delivered=True):
                 return False
+            if self._draining.is_set():
+                return True
         if len(events) < EVENTS_AT_ONCE:
             # The events up to here are of other types, or too old.
             await self._call(self._queue.pass_on, webhook.id, reached, is_delivered=False)

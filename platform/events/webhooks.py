@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from sqlalchemy import Row, delete, func, insert, or_, select
+from sqlalchemy import Row, case, delete, func, insert, or_, select
 
 from loramux.migrations.audit import audit
 from loramux.migrations.claims import RowClaims
@@ -53,15 +53,16 @@ class Webhooks:
     A webhook's secret is derived from its tenant's secret, so it is not stored.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, allows_http: bool = False) -> None:
         self._database = database
+        self._schemes = ("https", "http") if allows_http else ("https",)
 
     def create(self, tenant_id: str, url: str, types: Collection[str] | None) -> tuple[Webhook, str]:
         """Add a webhook, which gets the events from now on. Return it with its secret.
 
         Raises InvalidRequest or Conflict.
         """
-        check_url(url)
+        check_url(url, self._schemes)
         table = webhooks.c
         with self._database.write() as connection:
             # The lock lets creations take turns, so that the limit holds.
@@ -167,22 +168,27 @@ class WebhookQueue:
         claimed = []
         for webhook_id in due:
             with self._database.write() as connection:
-                if self._claims.claim(connection, webhook_id, {}):
+                # Another server can have delivered to the webhook, and postponed it, since this one has looked.
+                is_due = table.due_us <= self._database.now_us(connection)
+                if self._claims.claim(connection, webhook_id, {}, is_due):
                     row = connection.execute(select(webhooks).where(table.id == webhook_id)).one()
                     claimed.append(_webhook(row))
         return claimed
 
     def pass_on(self, webhook_id: str, sequence: int, *, is_delivered: bool) -> bool:
         """Record that all events up to a number are delivered or skipped. Return False if the claim is lost."""
+        reached = webhooks.c.sequence
         with self._database.write() as connection:
-            values: dict[str, Any] = {"sequence": sequence}
+            values: dict[str, Any] = {"sequence": case((reached < sequence, sequence), else_=reached)}
             if is_delivered:
                 values |= {"num_failures": 0, "last_error": None, "delivered_us": self._database.now_us(connection)}
             return self._claims.change(connection, webhook_id, values)
 
     def release(self, webhook_id: str) -> None:
+        """Give the webhook back. It is due now, so those that have waited longer come first."""
         with self._database.write() as connection:
-            self._claims.change(connection, webhook_id, _NO_CLAIM)
+            due_us = self._database.now_us(connection)
+            self._claims.change(connection, webhook_id, {"due_us": due_us, **_NO_CLAIM})
 
     def postpone(self, webhook: Webhook, num_failures: int, pause_s: float, error: str) -> None:
         """Give the webhook back, and try again after a pause."""
@@ -204,12 +210,13 @@ class WebhookQueue:
 _NO_CLAIM: Mapping[str, Any] = {"claimed_by": None, "claim_expires_us": None}
 
 
-def check_url(url: str) -> None:
-    """Raise InvalidRequest unless this is an absolute http or https URL without a password and a fragment."""
+def check_url(url: str, schemes: Collection[str]) -> None:
+    """Raise InvalidRequest unless this is an absolute URL with one of the schemes, no password and no fragment."""
     try:
         parts = httpx.URL(url)
-        is_usable = parts.scheme in ("http", "https") and bool(parts.host) and parts.port in _PORTS
-    except httpx.InvalidURL:
+        is_usable = parts.scheme in schemes and bool(parts.host) and parts.port in _PORTS
+    except (httpx.InvalidURL, ValueError):
+        # A host such as `xn--a` is no InvalidURL, but it stands for no name.
         is_usable = False
     if not is_usable or len(url) > MAX_URL or not url.isascii() or not url.isprintable() or " " in url:
         raise InvalidRequest("use an https URL without spaces", param="url", code="invalid_url")

@@ -25,6 +25,9 @@ buckets.
 DOUBLED_US = tuple(DAY_US << doublings for doublings in range(5))
 """One, two, four, eight and sixteen days, aligned to the Unix epoch."""
 
+VERSION_GRAIN = 3
+"""The number of the coarsest grain that keeps a tenant's versions."""
+
 AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
 
 
@@ -49,7 +52,13 @@ GRAINS = (
     _grain(2, ("tenant_id", "api_key_id"), HOUR_US, DAY_US, WEEK_US),
     # Of the grains that are queried over all tenants, this one has the most rows per span. With spans that double in
     # length, a few spans cover a month.
-    _grain(3, ("tenant_id", "adapter_id", "adapter_version_id", "model", "base"), HOUR_US, QUARTER_DAY_US, *DOUBLED_US),
+    _grain(
+        VERSION_GRAIN,
+        ("tenant_id", "adapter_id", "adapter_version_id", "model", "base"),
+        HOUR_US,
+        QUARTER_DAY_US,
+        *DOUBLED_US,
+    ),
     _grain(4, ("tenant_id", "end_user"), DAY_US),
     _grain(5, set(SERIES) - {"end_user"}, HOUR_US, DAY_US),
 )

@@ -114,7 +114,7 @@ async def _stream(
             if len(events) == MAX_READ:
                 continue
             # Other tenants' events must not show in this stream, so they neither hasten nor delay its heartbeat.
-            position = await feed.wait(position, max(0.0, told_s + HEARTBEAT_S - loop.time()))
+            position = await feed.wait(position, max(0.0, told_s + HEARTBEAT_S - loop.time()), wanted.tenant_id)
             if loop.time() >= told_s + HEARTBEAT_S:
                 # A number without data lets the client continue from here, and shows whether it still listens.
                 yield f"id: {after}\n\n".encode()

@@ -192,6 +192,19 @@ def test_redirect_from_https_to_http_is_refused() -> None:
         assert error.value.message.endswith("does not use https")
 
 
+def test_redirect_to_a_host_that_is_no_name_is_a_failure(hub: LocalHub) -> None:
+    with pytest.raises(SourceUnavailable):
+        downloaded(hub, "http://xn--a/x", connecting(Names()))
+
+
+def test_names_are_looked_up_and_sent_as_they_are_spelled_in_ascii(hub: LocalHub) -> None:
+    """The system would look up `straße` as `strasse`, another host."""
+    names = Names(**{"xn--strae-oqa.test": [[STORE]]})
+    with store() as (port, seen):
+        assert downloaded(hub, f"http://xn--strae-oqa.test:{port}/x", connecting(names)) == CONTENT
+        assert seen == [("/x", f"xn--strae-oqa.test:{port}")]
+
+
 def certificate(name: str, folder: Path) -> ssl.SSLContext:
     """A server's context with a self-signed certificate, which is also written to `folder`/cert.pem."""
     key = ec.generate_private_key(ec.SECP256R1())

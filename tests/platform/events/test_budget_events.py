@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import event, update
 
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.sharing import AdapterGrants
@@ -105,6 +105,24 @@ def test_shadow_budget_stays_in_the_shadow(budget: Budget, mode: str, number: in
     budget.policies.set(budget.tenant.id, "tokens_per_day", 10, mode=mode)
     budget.use(9)
     assert len(budget.told()) == number
+
+
+def test_other_windows_are_not_read(budget: Budget) -> None:
+    """A server asks every ten seconds. The counters of earlier days and months must not slow it down."""
+    if not budget.database.is_sqlite:
+        pytest.skip("the plan is read from SQLite")
+    asked: list[tuple[str, Any]] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        asked.append((statement, parameters)) if "quota_counters" in statement else None
+
+    event.listen(budget.database._engine, "before_cursor_execute", note)
+    budget.events.check()
+    event.remove(budget.database._engine, "before_cursor_execute", note)
+    ((statement, parameters),) = asked
+    with budget.database.read() as connection:
+        steps = [row[3] for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+    assert "SEARCH quota_counters USING INDEX ix_quota_counters_unannounced (window_start_us=?)" in steps
 
 
 def test_passed_window_is_not_announced_later(budget: Budget, clock: FakeClock) -> None:

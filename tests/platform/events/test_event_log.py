@@ -102,6 +102,19 @@ def test_old_events_are_swept_and_numbers_go_on(clocked: Database, acme: Tenant,
     assert (log.oldest(acme.id), log.head(acme.id)) == (None, 2)
 
 
+def test_sweep_leaves_a_number_of_events_of_each_tenant(clocked: Database, acme: Tenant) -> None:
+    log, globex = EventLog(clocked), Tenants(clocked).create("globex")
+    for number in range(5):
+        note(clocked, acme.id, number)
+    note(clocked, globex.id, 9)
+    log.advance()
+    note(clocked, acme.id, 5)
+    assert log.sweep(kept_days=1, max_kept=2) == 3
+    log.advance()
+    assert [one.data["n"] for one in log.read(0, EventFilter(tenant_id=acme.id))] == [3, 4, 5]
+    assert [one.data["n"] for one in log.read(0, EventFilter(tenant_id=globex.id))] == [9]
+
+
 def test_deleted_tenant_takes_its_events(clocked: Database, acme: Tenant) -> None:
     log = EventLog(clocked)
     note(clocked, acme.id, 1)

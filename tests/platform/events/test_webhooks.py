@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
 import hmac
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +24,18 @@ from loramux.platform.errors import ApiError
 from loramux.platform.events.documents import EventDocument
 from loramux.platform.events.event_feed import EventFeed
 from loramux.platform.events.event_log import EventLog
-from loramux.platform.events.webhook_runner import MAX_DELIVERIES_EACH, PAUSES_S, WebhookRunner
-from loramux.platform.events.webhook_sender import WebhookSender, signature_headers
-from loramux.platform.events.webhooks import MAX_WEBHOOKS, Webhook, Webhooks
+from loramux.platform.events.webhook_runner import (
+    EVENTS_AT_ONCE,
+    LEASE_US,
+    MAX_DELIVERIES_EACH,
+    PAUSES_S,
+    WebhookRunner,
+)
+from loramux.platform.events.webhook_sender import MAX_LOOKUPS_EACH, WebhookSender, signature_headers
+from loramux.platform.events.webhooks import MAX_WEBHOOKS, Webhook, WebhookQueue, Webhooks
 from loramux.platform.telemetry.package_metrics import EventMetrics, NewMetrics
 from loramux.platform.threads import call_on
+from tests.adapter_store.hub.test_hub_transport import certificate
 from tests.platform.clocked_databases import FakeClock
 from tests.platform.events.target import Target, listening_target
 
@@ -61,11 +71,11 @@ class Deliveries:
 
     def __init__(self, database: Database, tenant: Tenant, executor: ThreadPoolExecutor, clock: FakeClock) -> None:
         self.database, self.tenant, self.clock = database, tenant, clock
-        self.webhooks = Webhooks(database)
+        self.webhooks = Webhooks(database, allows_http=True)
         self.registry = CollectorRegistry()
         call: Any = functools.partial(call_on, executor)
         log = EventLog(database)
-        self._feed = EventFeed(lambda: call(log.advance))
+        self._feed = EventFeed(lambda: call(log.advance), functools.partial(call, log.changed))
         self.sender = WebhookSender(executor, allows_private=True)
         self.runner = WebhookRunner(database, call, self._feed, self.sender, EventMetrics(NewMetrics(self.registry)))
 
@@ -242,6 +252,132 @@ async def test_two_servers_deliver_an_event_once(
     assert numbers(target) == [0, 1, 2, 3]
 
 
+async def test_backlogged_webhooks_of_a_tenant_take_turns(deliveries: Deliveries, target: Target) -> None:
+    """Two slow targets with a long backlog leave the third webhook its turn."""
+    for name in ("a", "b", "c"):
+        deliveries.webhooks.create(deliveries.tenant.id, f"{target.url}/{name}", ["alias.moved"])
+    for number in range(EVENTS_AT_ONCE + 1):
+        deliveries.happen(number)
+    for _ in range(2):
+        deliveries.clock.advance(1)
+        await deliveries.deliver()
+    assert set(target.paths) == {"/hook/a", "/hook/b", "/hook/c"}
+
+
+async def test_drain_ends_deliveries_after_the_current_event(deliveries: Deliveries, target: Target) -> None:
+    webhook, _ = deliveries.webhooks.create(deliveries.tenant.id, target.url, None)
+    for number in range(3):
+        deliveries.happen(number)
+    draining = asyncio.Event()
+    with target.is_held:
+        running = asyncio.create_task(deliveries.runner.run(draining))
+        assert await asyncio.to_thread(target.has_received.wait, 30)
+        draining.set()
+    await running
+    assert numbers(target) == [0]
+    assert deliveries.state(webhook).sequence == 1
+    # The webhook was given back, so another server goes on at once.
+    assert [one.id for one in WebhookQueue(deliveries.database, LEASE_US).claim_due(1)] == [webhook.id]
+
+
+def test_postponed_webhook_is_not_claimed(deliveries: Deliveries, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers find the same webhook, and the first one has postponed it before the second one claims it."""
+    deliveries.webhooks.create(deliveries.tenant.id, "https://hooks.example.com", None)
+    deliveries.happen(1)
+    EventLog(deliveries.database).advance()
+    first, second = (WebhookQueue(deliveries.database, LEASE_US) for _ in range(2))
+
+    @contextlib.contextmanager
+    def write() -> Iterator[Any]:
+        monkeypatch.undo()
+        (webhook,) = first.claim_due(1)
+        first.postpone(webhook, 1, 60.0, "the target answered with 500")
+        with deliveries.database.write() as connection:
+            yield connection
+
+    monkeypatch.setattr(deliveries.database, "write", write)
+    assert second.claim_due(1) == []
+
+
+def test_numbers_of_a_webhook_do_not_go_back(deliveries: Deliveries) -> None:
+    webhook, _ = deliveries.webhooks.create(deliveries.tenant.id, "https://hooks.example.com", None)
+    for number in range(3):
+        deliveries.happen(number)
+    EventLog(deliveries.database).advance()
+    queue = WebhookQueue(deliveries.database, LEASE_US)
+    assert len(queue.claim_due(1)) == 1
+    for sequence in (3, 1):
+        assert queue.pass_on(webhook.id, sequence, is_delivered=True)
+    assert deliveries.state(webhook).sequence == 3
+
+
+async def test_lookups_that_hang_keep_only_two_threads_of_a_tenant() -> None:
+    started, may_answer = threading.Semaphore(0), threading.Event()
+
+    def resolve(host: str, port: int) -> list[str]:
+        if host.startswith("slow"):
+            started.release()
+            may_answer.wait()
+        return ["10.0.0.1"]
+
+    with ThreadPoolExecutor(MAX_LOOKUPS_EACH + 1) as executor:
+        sender = WebhookSender(executor, False, resolve)
+        slow = functools.partial(sender.send, "https://slow.example.com", "whsec_AAAA", DOCUMENT)
+        fast = functools.partial(sender.send, "https://fast.example.com", "whsec_AAAA")
+        try:
+            attempts = [asyncio.create_task(slow()) for _ in range(MAX_LOOKUPS_EACH)]
+            for _ in attempts:
+                assert await asyncio.to_thread(started.acquire, timeout=30)
+            # The attempts end, but not their lookups.
+            for attempt in attempts:
+                attempt.cancel()
+            await asyncio.wait(attempts)
+            refused = await slow(deadline_s=0.05)
+            assert refused.error == "the lookups of the tenant's hosts take too long"
+            # Another tenant has a thread.
+            other: EventDocument = {**DOCUMENT, "tenant_id": "ten_2"}
+            assert (await fast(other)).error == "the host's address is not public"
+        finally:
+            may_answer.set()
+        assert (await fast(DOCUMENT)).error == "the host's address is not public"
+    assert not started.acquire(blocking=False)
+
+
+async def test_each_address_is_tried(executor: ThreadPoolExecutor, target: Target) -> None:
+    sender = WebhookSender(executor, True, lambda host, port: ["127.0.0.9", "127.0.0.1"])
+    url = target.url.replace("127.0.0.1", "hooks.test")
+    attempt = await sender.send(url, "whsec_AAAA", DOCUMENT)
+    assert (attempt.status, attempt.error) == (204, None)
+    assert target.received[0][0]["host"] == url.split("/")[2]
+
+
+@pytest.mark.parametrize("name", ["hooks.test", "xn--strae-oqa.test"])
+async def test_certificate_must_name_the_host_as_it_was_looked_up(
+    executor: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The system would look up `straße` as `strasse`, another host."""
+    asked = []
+
+    def resolve(host: str, port: int) -> list[str]:
+        asked.append(host)
+        return ["127.0.0.1"]
+
+    context = certificate(name, tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+    with listening_target(context) as target:
+        url = target.url.replace("127.0.0.1", name)
+        attempt = await WebhookSender(executor, True, resolve).send(url, "whsec_AAAA", DOCUMENT)
+        assert (attempt.status, attempt.error) == (204, None)
+        assert asked == [name]
+        assert target.received[0][0]["host"] == url.split("/")[2]
+
+
+async def test_scheme_in_capitals_is_https(executor: ThreadPoolExecutor) -> None:
+    sender = WebhookSender(executor, False, lambda host, port: ["10.0.0.1"])
+    attempt = await sender.send("HTTPS://hooks.example.com", "whsec_AAAA", DOCUMENT)
+    assert attempt.error == "the host's address is not public"
+
+
 PUBLIC = "93.184.216.34"
 PRIVATE = ["127.0.0.1", "10.0.0.1", "169.254.169.254", "::1", "fd00:ec2::254", "::ffff:10.0.0.1", "0.0.0.0"]
 
@@ -279,7 +415,8 @@ async def test_host_without_an_address_is_a_failure(executor: ThreadPoolExecutor
         *("", "hooks.example.com", "ftp://hooks.example.com", "https://", "https://u:p@hooks.example.com"),
         *("https://hooks.example.com/#x", "https://hooks.example.com/a b", "https://hooks.example.com/\n"),
         *("https://hooks.example.com/" + "a" * 2000, "https://hooks.exämple.com", "file:///etc/passwd"),
-        *("https://hooks.example.com:0/", "https://hooks.example.com:99999999/"),
+        *("https://hooks.example.com:0/", "https://hooks.example.com:99999999/", "https://xn--a/"),
+        *("http://hooks.example.com/", "HTTP://hooks.example.com/"),
     ],
     ids=str,
 )

@@ -47,6 +47,7 @@ async def test_repeated_call_does_not_repeat_the_secret(http: httpx.AsyncClient)
     [
         *({}, {"url": URL, "tenant": "acme", "types": []}, {"url": URL, "tenant": "acme", "types": ["x"]}),
         *({"url": "ftp://x", "tenant": "acme"}, {"url": URL}, {"url": 1, "tenant": "acme"}),
+        {"url": "https://xn--a/", "tenant": "acme"},
         {"url": URL, "tenant": "acme", "secret": "whsec_mine"},
     ],
     ids=str,
