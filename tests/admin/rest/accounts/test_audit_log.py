@@ -62,6 +62,7 @@ ELSEWHERE = {
     ("POST", f"{_ADAPTER}/purge"): "adapter.purge",
     ("POST", "/admin/v1/tenants/{id_or_slug}/purge"): "tenant.purge",
     ("POST", f"{_ADAPTER}/versions"): "version.create",
+    ("PUT", f"{_ADAPTER}/push"): "version.create",
     ("POST", f"{_ADAPTER}/versions/{{number}}/purge"): "version.purge",
     ("POST", f"{_ADAPTER}/versions/{{number}}/pin"): "version.pin",
     ("POST", f"{_ADAPTER}/versions/{{number}}/unpin"): "version.unpin",

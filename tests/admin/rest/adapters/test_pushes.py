@@ -67,6 +67,9 @@ async def test_a_push_is_ready_when_it_returns_and_moves_the_alias_alone(
     assert export.content == (directory / FILES[1]).read_bytes()
     assert not [key for key in admin_side.blobs.list_keys() if key.startswith("uploads/")]
     assert (await http.get(f"/admin/v1/adapters/{adapter_id}/uploads")).json()["data"] == []
+    log = (await http.get("/admin/v1/audit_log")).json()["data"]
+    assert [entry["action"] for entry in log].count("version.create") == 2
+    assert "alias.set" in {entry["action"] for entry in log}
 
 
 def part(name: str, content: bytes) -> bytes:
