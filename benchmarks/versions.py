@@ -28,9 +28,19 @@ NUM_ROWS = 16
 PROMPT = 64
 KINDS = ("base only", "distinct adapters")
 
-WORKER = """
-import json, sys, time
+OWN_CODE = """
+import sys
 from pathlib import Path
+
+checkout = Path.cwd() / ".src"
+sys.path = [path for path in sys.path if Path(path) == checkout or not (Path(path) / "loramux").is_dir()]
+"""
+"""Keeps only this version's checkout. `loramux` is a namespace package, so a module that this version lacks would be
+taken from the checkout that is installed.
+"""
+
+WORKER = """
+import json, time
 import torch
 from importlib import import_module
 
@@ -162,7 +172,7 @@ def open_version(checkout: Path, files: ModelFiles, threads: int) -> Iterator[Ve
     job = json.dumps([str(files.base), paths, str(canonical), threads, PROMPT, files.shape.vocab_size])
     # With -P, modules of the current directory do not hide modules of the checkout.
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", WORKER, job],
+        [sys.executable, "-P", "-c", OWN_CODE + WORKER, job],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -109,7 +109,7 @@ class Scheduler:
     def order_waiting(self) -> PoolDemand:
         """Order the waiting sequences for the next `schedule`, and return what they need from the adapter pool."""
         num_free_slots = self._num_free_slots()
-        num_behind = sum([one.is_background for one in self.running])
+        num_behind = self._num_background()
         # While no sequence can start, the order only decides which adapters are loaded next.
         is_exact = num_free_slots + num_behind > 0
         self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=is_exact)
@@ -131,11 +131,12 @@ class Scheduler:
         has_vacated = self._make_room_for_adapters()
         scheduled: dict[Sequence, ScheduledSequence] = {}
         ahead, behind = _Lane(), _Lane()
-        for sequence in self.running:
-            if sequence.num_tokens < sequence.num_reserved and not sequence.waits_for_mask:
-                lane = behind if sequence.is_background else ahead
-                is_decoding = sequence.num_tokens - sequence.num_computed == 1
-                (lane.decoding if is_decoding else lane.prompts).append(sequence)
+        for sequence in self._active():
+            lane = behind if sequence.is_background else ahead
+            if sequence.num_tokens - sequence.num_computed == 1:
+                lane.decoding.append(sequence)
+            else:
+                lane.prompts.append(sequence)
         for position, sequence in enumerate(self._order):
             (behind if sequence.is_background else ahead).waiting.append((position, sequence))
         num_free_slots = self._limits.max_sequences - ahead.num_running - behind.num_running
@@ -276,7 +277,7 @@ class Scheduler:
         """Preempt background sequences if that gives another sequence's adapter a slot or pages. Returns True if any
         was preempted.
         """
-        if self._adapters.is_copying or not any(one.is_background for one in self.running):
+        if self._adapters.is_copying or not self._num_background():
             return False
         for position, sequence in enumerate(self._order):
             load = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
@@ -304,8 +305,8 @@ class Scheduler:
         """Preempt the background sequence that was admitted last, or the last that takes a slot if `is_active`.
         Returns False if there is none.
         """
-        lines = (one for one in reversed(self.running) if one.is_background)
-        victim = next((one for one in lines if not is_active or _takes_slot(one)), None)
+        candidates = self._active() if is_active else self.running
+        victim = next((one for one in reversed(candidates) if one.is_background), None)
         if victim is None:
             return False
         self.preempt(victim)
@@ -361,11 +362,18 @@ class Scheduler:
             key=place,
         )
 
+    def _active(self) -> list[Sequence]:
+        """The running sequences that take a slot: those that neither are paused nor wait for a mask. If all slots are
+        taken when such a sequence resumes, it waits for a free one.
+        """
+        return [one for one in self.running if one.num_tokens < one.num_reserved and not one.waits_for_mask]
+
     def _num_free_slots(self) -> int:
-        # A sequence that is paused or waits for a mask needs no slot. If all slots are taken when it resumes, it waits
-        # for a free slot.
-        num_active = sum([_takes_slot(one) for one in self.running])
-        return self._limits.max_sequences - num_active
+        return self._limits.max_sequences - len(self._active())
+
+    def _num_background(self) -> int:
+        # A list, because each step counts, and a generator takes twice as long.
+        return sum([one.is_background for one in self.running])
 
     def _short_position(self) -> int:
         if self._is_short:
@@ -465,11 +473,6 @@ class Scheduler:
         if sequence.slot >= 0 and sequence.add.digest is not None:
             self._adapters.release(sequence.add.digest)
         sequence.slot = -1
-
-
-def _takes_slot(sequence: Sequence) -> bool:
-    """True unless a running sequence is paused or waits for a mask."""
-    return sequence.num_tokens < sequence.num_reserved and not sequence.waits_for_mask
 
 
 def _num_held(sequence: Sequence, prefix: Prefix, budget: int) -> int:

@@ -209,8 +209,6 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
         known, end = sequence.tokens, begin + num_tokens
         if sequence.num_unscored:
             scores.append(_scored_rows(sequence, len(tokens), num_tokens))
-        if sequence.is_pooled:
-            pooled.append(_pooled_rows(sequence, len(tokens), num_tokens))
         if begin < sequence.activation:
             base_rows.append((len(tokens), len(tokens) + min(num_tokens, sequence.activation - begin)))
         if end > len(known):
@@ -221,7 +219,9 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
             tokens.append(known[begin])
         else:
             tokens += known[begin:end]
-        if end == sequence.num_tokens and not sequence.is_pooled:
+        if sequence.is_pooled:
+            pooled.append(_pooled_rows(sequence, len(tokens) - num_tokens, num_tokens))
+        elif end == sequence.num_tokens:
             sample_rows.append(len(tokens) - 1)
             samples.append(sampling_row(sequence))
     first_positions, cu_q = np.asarray(begins), _running_sum(counts)

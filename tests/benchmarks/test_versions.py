@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.answers import CheckError
-from benchmarks.versions import KINDS, compare, main
+from benchmarks.versions import KINDS, OWN_CODE, compare, main
 
 
 class FakeVersion:
@@ -35,3 +36,14 @@ def test_different_tokens_end_the_comparison() -> None:
 def test_a_folder_without_a_checkout_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--allow-busy"]) == 1
     assert "is not a checkout of loramux" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_version_does_not_see_the_modules_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = (tmp_path / name / ".src" for name in ("own", "other"))
+    for source in (own, other):
+        (source / "loramux").mkdir(parents=True)
+    (tmp_path / "packages").mkdir()
+    monkeypatch.setattr(sys, "path", [str(own), str(tmp_path / "packages"), str(other)])
+    monkeypatch.chdir(tmp_path / "own")
+    exec(OWN_CODE, {})
+    assert sys.path == [str(own), str(tmp_path / "packages")]
