@@ -20,7 +20,6 @@ for compiled in /opt/loramux/lib/python3*/site-packages/loramux/kernels/cpu/__py
     fi
 done
 if [ "${1:-}" = ray-node ]; then
-    ulimit -n 65536 2>/dev/null || true
     exec sh -c "exec $KUBERAY_GEN_RAY_START_CMD"
 fi
 exec loramux "$@"
