@@ -8,6 +8,7 @@ CONSTRAINTS ?= $(or $(MADE_CONSTRAINTS),constraints.txt)
 LOCK := constraints.lock
 BROWSER_LOCK := constraints-browser.lock
 IMAGE_LOCK := platform/deploy/container/requirements.lock
+RAY_LOCK := platform/deploy/container/ray.lock
 ARGS ?=
 NAME ?=
 READY := $(VENV)/.ready
@@ -107,6 +108,8 @@ lock: ## Write the hashes of the packages pinned in constraints.txt
 	$(call hashes_of,,$(BROWSER)) > $(BROWSER_LOCK).new && mv $(BROWSER_LOCK).new $(BROWSER_LOCK)
 	echo hatchling | $(COMPILE) pyproject.toml - --extra traces -c constraints.txt | \
 		grep -v -E '^(torch|triton|cuda-.*|nvidia-.*)==' | $(ADD_HASHES) > $(IMAGE_LOCK).new && mv $(IMAGE_LOCK).new $(IMAGE_LOCK)
+	$(COMPILE) pyproject.toml --extra traces --extra cluster -c constraints.txt | grep -v -E '^(torch|triton|cuda-.*|nvidia-.*)==' | \
+		grep -v -x -F "$$(grep -o '^[^ ]*==[^ ]*' $(IMAGE_LOCK))" | $(ADD_HASHES) > $(RAY_LOCK).new && mv $(RAY_LOCK).new $(RAY_LOCK)
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -48,6 +48,9 @@ BENCHMARKS = {
     "versions": Benchmark("versions", "Decode steps, compared with those of another checkout (CHECKOUT)"),
     "simulation": Benchmark("simulation", "Engine steps per second on a simulated device"),
     "routing": Benchmark("routing", "The choice of replicas in a simulated fleet, by policy", "7 minutes"),
+    "disaggregation": Benchmark(
+        "routing.disaggregation", "Prefill and decode on separate GPUs, simulated", "4 minutes"
+    ),
     "admission": Benchmark("accounts.admission", "Reserving and settling quota, on both databases"),
     "first-token": Benchmark("accounts.first_token", "Time to first token with and without quotas"),
     "registry": Benchmark("accounts.registry", "Resolving a name among 100,000 versions, on both databases"),

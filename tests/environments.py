@@ -49,7 +49,11 @@ ENVIRONMENTS: Mapping[str, Environment] = {
         folder=".venv-cluster", requirements={".": "tests/cluster/requirements.txt"}, extends_own=True
     ),
     "gguf": Environment(folder=".venv-gguf", requirements={".": "tests/conformance/gguf-requirements.txt"}),
-    "deploy": Environment(folder=".venv-deploy", requirements={".": "tests/platform/deploy/requirements.txt"}),
+    "deploy": Environment(
+        folder=".venv-deploy",
+        requirements={".": "tests/platform/deploy/requirements.txt"},
+        packages="tests/platform/deploy/package.json",
+    ),
 }
 
 
@@ -63,7 +67,7 @@ def create(environment: Environment, root: Path = ROOT) -> None:
     if ready.exists() and ready.read_text() == made_from:
         return
     if environment.packages and shutil.which("npm") is None:
-        sys.exit("npm is needed for the Node client: apt-get install nodejs npm")
+        sys.exit(f"npm is needed for {environment.packages}: apt-get install nodejs npm")
     folder.mkdir(exist_ok=True)
     ready.unlink(missing_ok=True)
     limits = folder / "constraints.txt"

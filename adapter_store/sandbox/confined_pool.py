@@ -48,6 +48,8 @@ class ConfinedPool:
     limit the processor time. `Lanes` defines the order of requests: each tenant has one at a time, and the wait caused
     by other tenants is bounded. Outside the light lane, all forks have the niceness of `full`. A failing process is
     logged as `event`. Thread-safe.
+
+    Only the processor time shows that a request is too much work: on a busy machine, any fork can exceed its wall time.
     """
 
     def __init__(
@@ -82,8 +84,8 @@ class ConfinedPool:
 
         `encode` returns the fork's standard input. It is called for each fork, and `decode` once, in a thread of the
         pool. The tenant's next request starts afterwards. If the future is cancelled, no fork starts for it any more,
-        but a running fork ends first. The future raises ForkServerFailed if no process can be started or the pool is
-        closed, and anything that `encode` or `decode` raises.
+        but a running fork ends first. The future raises ForkServerFailed if no process can be started, the pool is
+        closed, or the fork exceeded the wall time of `full`, and anything that `encode` or `decode` raises.
         """
         future: Future[Result] = Future()
         request = _Request(encode, decode, future, copy_context())
@@ -139,6 +141,11 @@ class ConfinedPool:
             # A fork that waits without computing uses up its turn too.
             cpu_s = max(ended.cpu_s, limits.cpu_s) if ended.ran_out_of_time else ended.cpu_s
             has_ended = not (turn.is_quick and ended.ran_out_of_time)
+            if has_ended and ended.took_too_long:
+                raise ForkServerFailed(
+                    f"it did not finish a request in {limits.wall_s:g} s, in which it used {ended.cpu_s:.2f} s of "
+                    "processor time"
+                )
             if has_ended:
                 resolve = partial(request.future.set_result, request.context.run(self._decoded, request, ended))
         except Exception as error:

@@ -105,6 +105,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            help="auto or off: send requests to other servers' engines, or not, because a router in front of the "
+            "servers chooses (default: auto).",
+            show_default=False,
+        ),
+    ] = None,
     reuse_port: ReusePort = None,
 ) -> None:
     """Serve a base model and its tenants' adapters until Ctrl-C.

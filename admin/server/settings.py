@@ -80,6 +80,7 @@ FLAGS = frozenset(
         "engine",
         "peer_address",
         "cluster",
+        "routing",
         "reuse_port",
     }
 )
@@ -328,6 +329,11 @@ class Settings(ModelSettings):
     """If set, the number of engines follows the number of running and waiting requests, up to this number."""
     cluster_downscale_delay_s: Annotated[float, Field(ge=1.0, le=86_400.0)] = 300.0
     """Seconds for which fewer engines must be enough before their number shrinks, if `cluster_max_replicas` is set."""
+    routing: Literal["auto", "off"] = "auto"
+    """`off`: run the requests that this server receives on its own engine, even if it has a `peer_address`, because
+    [a router in front of the servers](scaling.md#behind-a-picker) chooses among them. Only requests of other bases
+    still go to servers of these bases.
+    """
     router: str = HOMES
     """How servers with `peer_address` or `cluster` choose the engine that runs a request. `homes` sends each adapter's
     requests to a few engines that hold it. Other values: [the routers of extensions](extending.md#routers).
@@ -457,6 +463,13 @@ class Settings(ModelSettings):
         if cluster != LOCAL_CLUSTER and info.data.get("blob_url") is None:
             raise ValueError("the engines of a cluster need a blob store that they can reach: set --blob-url, too")
         return _named_cluster(cluster)
+
+    @field_validator("routing")
+    @classmethod
+    def _has_an_engine(cls, routing: str, info: ValidationInfo) -> str:
+        if routing == "off" and info.data.get("cluster") is not None:
+            raise ValueError("a server whose engines run in a cluster has no engine of its own: remove routing")
+        return routing
 
     @field_validator("cluster_max_replicas")
     @classmethod

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -30,6 +31,9 @@ from loramux.platform.cluster.ray_connection import (
     connect,
     disconnect,
 )
+
+if TYPE_CHECKING:
+    from loramux.platform.cluster.deployment import ReplicaPlan
 
 
 def bring_up(settings: Settings, command: tuple[str, ...] | None = None) -> str:
@@ -77,10 +81,17 @@ def _join(place: ClusterPlace) -> None:
 
 
 def _deploy(settings: Settings, config: EngineConfig, command: tuple[str, ...] | None) -> None:
-    from loramux.platform.cluster.deployment import ReplicaPlan, deploy
+    from loramux.platform.cluster.deployment import deploy
+
+    deploy(config, plan_of(settings, config), command)
+
+
+def plan_of(settings: Settings, config: EngineConfig) -> ReplicaPlan:
+    """Return how many replicas the settings ask for, and what each needs. Imports Ray."""
+    from loramux.platform.cluster.deployment import ReplicaPlan
 
     supervision = supervision_of(settings, config)
-    plan = ReplicaPlan(
+    return ReplicaPlan(
         num_replicas=settings.cluster_replicas,
         max_replicas=settings.cluster_max_replicas,
         downscale_delay_s=settings.cluster_downscale_delay_s,
@@ -92,7 +103,6 @@ def _deploy(settings: Settings, config: EngineConfig, command: tuple[str, ...] |
         step_timeout_s=supervision.step_timeout_s,
         is_on_loopback=settings.cluster == LOCAL_CLUSTER,
     )
-    deploy(config, plan, command)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,10 +103,16 @@ def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
         )
 
 
-def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
-    """Read the model directory and derive the engine's configuration. Raises StartRefused before anything starts."""
+def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConfig, EngineConfig]:
+    """Read the model directory and derive the engine's configuration. Raises StartRefused before anything starts.
+
+    If the engine does not run on this machine, the setting `device` must name the device, because this machine may lack
+    it.
+    """
     try:
-        device = resolve_device(settings.device)
+        device = resolve_device(settings.device) if runs_here else settings.device
+        if device == "auto":
+            raise ConfigNotUsable("the engines run on other machines: set device to cpu or cuda")
         model = ModelConfig.load(settings.model_dir)
         config = EngineConfig(
             model_dir=str(settings.model_dir),
@@ -259,7 +265,11 @@ def _engine(
         return engine, None
     from loramux.admin.serving.sharing import Sharing
 
-    return engine, partial(Sharing, settings.peer_address, peers, config, engine, router=settings.router)
+    is_own_only = settings.routing == "off"
+    share = partial(
+        Sharing, settings.peer_address, peers, config, engine, router=settings.router, is_own_only=is_own_only
+    )
+    return engine, share
 
 
 def supervision_of(settings: Settings, config: EngineConfig) -> Supervision:

@@ -37,7 +37,8 @@ class Sharing:
 
     `engine` takes the place of the local engine in the gateway. `open_presence` needs a local engine that is ready.
     `address` is the setting `peer_address`. If its port is 0, the listener's own port is published. `router` names the
-    router. Raises StartRefused if the router cannot be used.
+    router. With `is_own_only`, requests of this server's base run only on its own engine. Raises StartRefused if the
+    router cannot be used.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Sharing:
         executor: Executor,
         draw: BaseDraw,
         router: str = HOMES,
+        is_own_only: bool = False,
     ) -> None:
         self.address = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
         self._listener = listener
@@ -70,6 +72,7 @@ class Sharing:
                 metrics.count_forwarded,
                 metrics.base_fallbacks.inc,
                 base_id=draw.own,
+                is_own_only=is_own_only,
             )
         except ExtensionRefused as error:
             raise StartRefused(str(error)) from error

@@ -46,6 +46,9 @@ class RoutedEngine:
     engine. A sequence that an overloaded engine refused moves to a replica with free sequence slots, if there is one.
     Only the last Finished reaches the caller, so nothing is charged twice.
 
+    With `is_own_only`, sequences of this server's base run only on the local engine, because a router in front of the
+    servers has chosen this server. Sequences of other bases still run on servers of these bases.
+
     `count_forwarded` receives the outcome of each forwarded sequence: `completed`, `failed` or `lost`. It also receives
     `moved` for each move away from another server. `count_fallback` is called once for each sequence that runs on a
     base other than the one that the weights chose.
@@ -60,6 +63,7 @@ class RoutedEngine:
         count_fallback: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         base_id: str | None = None,
+        is_own_only: bool = False,
     ) -> None:
         self._local = local
         self._local_id = local_id
@@ -68,6 +72,7 @@ class RoutedEngine:
         self._count_fallback = count_fallback
         self._clock = clock
         self._engines: Mapping[str, EngineClient] = {local_id: local}
+        self._is_own_only = is_own_only
         self._own = BaseReplicas(base_id, new_router())
         self._bases: Mapping[str | None, BaseReplicas] = {base_id: self._own}
         self._routes: dict[str, Route] = {}
@@ -80,7 +85,8 @@ class RoutedEngine:
         self._info = self._local.info or self._info
         ready: dict[str | None, list[ReplicaView]] = defaultdict(list, {self._own.base_id: []})
         for view in views:
-            if self._engines[view.id].is_ready:
+            is_usable = view.is_local or not self._is_own_only or view.base_id != self._own.base_id
+            if is_usable and self._engines[view.id].is_ready:
                 ready[view.base_id].append(view)
         self._bases = {name: self._bases.get(name) or BaseReplicas(name, self._new_router()) for name in ready}
         for name, base in self._bases.items():
@@ -105,6 +111,8 @@ class RoutedEngine:
 
     @property
     def is_ready(self) -> bool:
+        if self._is_own_only:
+            return self._local.is_ready
         return any(engine.is_ready for engine in self._engines.values())
 
     @property

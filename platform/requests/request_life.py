@@ -181,7 +181,12 @@ async def reserve(services: GatewayServices, plan: Plan, body: Body) -> dict[str
         raise
     for policy in reservation.exceeded:
         services.metrics.quotas.count_refusal(policy, policy.mode)
-    headers = {**rate_limit_headers(reservation.limits), **exceeded_headers(reservation.exceeded)}
+    headers = {
+        **rate_limit_headers(reservation.limits),
+        **exceeded_headers(reservation.exceeded),
+        # The name in /metrics/routing, so that a picker learns which model a client's name means.
+        "x-loramux-resolved-model": model.name,
+    }
     if model.adapter is None:
         return headers
     return {**headers, "x-loramux-adapter": model.name, "x-loramux-fingerprint": model.adapter.fingerprint}

@@ -39,8 +39,10 @@ QUICK = ForkLimits(wall_s=1.0, cpu_s=0.1, niceness=1)
 slightly higher priority, because a request waits for the rendering.
 """
 
-FULL = ForkLimits(wall_s=5.0, cpu_s=CPU_S, niceness=5)
-"""Limits of a rendering's second attempt, which yields to first attempts. The wall time allows for a busy machine."""
+FULL = ForkLimits(wall_s=15.0, cpu_s=CPU_S, niceness=5)
+"""Limits of a rendering's second attempt, which yields to first attempts. On a core that another process keeps busy, it
+gets a quarter of the time. A rendering that exceeds the wall time can be asked for again.
+"""
 
 NUM_PROCESSES = 4
 """Maximum number of concurrent renderings. Each tenant has at most one."""
@@ -232,7 +234,7 @@ class TenantTemplates:
 
 
 def _decoded(ended: Ended) -> TemplateAnswer:
-    if ended.took_too_long or ended.returncode != 0:
+    if ended.returncode != 0:
         return _TOO_COSTLY
     try:
         return msgspec.json.decode(ended.stdout, type=TemplateAnswer)

@@ -14,6 +14,7 @@ import re
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -29,8 +30,11 @@ import pytest
 from sqlalchemy import select
 
 from benchmarks.machine import describe
+from loramux.admin.server.data_directory import DataDirectory
+from loramux.admin.server.local_cluster import LocalCluster
 from loramux.migrations import schema
 from loramux.migrations.database import Database
+from loramux.platform.cluster.ray_connection import APP
 from tests.conformance.fleet_streams import Stream, is_billed_as_received, numbered_stream, send_stream
 from tests.conformance.gateway_lab import LabGateway
 from tests.conformance.served import LORAMUX, Deployment, deployment
@@ -356,3 +360,34 @@ async def test_a_server_survives_the_loss_of_the_head(stand: Stand) -> None:
     await asyncio.to_thread(until, lambda: len(stand.serving()) == 2)
     await asyncio.to_thread(until, lambda: stand.health()[0] == 200)
     stand.check_bills(await stand.stream_many(8, seed=8))
+
+
+async def test_ray_builds_the_engines_from_its_own_configuration(stand: Stand) -> None:
+    before = set(stand.serving())
+    made = stand.deployment
+    local = LocalCluster(DataDirectory(made.data_dir).cluster)
+    head = local.head()
+    assert head is not None
+    settings = {
+        "model": str(made.model),
+        "data_dir": str(made.data_dir),
+        "blob_url": f"file://{made.data_dir / 'blobs'}",
+        "device": "cpu",
+        "num_threads": 1,
+        "max_sequences": int(MAX_SEQUENCES),
+        "cluster_replicas": 1,
+    }
+    # As the chart writes it for KubeRay.
+    application = {
+        "name": APP,
+        "route_prefix": None,
+        "import_path": "loramux.admin.serving.cluster_application:engines",
+        "args": settings,
+    }
+    document = json.dumps({"proxy_location": "Disabled", "applications": [application]})
+    command = [sys.executable, "-m", "tests.cluster.configured", head.address, document]
+    await asyncio.to_thread(subprocess.run, command, env={**made.environment, **local.environment}, check=True)
+    await asyncio.to_thread(until, lambda: len(stand.serving()) == 1 and not before & set(stand.serving()))
+    streams = await stand.stream_many(8, seed=9)
+    await asyncio.to_thread(stand.check_bills, streams)
+    assert all(one.is_complete for one in streams)

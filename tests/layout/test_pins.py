@@ -16,8 +16,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from loramux.platform.cluster.ray_connection import RAY_VERSION
+
 ROOT = Path(__file__).parents[2]
 IMAGE_LOCK = "platform/deploy/container/requirements.lock"
+RAY_LOCK = "platform/deploy/container/ray.lock"
 UNHASHED = {"torch", "triton"}
 """Packages whose builds differ between machines."""
 
@@ -55,6 +58,15 @@ def test_every_pin_except_torch_and_triton_is_hashed() -> None:
 
 def test_image_has_the_pinned_packages() -> None:
     assert locked(IMAGE_LOCK).items() <= locked("constraints.lock").items()
+
+
+def test_ray_adds_hashed_packages_to_the_image() -> None:
+    added, image = locked(RAY_LOCK), locked(IMAGE_LOCK)
+    assert added["ray"][0] == RAY_VERSION
+    assert added.keys() & image.keys() == set()
+    assert all(hashes for _, hashes in added.values())
+    everywhere = pins("constraints.txt")
+    assert all(everywhere.get(name, version) == version for name, (version, _) in added.items())
 
 
 @pytest.mark.parametrize(("lock", "extras"), [("constraints.lock", {"demo", "dev"}), (IMAGE_LOCK, {"traces"})])

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Runs `loramux` with the arguments of the container.
+# Runs `loramux` with the arguments of the container or, with the argument `ray-node`, the command with which KubeRay
+# starts a node of a Ray cluster.
 #
 # numba loads compiled kernels only from a directory that it can write to, and the image may be mounted read-only. The
 # kernels compiled in the image are therefore copied into the volume once. The directory's name contains the hash of the
@@ -18,4 +19,7 @@ for compiled in /opt/loramux/lib/python3*/site-packages/loramux/kernels/cpu/__py
         mv -T "$copy" "$NUMBA_CACHE_DIR" 2>/dev/null || rm -rf "$copy" # another container on this volume was faster
     fi
 done
+if [ "${1:-}" = ray-node ]; then
+    exec sh -c "exec $KUBERAY_GEN_RAY_START_CMD"
+fi
 exec loramux "$@"

@@ -63,15 +63,17 @@ Open = Callable[..., ConfinedPool]
 def open_pool() -> Iterator[Open]:
     opened = []
 
-    def open_one(num_processes: int = 2, max_waiting_per_tenant: int = 10, program: str = PROGRAM) -> ConfinedPool:
+    def open_one(
+        num_processes: int = 2, max_waiting_per_tenant: int = 10, program: str = PROGRAM, wall_s: float = 60
+    ) -> ConfinedPool:
         opened.append(
             ConfinedPool(
                 (sys.executable, "-S", "-c", program),
                 event="test_failed",
                 num_processes=num_processes,
                 max_full=1,
-                quick=ForkLimits(wall_s=60, cpu_s=0.1),
-                full=ForkLimits(wall_s=60, cpu_s=1),
+                quick=ForkLimits(wall_s, cpu_s=0.1),
+                full=ForkLimits(wall_s, cpu_s=1),
                 max_waiting_per_tenant=max_waiting_per_tenant,
                 clock=lambda: 0.0,
             )
@@ -114,6 +116,13 @@ def test_a_request_that_exceeds_its_full_turn_is_not_repeated(open_pool: Open) -
     asked = Asked(open_pool(), "a", TOO_LONG)
     assert asked.result().ran_out_of_time
     assert asked.num_forks == 2
+
+
+def test_a_request_that_gets_no_processor_time_has_no_result(open_pool: Open, gate: Path) -> None:
+    asked = Asked(open_pool(wall_s=0.05), "a", "0", gate)
+    with pytest.raises(ForkServerFailed, match=r"it did not finish a request in 0\.05 s"):
+        asked.result()
+    assert (asked.num_forks, asked.ended) == (2, None)
 
 
 def test_a_killed_request_counts(open_pool: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,10 +58,18 @@ def test_peer_address_can_be_a_name_or_an_address(demo_base: Path, address: str)
     assert load_settings(Settings, {"model": demo_base, "peer_address": address}).peer_address == address
 
 
+def test_server_without_an_engine_cannot_keep_requests(demo_base: Path) -> None:
+    given = {"model": demo_base, "cluster": "local", "routing": "off"}
+    with pytest.raises(
+        SettingsError, match="routing is invalid: a server whose engines run in a cluster has no engine"
+    ):
+        load_settings(Settings, given)
+
+
 class Server:
     """A server on a database and a directory of blobs that it shares with others."""
 
-    def __init__(self, model: Path, shared: Path, name: str) -> None:
+    def __init__(self, model: Path, shared: Path, name: str, routing: str = "auto") -> None:
         flags = {
             "--model": model,
             "--data-dir": shared / name,
@@ -70,6 +78,7 @@ class Server:
             "--port": 0,
             "--admin-port": 0,
             "--peer-address": "127.0.0.1:0",
+            "--routing": routing,
         }
         arguments = [str(part) for flag in flags.items() for part in flag]
         command = [sys.executable, "-m", "loramux.admin.cli", "serve", *arguments]
@@ -98,6 +107,36 @@ def servers(demo_base: Path, tmp_path: Path) -> Iterator[list[Server]]:
         for name in ("one", "two"):
             running.append(Server(demo_base, tmp_path, name))
         yield running
+    finally:
+        for server in running:
+            server.process.kill()
+            server.process.communicate()
+
+
+@pytest.mark.campaign
+def test_a_server_behind_a_picker_forwards_nothing(demo_base: Path, tmp_path: Path) -> None:
+    running: list[Server] = []
+    operator = {"authorization": "Bearer the operator's key of 32 characters"}
+    try:
+        for routing in ("off", "auto"):
+            running.append(Server(demo_base, tmp_path, routing, routing))
+        own, other = running
+        until(lambda: all(server.metric('loramux_peers{state="connected"}') == 1 for server in running))
+        with httpx.Client(trust_env=False, timeout=60) as http:
+            http.post(f"{own.admin_url}/admin/v1/tenants", json={"slug": "acme"}, headers=operator)
+            key = http.post(f"{own.admin_url}/admin/v1/api_keys", json={"tenant": "acme"}, headers=operator).json()
+            headers = {"authorization": f"Bearer {key['secret']}"}
+
+            def ask(number: int) -> httpx.Response:
+                body = {"model": "base", "prompt": f"Tell {number}", "max_tokens": 16, "ignore_eos": True}
+                return http.post(f"{own.url}/v1/completions", json=body, headers=headers)
+
+            with ThreadPoolExecutor(8) as clients:
+                answers = list(clients.map(ask, range(40)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.headers["x-loramux-resolved-model"] for answer in answers} == {"base"}
+        assert own.metric("loramux_forwarded_sequences_total") == 0
+        assert other.metric("loramux_engine_tokens_total") == 0
     finally:
         for server in running:
             server.process.kill()

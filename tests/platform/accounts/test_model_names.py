@@ -60,6 +60,7 @@ async def test_adapter_names_select_versions_and_digests(gateway: Any, name: str
     gateway.add_adapter("acme", "support", versions=2)
     raw = await gateway.openai.completions.with_raw_response.create(model=name, prompt="a", max_tokens=1)
     assert raw.headers["x-loramux-adapter"] == f"acme/support@{version}"
+    assert raw.headers["x-loramux-resolved-model"] == f"acme/support@{version}"
     assert raw.parse().model == name
     [event] = gateway.usage()
     assert event.model == f"acme/support@{version}"

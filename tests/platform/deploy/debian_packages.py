@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-PACKAGES = ("debootstrap", "golang-github-masterminds-sprig-dev")
+PACKAGES = ("debootstrap", "golang-github-masterminds-sprig-dev", "nginx-light")
 
 
 def main() -> None:

@@ -69,9 +69,15 @@ def manifests(values: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("values", [REQUIRED, EVERYTHING], ids=["required", "everything"])
 def test_manifests_are_valid(tmp_path: Path, values: dict[str, Any], version: str) -> None:
-    known = [one for (kind, _), one in manifests(values).items() if kind != "ServiceMonitor"]
-    path = tmp_path / "manifests.yaml"
-    path.write_text(yaml.safe_dump_all(known))
+    check_with_kubernetes(
+        [one for (kind, _), one in manifests(values).items() if kind != "ServiceMonitor"], version, tmp_path
+    )
+
+
+def check_with_kubernetes(documents: list[dict[str, Any]], version: str, folder: Path) -> None:
+    """Check the documents with the schemas of a version of Kubernetes, in which unknown fields are errors."""
+    path = folder / "manifests.yaml"
+    path.write_text(yaml.safe_dump_all(documents))
     done = subprocess.run(
         [TOOLS / "kubernetes-validate", "--strict", "-k", version, path], capture_output=True, text=True, check=False
     )

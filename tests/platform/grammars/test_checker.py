@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +34,9 @@ def shared_checker(observed: Observed) -> Iterator[GrammarChecker]:
     with pytest.MonkeyPatch.context() as patch:
         # Most of these checks are long. Pauses after them are tested with the lanes.
         patch.setattr(checker_module, "PAUSE", 0.0)
+        # On a busy machine, the processor time must end a check, too.
+        for name in ("QUICK", "FULL"):
+            patch.setattr(checker_module, name, replace(getattr(checker_module, name), wall_s=600.0, niceness=0))
         checker = GrammarChecker(DEMO_BASE, 1024, (1,), observed.note)
     yield checker
     checker.close()
@@ -207,6 +212,28 @@ async def test_a_tenant_keeps_a_bounded_number_of_outcomes(checker: GrammarCheck
         await checker.grammar("acme", Constraint.of_text("regex", f"b{index}", "p"))
     assert len(checker._kept) == MAX_KEPT_PER_TENANT
     assert ("acme", "regex", "b0") not in checker._kept
+
+
+STARVED = """
+import time
+from loramux.adapter_store.sandbox.fork_server import fork_for_each_request
+fork_for_each_request(idle_s=None)
+time.sleep(60)
+"""
+"""A worker whose forks get no processor time, as on a machine that is too busy."""
+
+
+async def test_a_busy_machine_makes_no_grammar_too_complex(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QUICK", "FULL"):
+        monkeypatch.setattr(checker_module, name, replace(getattr(checker_module, name), wall_s=0.05))
+    checker = GrammarChecker(DEMO_BASE, 1024, (1,), command=(sys.executable, "-S", "-c", STARVED))
+    try:
+        with pytest.raises(Unavailable) as failure:
+            await checker.grammar("acme", Constraint.of_text("regex", "a", "p"))
+        assert (failure.value.code, failure.value.retry_after_s) == ("grammars_unavailable", checker_module.RETRY_S)
+        assert not checker._kept, "the next request is checked again"
+    finally:
+        checker.close()
 
 
 async def test_without_a_process_the_request_is_told_to_try_again() -> None:

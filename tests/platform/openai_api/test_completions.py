@@ -57,6 +57,7 @@ async def test_body_matches_openais_exactly(gateway: Any, tokenizer: Any) -> Non
         },
     }
     assert "x-loramux-adapter" not in response.headers
+    assert response.headers["x-loramux-resolved-model"] == "base"
     assert not any(name.startswith("x-ratelimit") for name in response.headers)
 
 

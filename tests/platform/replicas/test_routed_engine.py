@@ -236,6 +236,43 @@ async def test_without_any_engine_nothing_is_accepted(fleet: Fleet) -> None:
     assert fleet.router.in_flight == []
 
 
+async def test_behind_a_picker_sequences_of_this_base_stay_here() -> None:
+    local, peer, new = LosableEngine(), ScriptedEngine(), ScriptedEngine()
+    engine = RoutedEngine(
+        local,
+        "local",
+        lambda: ChosenRouter(["peer", "local"]),
+        lambda outcome: None,
+        lambda: None,
+        base_id="old",
+        is_own_only=True,
+    )
+    digest = digest_of("one")
+    views = [view("local", base_id="old"), view("peer", int(digest[:16], 16), base_id="old")]
+    engine.update([*views, view("new", base_id="new")], {"peer": peer, "new": new})
+    waiting = engine.submit(add("one"))
+    assert [one.sequence_id for one in local.adds] == ["one"]
+    assert not engine.holds_elsewhere(digest), "adapters that others hold are loaded here"
+    order = BaseOrder(drawn="new", bases=("new",), own="old")
+    await collect(engine.submit(add("two"), order))
+    assert [one.sequence_id for one in new.adds] == ["two"]
+    # The picker learns from the health check that this server has no engine now.
+    local.lose()
+    assert (await collect(waiting))[1].code == "engine_unavailable"
+    assert not engine.is_ready
+    with pytest.raises(EngineUnavailable):
+        engine.submit(add("three"))
+    assert not peer.adds
+
+
+async def test_behind_a_picker_an_overloaded_sequence_is_refused() -> None:
+    local, peer = RefusingEngine("overloaded"), ScriptedEngine()
+    engine = RoutedEngine(local, "local", ChosenRouter, lambda outcome: None, lambda: None, is_own_only=True)
+    engine.update([view("local", num_running=8), view("peer")], {"peer": peer})
+    assert (await collect(engine.submit(add("one"))))[1].code == "overloaded"
+    assert not peer.adds
+
+
 async def test_stopped_reader_leaves_nothing_behind(fleet: Fleet) -> None:
     stream = fleet.engine.submit(add("one"))
     fleet.peer.streams[0].put(SequenceOutput(sequence_id="one", token_ids=(7,)))

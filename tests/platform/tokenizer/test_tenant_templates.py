@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import marshal
+import sys
 import time
 from collections.abc import Awaitable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.sandbox.confinement import CALLS, FILES
 from loramux.adapter_store.validation.validator import missing_measures
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
+from loramux.platform.tokenizer import tenant_templates as templates_module
 from loramux.platform.tokenizer.chat_template import ChatTemplate
 from loramux.platform.tokenizer.content_form import ContentForm, ContentForms
 from loramux.platform.tokenizer.tenant_templates import (
@@ -34,7 +37,11 @@ ENDLESS = COSTLY["endless loop"]
 
 @pytest.fixture(scope="module")
 def templates() -> Iterator[TenantTemplates]:
-    made = TenantTemplates(SPECIAL_TOKENS)
+    with pytest.MonkeyPatch.context() as patch:
+        # On a busy machine, the processor time must end a rendering, too.
+        for name in ("QUICK", "FULL"):
+            patch.setattr(templates_module, name, replace(getattr(templates_module, name), wall_s=600.0))
+        made = TenantTemplates(SPECIAL_TOKENS)
     made.preload()
     yield made
     made.close()
@@ -276,6 +283,27 @@ async def test_deep_history_is_refused(templates: TenantTemplates) -> None:
         deep = [deep]
     with pytest.raises(InvalidRequest):
         await templates.render("a", PLAIN, [{"role": "user", "content": deep}])
+
+
+STARVED = """
+import time
+from loramux.adapter_store.sandbox.fork_server import fork_for_each_request
+fork_for_each_request(idle_s=None)
+time.sleep(60)
+"""
+"""A worker whose forks get no processor time, as on a machine that is too busy."""
+
+
+async def test_a_busy_machine_makes_no_template_too_costly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QUICK", "FULL"):
+        monkeypatch.setattr(templates_module, name, replace(getattr(templates_module, name), wall_s=0.05))
+    templates = TenantTemplates({}, command=(sys.executable, "-S", "-c", STARVED))
+    try:
+        with pytest.raises(Unavailable) as failure:
+            await templates.render("a", PLAIN, ASKED)
+        assert failure.value.code == "templates_unavailable"
+    finally:
+        templates.close()
 
 
 async def test_missing_process_is_a_temporary_failure() -> None:

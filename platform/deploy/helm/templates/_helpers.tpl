@@ -13,18 +13,43 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
+{{/* Ray's own nodes: the head and the engines. KubeRay adds labels of its own. */}}
+{{- define "loramux.raySelector" -}}
+app.kubernetes.io/name: loramux-ray
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{/* The service that KubeRay creates for the head. */}}
+{{- define "loramux.rayAddress" -}}
+{{ include "loramux.name" . }}-head-svc:6379
+{{- end }}
+
+{{- define "loramux.rayToken" -}}
+- name: RAY_AUTH_MODE
+  value: token
+- name: RAY_AUTH_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ required "ray.tokenSecret is required: a secret with the key auth_token" .Values.ray.tokenSecret }}
+      key: auth_token
+{{- end }}
+
 {{- define "loramux.image" -}}
 {{ required "image.repository is required: build an image with platform/deploy/container/Dockerfile" .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
-{{/* The parts that the server and the schema upgrade share. */}}
-{{- define "loramux.container" -}}
+{{- define "loramux.confined" -}}
 image: {{ include "loramux.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
   capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* The parts that the server and the schema upgrade share. */}}
+{{- define "loramux.container" -}}
+{{ include "loramux.confined" . }}
 envFrom:
   - secretRef:
       name: {{ required "existingSecret is required: a secret with LORAMUX_ADMIN_KEY and the other keys of values.yaml" .Values.existingSecret }}
@@ -41,6 +66,17 @@ env:
   - name: LORAMUX_PEER_ADDRESS
     value: $(POD_IP):8002
   {{- end }}
+  {{- if .Values.picker.enabled }}
+  - name: LORAMUX_ROUTING
+    value: "off"
+  {{- end }}
+  {{- if .Values.ray.enabled }}
+  - name: LORAMUX_CLUSTER
+    value: {{ include "loramux.rayAddress" . | quote }}
+  - name: LORAMUX_DEVICE
+    value: cpu
+  {{- include "loramux.rayToken" . | nindent 2 }}
+  {{- end }}
   {{- range $name, $value := .Values.settings }}
   - name: LORAMUX_{{ upper $name }}
     value: {{ toString $value | quote }}
@@ -54,6 +90,11 @@ env:
 {{- define "loramux.pod" -}}
 serviceAccountName: {{ .Values.serviceAccount.name }}
 automountServiceAccountToken: false
+{{ include "loramux.anyPod" . }}
+{{- end }}
+
+{{/* The parts that all pods share. */}}
+{{- define "loramux.anyPod" -}}
 securityContext:
   runAsNonRoot: true
   runAsUser: 10001
@@ -75,4 +116,35 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- with .Values.affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end }}
+
+{{/* The parts that the containers of Ray's head and of the engines share. They get no secret but Ray's token and the
+bucket's, because Ray runs code for every program that has the token. */}}
+{{- define "loramux.rayNode" -}}
+{{ include "loramux.confined" . }}
+command: [loramux-entrypoint, ray-node]
+env:
+  - name: RAY_USAGE_STATS_ENABLED
+    value: "0"
+  {{- range list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" }}
+  - name: {{ . }}
+    valueFrom: {secretKeyRef: {name: {{ $.Values.existingSecret }}, key: {{ . }}, optional: true}}
+  {{- end }}
+  {{- range $name, $value := .Values.env }}
+  - name: {{ $name }}
+    value: {{ toString $value | quote }}
+  {{- end }}
+volumeMounts:
+  - {name: data, mountPath: /var/lib/loramux}
+  - {name: model, mountPath: /models/base, readOnly: true}
+  - {name: tmp, mountPath: /tmp}
+{{- end }}
+
+{{- define "loramux.rayVolumes" -}}
+- name: data
+  emptyDir: {}
+- name: model
+  {{- .Values.model.volume | toYaml | nindent 2 }}
+- name: tmp
+  emptyDir: {}
 {{- end }}
