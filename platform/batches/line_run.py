@@ -26,6 +26,8 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.openai_api.chat import CHAT
 from loramux.platform.openai_api.completions import COMPLETIONS
 from loramux.platform.pooling_api.embeddings import EMBEDDINGS
+from loramux.platform.quotas.decisions import QuotaExceeded
+from loramux.platform.quotas.metrics import METRICS, Kind
 from loramux.platform.requests.answers import Answer
 from loramux.platform.requests.endpoint import AnyEndpoint, Body, Endpoint, Received
 from loramux.platform.requests.error_responses import TRANSLATIONS
@@ -114,7 +116,7 @@ class LineRuns:
             found = _told(error)
         if isinstance(found, ApiError):
             entry.leave()
-            if found.status in LATER:
+            if found.status in LATER and not _is_full(found):
                 return Refusal(found, has_reserved)
             await self.fail(line, found)
             return None
@@ -202,6 +204,11 @@ async def _collected(
     if body.has_long_answer:
         return 200, await services.compute(shape.whole, deltas, generation.usage)
     return 200, shape.whole(deltas, generation.usage)
+
+
+def _is_full(error: ApiError) -> bool:
+    """True if a limit on what is stored refused the request. Waiting does not help."""
+    return isinstance(error, QuotaExceeded) and METRICS[error.policy.metric].kind is Kind.STOCK
 
 
 def _told(error: Exception) -> ApiError:

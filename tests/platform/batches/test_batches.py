@@ -28,9 +28,11 @@ from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation.generation import Generation
 from loramux.platform.ledger.prices import Price
 from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
 from tests.platform.gateways import open_gateway
+from tests.platform.storing import KEY, allow
 
 pytestmark = pytest.mark.anyio
 
@@ -298,6 +300,23 @@ async def test_request_above_a_quota_fails(lab: BatchLab) -> None:
     async with lab.running():
         _, errors = await lab.outputs(await lab.finished(await lab.create([line("a")])))
     assert errors[0]["response"]["body"]["error"]["code"] == "request_too_large"
+
+
+async def test_line_that_cannot_be_stored_fails(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor
+) -> None:
+    """Its request does not wait for quota, because waiting frees nothing."""
+    settings = GatewaySettings(response_key=KEY)
+    async with open_gateway(accounts, tokenizer, threads, settings) as gateway:
+        allow(accounts, gateway.tenant.id)
+        gateway.limit("stored_bytes", 0)
+        lab = BatchLab(gateway)
+        async with lab.running():
+            batch = await lab.finished(await lab.create([line("kept", store=True), line("other")]))
+        answers, [error] = await lab.outputs(batch)
+    assert ids(answers) == ["other"]
+    assert error["response"]["status_code"] == 429
+    assert error["response"]["body"]["error"]["param"] == "stored_bytes"
 
 
 async def test_lines_wait_while_other_requests_wait(lab: BatchLab) -> None:
