@@ -8,6 +8,7 @@ from sqlalchemy import Connection, Engine, inspect
 
 from loramux.migrations.cache_triggers import install_cache_triggers, remove_cache_triggers
 from loramux.migrations.schema import metadata
+from loramux.migrations.storage_triggers import install_storage_triggers, remove_storage_triggers
 
 _FIRST_LOCKED = ("reservations", "usage_events")
 """The tables that a settlement locks first, in the order in which it locks them.
@@ -43,8 +44,10 @@ def run() -> None:
             connection=connection, target_metadata=metadata, render_as_batch=engine.dialect.name == "sqlite"
         )
         remove_cache_triggers(connection)
+        remove_storage_triggers(connection)
         context.run_migrations()
         install_cache_triggers(connection)
+        install_storage_triggers(connection)
 
 
 run()

@@ -149,6 +149,14 @@ chat_completions = Table(
     Index("ix_chat_completions_expires_us", "expires_us"),
 )
 
+# The number of bytes of a tenant's responses, chat completions and conversations. Triggers keep it.
+stored_bytes = Table(
+    "stored_bytes",
+    metadata,
+    Column("tenant_id", ID, ForeignKey("tenants.id"), primary_key=True),
+    Column("num_bytes", BigInteger, nullable=False),
+)
+
 api_keys = Table(
     "api_keys",
     metadata,

@@ -28,7 +28,7 @@ app = typer.Typer(no_args_is_help=True, help="Set, list, plot and test quotas.")
 
 METRICS = (
     "requests_per_minute, tokens_per_minute, cold_loads_per_minute, concurrent_requests, tokens_per_day, "
-    "batch_tokens_per_day, tokens_per_month, cost_per_day, cost_per_month, adapters or adapter_bytes."
+    "batch_tokens_per_day, tokens_per_month, cost_per_day, cost_per_month, adapters, adapter_bytes or stored_bytes."
 )
 LIMIT = "The limit: money in the currency of the prices, such as 2.50; bytes as a number or a size such as 5GiB."
 LISTED = (

@@ -285,6 +285,10 @@ class Settings(ModelSettings):
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     max_batch_tokens: Annotated[int, Field(ge=1)] | None = None
     max_sequences: Annotated[int, Field(ge=1)] | None = None
+    run_batches: bool = True
+    """Whether this process runs [batches](batches.md#a-process-for-batches). A gateway runs them only with a
+    `blob_url`.
+    """
     max_waiting_tokens: Annotated[int, Field(ge=1)] = 1 << 22
     max_waiting_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = 300.0
     max_resident_adapters: Annotated[int, Field(ge=1)] = 256

@@ -80,7 +80,7 @@ from loramux.platform.events.webhook_sender import WebhookSender
 from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.listener.app import create_openai_app
-from loramux.platform.quotas.stock import AdapterLimits
+from loramux.platform.quotas.stock import StockLimits
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.runtime_adapters.load_sources import LoadSources
 from loramux.platform.runtime_adapters.runtime_adapters import RuntimeAdapters
@@ -245,7 +245,7 @@ def open_stores(
     tokenizer = ModelTokenizer.load(settings.model_dir)
     base_id, prompts = base_sha256(settings.model_dir), prompt_sha256(settings.model_dir, model.vocab_size)
     Bases(database).register(base_id, served_name, prompts)
-    registry = AdapterRegistry(database, (served_name,), AdapterLimits(), base_id)
+    registry = AdapterRegistry(database, (served_name,), StockLimits(), base_id)
     special_tokens = read_special_tokens(settings.model_dir)
     vocabulary = tokenizer.base_vocabulary(model.vocab_size, special_tokens)
     templates = TenantTemplates(special_tokens, tokenizer.chat_template)

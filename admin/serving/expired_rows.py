@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from sqlalchemy import Column, Table, delete, select, tuple_
+from sqlalchemy import Column, Connection, Select, Table, delete, select, tuple_
 
 from loramux.admin.console.sessions.sessions import MAX_AHEAD_US
 from loramux.migrations.database import Database
@@ -16,7 +17,9 @@ from loramux.migrations.schema import (
     login_failures,
     response_events,
     responses,
+    stored_bytes,
 )
+from loramux.migrations.storage_triggers import SIZES
 
 UNTIL: Sequence[Column[int]] = (
     idempotency_keys.c.expires_us,
@@ -58,7 +61,19 @@ class ExpiredRows:
                 some = select(*table.primary_key).where(is_over).limit(at_once)
                 # Skip locked rows, which another server is deleting or a request is extending.
                 found = some.with_for_update(skip_locked=True)
-                num_swept = connection.execute(delete(table).where(key.in_(found))).rowcount
+                swept = table.c.id.in_(_counted(connection, table, found)) if table.name in SIZES else key.in_(found)
+                num_swept = connection.execute(delete(table).where(swept)).rowcount
             total += num_swept
             if num_swept < at_once:
                 return total
+
+
+def _counted(connection: Connection, table: Table, found: Select[Any]) -> list[str]:
+    """Return the keys of rows whose bytes are counted. The counters of their tenants are locked in order, because the
+    sweeps of two servers could deadlock otherwise.
+    """
+    rows = connection.execute(found.add_columns(table.c.tenant_id)).all()
+    counters = stored_bytes.c.tenant_id
+    locked = select(counters).where(counters.in_({row.tenant_id for row in rows})).order_by(counters)
+    connection.execute(locked.with_for_update())
+    return [row.id for row in rows]

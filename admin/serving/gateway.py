@@ -95,6 +95,8 @@ async def _serve(
         openai = ConnectionRegistry(limits.openai, proxies, assembled.services.metrics.listeners, "openai")
         admin = ConnectionRegistry(limits.admin, proxies, assembled.services.metrics.listeners, "admin")
         await stack.enter_async_context(in_background(assembled.services.run.maintenance.run(), "maintenance"))
+        if assembled.batches is not None:
+            await stack.enter_async_context(in_background(assembled.batches.run(signals.drain), "batches"))
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s),
             HttpServer(assembled.operations_app, admin_listener, admin, settings.keep_alive_s),

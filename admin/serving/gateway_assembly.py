@@ -30,6 +30,9 @@ from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.key_authentication import open_key_authentication
 from loramux.platform.base_draw import BaseDraw
+from loramux.platform.batches.batch_claims import BatchQueue
+from loramux.platform.batches.room import RoomLimits
+from loramux.platform.batches.runner import BatchRunner
 from loramux.platform.batches.services import BatchServices
 from loramux.platform.batches.tenant_files import TenantFiles
 from loramux.platform.engine_link.engine_client import EngineClient
@@ -66,6 +69,8 @@ class AssembledGateway:
     services: GatewayServices
     gateway_app: FastAPI
     operations_app: FastAPI
+    batches: BatchRunner | None
+    """None if this process does not run batches."""
 
 
 @contextmanager
@@ -104,8 +109,12 @@ def assemble_gateway(
             shutil.rmtree(directory.scratch, ignore_errors=True)
             with refused_starts():
                 kept = open_batches(settings, directory, database, open_blob_store(settings.blob_url))
+        batches = None
+        if kept is not None and settings.run_batches:
+            room = RoomLimits(capacity=lambda: (engine.info or info).max_sequences)
+            batches = BatchRunner(gateway, kept.files, BatchQueue(database), gateway.metrics.batches, room)
         app = create_openai_app(gateway, kept)
-        yield AssembledGateway(gateway, app, _operations_app(gateway, settings, is_loopback))
+        yield AssembledGateway(gateway, app, _operations_app(gateway, settings, is_loopback), batches)
 
 
 @contextmanager

@@ -216,7 +216,8 @@ async def _serve(
         await stack.enter_async_context(in_background(upkeep, "upkeep"))
         # When the drain begins, running evals and batches go back to the queue, and other servers continue them.
         await stack.enter_async_context(in_background(assembled.evals.run(signals.drain), "evals"))
-        await stack.enter_async_context(in_background(assembled.batches.run(signals.drain), "batches"))
+        if settings.run_batches:
+            await stack.enter_async_context(in_background(assembled.batches.run(signals.drain), "batches"))
         await stack.enter_async_context(in_background(assembled.events.run(), "events"))
         await stack.enter_async_context(in_background(assembled.webhooks.run(signals.drain), "webhooks"))
         await serve_until_stopped(

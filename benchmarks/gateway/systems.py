@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from benchmarks.peers.child_server import (
     child_server,
     free_port,
     own_environment,
+    processor_s,
     server_environment,
 )
 from benchmarks.peers.system import SystemFailed
@@ -46,8 +46,7 @@ class Running:
     pid: int
 
     def processor_s(self) -> float:
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return processor_s(self.pid)
 
 
 @contextlib.contextmanager

@@ -96,6 +96,12 @@ def child_server(name: str, command: Sequence[str], environment: Mapping[str, st
         server.stop()
 
 
+def processor_s(pid: int) -> float:
+    """Processor time of a process, without its children, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _is_group_running(group: int) -> bool:
     """True if any process in the group is alive. Zombies do not count."""
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -76,6 +76,8 @@ LEAST_EFFECT = 0.02
 class Server:
     api: OpenAIServer
     client: AdminClient
+    pid: int
+    """The gateway's process."""
     models: dict[str, str] = field(default_factory=dict)
     """The model name to request, by adapter."""
 
@@ -169,7 +171,7 @@ class Serving:
                 with AdminClient(f"http://{HOST}:{admin_port}", admin_key, timeout_s=120.0) as client:
                     client.post("tenants", {"slug": TENANT})
                     key = client.post("api_keys", {"tenant": TENANT, "name": "bench"})["secret"]
-                    yield Server(OpenAIServer(url=f"http://{HOST}:{port}/v1", key=key), client)
+                    yield Server(OpenAIServer(url=f"http://{HOST}:{port}/v1", key=key), client, child.pid)
             finally:
                 sys.stderr.write(log.read_text(errors="replace")[-3000:])
 

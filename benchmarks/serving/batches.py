@@ -4,7 +4,7 @@ The server and its files are those of `benchmarks.serving`. The run measures, in
 
     saturated   the output tokens per second of a closed loop with more open requests than sequences
     rounds      a polite tenant's Poisson arrivals, alone and beside a batch that never ends; the order alternates
-    batch       the output tokens per second of a batch alone
+    batch       the output tokens per second of a batch alone, and the gateway's processor time per line
 
 The results are the median over the rounds of the p99 of the time to first token beside the batch, divided by the p99
 alone, and the throughput of the batch, divided by the saturated one.
@@ -31,6 +31,7 @@ from benchmarks.answers import CheckError
 from benchmarks.gpu.machine import describe
 from benchmarks.harness import exit_on_sigterm, percentile, reports_failure, rotated
 from benchmarks.machine import add_allow_busy, require_idle
+from benchmarks.peers.child_server import processor_s
 from benchmarks.serving.__main__ import BASE_NAME, WARM_S, Server, Serving, add_server
 from benchmarks.serving.clients import arrivals, closed_loop, greedy, open_loop
 from benchmarks.serving.files import make_adapters, make_base
@@ -93,14 +94,16 @@ class Measurement:
             if self._num_failed(client, found):
                 raise CheckError("requests of the batch failed")
 
-    def throughput(self) -> float:
-        """Return the output tokens per second of a batch alone."""
+    def throughput(self) -> tuple[float, float]:
+        """Return the output tokens per second of a batch alone, and the gateway's milliseconds per line."""
+        pid = self.server.pid
         with self.batch(self.arguments.seconds) as client:
             time.sleep(WARM_S)
-            started, before = time.perf_counter(), self._completed(client)
+            started, before, busy_s = time.perf_counter(), self._completed(client), processor_s(pid)
             time.sleep(self.arguments.seconds)
             done, seconds = self._completed(client) - before, time.perf_counter() - started
-        return float(done * self.arguments.answer / seconds)
+            busy_s = processor_s(pid) - busy_s
+        return done * self.arguments.answer / seconds, 1e3 * busy_s / max(1, done)
 
     def _completed(self, client: BatchClient) -> int:
         return int(client.get(self.batch_id)["request_counts"]["completed"])
@@ -147,8 +150,10 @@ def measure(measurement: Measurement) -> dict[str, Any]:
         rounds.append(p99)
         keep(f"round {number + 1}", {way: round(1e3 * value, 1) for way, value in p99.items()})
     ratio = statistics.median(one[BESIDE] / one[ALONE] for one in rounds)
-    share = measurement.throughput() / saturated
+    tokens_s, line_ms = measurement.throughput()
+    share = tokens_s / saturated
     return {
+        "gateway_ms_per_line": round(line_ms, 2),
         "ttft_p99_ratio": {"median": round(ratio, 3), "goal": MAX_RATIO, "is_met": ratio <= MAX_RATIO},
         "throughput_share": {"share": round(share, 3), "goal": MIN_SHARE, "is_met": share >= MIN_SHARE},
     }

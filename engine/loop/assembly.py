@@ -259,6 +259,7 @@ def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
         num_dequantized=base.num_dequantized,
         model_sha256=model_sha256(model_dir),
         base_sha256=base_sha256(model_dir) if has_files else "",
+        max_sequences=config.max_sequences,
         ran_at_death=config.ran_at_death,
     )
 

@@ -470,6 +470,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """SHA-256 of the files that must be identical on the gateway and the engine: see `model_files.py`."""
     base_sha256: str = ""
     """Identifies the base, including its weights. Adapters are validated for one base: see `model_files.py`."""
+    max_sequences: int = 16
+    """Number of sequences that the engine runs at once."""
     ran_at_death: tuple[str, ...] = ()
     """Ids of the sequences, from all gateways, that the previous engine was running when it died."""
 

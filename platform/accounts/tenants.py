@@ -327,6 +327,9 @@ def _tenant(row: Row[Any]) -> Tenant:
 def _delete_rows(connection: Connection, tenant_id: str, now_us: int) -> None:
     # The sweep of files deletes the blobs.
     connection.execute(insert(schema.file_purges).values(tenant_id=tenant_id, purged_us=now_us))
+    # Requests that store something lock these rows before the counters of quotas.
+    for table in (schema.responses, schema.chat_completions, schema.conversations):
+        connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
     policies, counters = schema.quota_policies, schema.quota_counters
     own_policies = select(policies.c.id).where(policies.c.tenant_id == tenant_id)
     # Under the platform's policies, the tenant has counters of its own.
@@ -336,9 +339,8 @@ def _delete_rows(connection: Connection, tenant_id: str, now_us: int) -> None:
     connection.execute(
         delete(lines).where(lines.c.batch_id.in_(select(batches.c.id).where(batches.c.tenant_id == tenant_id)))
     )
-    stored = (schema.responses, schema.chat_completions, schema.conversations)
     told = (schema.webhooks, schema.events, schema.event_heads)
-    owned = (batches, *told, schema.files, policies, schema.api_keys, schema.adapter_grants, *stored)
+    owned = (batches, *told, schema.files, policies, schema.api_keys, schema.adapter_grants, schema.stored_bytes)
     for table in owned:
         connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
     connection.execute(delete(schema.tenants).where(schema.tenants.c.id == tenant_id))

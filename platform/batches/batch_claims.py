@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from loramux.adapter_store.errors import ClaimLost
 from loramux.migrations.claims import LEASE_US, RowClaims
@@ -166,8 +166,7 @@ class BatchClaim:
             self._change(connection, batch_id, {})
             rows = connection.execute(query.order_by(table.model, table.line).limit(limit)).all()
             lines = [WaitingLine(*row, request_id=new_id("req")) for row in rows]
-            for one in lines:
-                self._name_request(connection, batch_id, one)
+            self._name_requests(connection, batch_id, lines)
         return lines
 
     def rename(self, batch_id: str, line: WaitingLine) -> WaitingLine:
@@ -175,7 +174,7 @@ class BatchClaim:
         renamed = replace(line, request_id=new_id("req"))
         with self._database.write() as connection:
             self._change(connection, batch_id, {})
-            self._name_request(connection, batch_id, renamed)
+            self._name_requests(connection, batch_id, [renamed])
         return renamed
 
     def unsettled(self, batch_id: str) -> Sequence[tuple[str, Settlement | None]]:
@@ -193,17 +192,31 @@ class BatchClaim:
         with self._database.read() as connection:
             return [(row.request_id, _settlement(row.usage)) for row in connection.execute(query)]
 
-    def record(self, batch_id: str, line: WaitingLine, answer: StoredAnswer) -> BatchState:
-        """Store a line's answer, renew the claim, and return the batch's state."""
+    def record(self, batch_id: str, answers: Sequence[tuple[WaitingLine, StoredAnswer]]) -> BatchState:
+        """Store the answers of different lines, all or none, renew the claim, and return the batch's state."""
+        num_completed = sum(answer.has_succeeded for _, answer in answers)
+        counted = {
+            "num_completed": batches.c.num_completed + num_completed,
+            "num_failed": batches.c.num_failed + len(answers) - num_completed,
+        }
+        rows = [
+            {
+                "own_line": line.line,
+                "own_request_id": line.request_id,
+                "new_status": answer.status,
+                "new_answer": answer.content,
+                "new_usage": None if answer.usage is None else asdict(answer.usage),
+            }
+            for line, answer in answers
+        ]
         table = batch_lines.c
-        counted = batches.c.num_completed if answer.has_succeeded else batches.c.num_failed
-        usage = None if answer.usage is None else asdict(answer.usage)
+        own = (table.line == bindparam("own_line"), table.request_id == bindparam("own_request_id"))
+        values = {name: bindparam(f"new_{name}") for name in ("status", "answer", "usage")}
+        change = update(batch_lines).where(table.batch_id == batch_id, *own, table.status.is_(None)).values(values)
         with self._database.write() as connection:
-            self._change(connection, batch_id, {counted.name: counted + 1})
-            own = (table.batch_id == batch_id, table.line == line.line, table.request_id == line.request_id)
-            values = {"status": answer.status, "answer": answer.content, "usage": usage}
-            if connection.execute(update(batch_lines).where(*own, table.status.is_(None)).values(values)).rowcount != 1:
-                raise ClaimLost("another server has taken the line over")
+            self._change(connection, batch_id, counted)
+            if connection.execute(change, rows).rowcount != len(rows):
+                raise ClaimLost("another server has taken a line over")
             return read_batch(connection, batch_id).state
 
     def begin_files(self, batch_id: str) -> Batch:
@@ -256,9 +269,12 @@ class BatchClaim:
         self._change(connection, batch_id, {**values, **ended, "state": state})
         connection.execute(delete(batch_lines).where(batch_lines.c.batch_id == batch_id))
 
-    def _name_request(self, connection: Connection, batch_id: str, line: WaitingLine) -> None:
-        own = (batch_lines.c.batch_id == batch_id, batch_lines.c.line == line.line)
-        connection.execute(update(batch_lines).where(*own).values(request_id=line.request_id))
+    def _name_requests(self, connection: Connection, batch_id: str, lines: Sequence[WaitingLine]) -> None:
+        if not lines:
+            return
+        own = (batch_lines.c.batch_id == batch_id, batch_lines.c.line == bindparam("own_line"))
+        change = update(batch_lines).where(*own).values(request_id=bindparam("new_request_id"))
+        connection.execute(change, [{"own_line": one.line, "new_request_id": one.request_id} for one in lines])
 
     def _change(self, connection: Connection, batch_id: str, values: Mapping[str, Any]) -> None:
         if not self._rows.change(connection, batch_id, values):

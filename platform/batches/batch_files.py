@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,10 +52,14 @@ class BatchFiles:
             return "failed"
         return state
 
-    def line(self, start: int, num_bytes: int) -> bytes:
+    def lines(self, places: Iterable[tuple[int, int]]) -> list[bytes]:
+        """Return the lines that begin at these bytes of the input and have these lengths."""
+        contents = []
         with self._input.open("rb") as file:
-            file.seek(start)
-            return file.read(num_bytes)
+            for start, num_bytes in places:
+                file.seek(start)
+                contents.append(file.read(num_bytes))
+        return contents
 
     def finish(self) -> None:
         """Write the output and error files, and end the batch. Can be repeated after a crash."""
@@ -78,7 +82,8 @@ class BatchFiles:
         self.claim.finish(batch.id, state, ids, num_unrun)
 
     def _not_run(self, line: AnsweredLine, *, is_cancelled: bool) -> bytes:
-        custom_id, _ = parsed_line(self.line(line.start, line.num_bytes), self.batch.endpoint)
+        [content] = self.lines([(line.start, line.num_bytes)])
+        custom_id, _ = parsed_line(content, self.batch.endpoint)
         code, reason = ("batch_cancelled", "was cancelled") if is_cancelled else ("batch_expired", "has expired")
         return not_run(line.line, self.batch.id, custom_id, code, f"the request did not run: the batch {reason}")
 

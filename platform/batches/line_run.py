@@ -16,15 +16,18 @@ from loramux.platform.accounts.principals import Principal
 from loramux.platform.admission.database_health import DatabaseTrouble
 from loramux.platform.batches.batch_claims import StoredAnswer, WaitingLine
 from loramux.platform.batches.output_lines import answered
-from loramux.platform.batches.room import Room
+from loramux.platform.batches.room import Entry, Room
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.generation import Generation
+from loramux.platform.generation.plan import Plan
 from loramux.platform.generation.settler import NEVER_RAN
 from loramux.platform.ledger.prices import BATCHES
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.openai_api.chat import CHAT
 from loramux.platform.openai_api.completions import COMPLETIONS
 from loramux.platform.pooling_api.embeddings import EMBEDDINGS
+from loramux.platform.quotas.decisions import QuotaExceeded
+from loramux.platform.quotas.metrics import METRICS, Kind
 from loramux.platform.requests.answers import Answer
 from loramux.platform.requests.endpoint import AnyEndpoint, Body, Endpoint, Received
 from loramux.platform.requests.error_responses import TRANSLATIONS
@@ -41,6 +44,11 @@ ENDPOINTS: Mapping[str, AnyEndpoint] = {
 
 LATER = (429, 503)
 """Statuses of requests that wait instead of failing."""
+
+TOKENS_AT_ONCE = 64
+"""Number of tokens that the engine sends at once, because nobody reads them before the line has ended."""
+STOP_TOKENS_AT_ONCE = 8
+"""The same for lines with stop strings, which the gateway must find before the engine has generated much more."""
 
 Store = Callable[[WaitingLine, StoredAnswer], Awaitable[None]]
 """Stores an answer. Raises ClaimLost, or SQLAlchemyError or DatabaseTrouble if it may not be stored."""
@@ -65,8 +73,15 @@ class ReadLine:
     body: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedLine:
+    plan: Plan
+    shape: Answer
+    body: Body
+
+
 class LineRuns:
-    """Runs the lines of one batch as `caller`."""
+    """Runs the lines of one batch."""
 
     def __init__(self, services: GatewayServices, room: Room, batch_id: str, endpoint: str, store: Store) -> None:
         self._services = services
@@ -76,64 +91,78 @@ class LineRuns:
         self._store = store
         self.running: set[Generation] = set()
 
-    async def run(self, line: ReadLine, caller: Principal) -> Refusal | None:
+    async def plan(self, line: ReadLine, caller: Principal) -> PlannedLine | ApiError:
+        """Return what `run` needs: the plan of a line that runs as `caller`, or the error that a client would get."""
+        try:
+            received = self._received(line)
+            plan, shape = await planned(self._services, caller, self._endpoint, received)
+        except Exception as error:
+            return _told(error)
+        tokens_at_once = STOP_TOKENS_AT_ONCE if plan.text_rules.stops else TOKENS_AT_ONCE
+        plan = replace(plan, endpoint=BATCHES, priority=0, is_background=True, tokens_at_once=tokens_at_once)
+        return PlannedLine(plan, shape, received.body)
+
+    async def run(self, line: ReadLine, found: PlannedLine | ApiError, entry: Entry) -> Refusal | None:
         """Run a line that has entered the room. Return a refusal, or None once its answer is stored and settled.
 
         Raises ClaimLost, SQLAlchemyError or DatabaseTrouble if the batch cannot continue here.
         """
-        has_entered = False
+        has_reserved = False
         try:
+            if not isinstance(found, ApiError):
+                await reserve(self._services, found.plan, found.body)
+        except Exception as error:
+            has_reserved = not isinstance(error, ApiError)
+            found = _told(error)
+        if isinstance(found, ApiError):
+            entry.leave()
+            if found.status in LATER and not _is_full(found):
+                return Refusal(found, has_reserved)
+            await self.fail(line, found)
+            return None
+        return await self._start(line, found, entry)
+
+    def _start(self, line: ReadLine, found: PlannedLine, entry: Entry) -> asyncio.Future[Refusal | None]:
+        """Start a line whose quota is reserved. The future's result is that of `run`."""
+        done: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
+
+        async def life(generation: Generation) -> None:
             try:
-                received = self._received(line)
-                plan, shape = await planned(self._services, caller, self._endpoint, received)
-                plan = replace(plan, endpoint=BATCHES, priority=0, is_background=True)
-                await reserve(self._services, plan, received.body)
-            except Exception as error:
-                refusal = _told(error)
-                if refusal.status in LATER:
-                    return Refusal(refusal, has_reserved=not isinstance(error, ApiError))
-                await self.fail(line, refusal)
-                return None
-            done: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
-
-            async def life(generation: Generation) -> None:
-                try:
-                    result = await self._live(generation, line, shape, received.body)
-                except BaseException as error:
-                    if not done.done():
-                        done.set_exception(error)
-                    return
-                finally:
-                    self._room.remove(generation)
-                    self.running.discard(generation)
+                result = await self._live(generation, line, found)
+            except BaseException as error:
                 if not done.done():
-                    done.set_result(result)
+                    done.set_exception(error)
+                return
+            finally:
+                self._room.remove(generation)
+                self.running.discard(generation)
+            if not done.done():
+                done.set_result(result)
 
-            generation = self._services.run.requests.start(plan, life)
-            self._room.add(generation)
-            self.running.add(generation)
-            has_entered = True
-        finally:
-            if not has_entered:
-                self._room.leave()
-        return await done
+        generation = self._services.run.requests.start(found.plan, life)
+        self._room.add(generation)
+        self.running.add(generation)
+        entry.leave()
+        return done
 
     async def fail(self, line: ReadLine, error: ApiError) -> None:
         """Store an error as the line's answer, without a request."""
         await self._store(line.waiting, self._answer(line, error.status, error.envelope(), None))
 
-    async def _live(self, generation: Generation, line: ReadLine, shape: Answer, asked: Body) -> Refusal | None:
+    async def _live(self, generation: Generation, line: ReadLine, found: PlannedLine) -> Refusal | None:
         """Run an admitted request, store the answer, and settle.
 
         An answer that is not stored is not charged. If the database may or may not have stored it, the reservation
         stays open until a server continues the batch and finds out.
         """
-        services, plan = self._services, generation.plan
+        services, plan, asked = self._services, generation.plan, found.body
         settlement = await generation.run()
+        # The next line can run while this answer is stored.
+        self._room.remove(generation)
         generation.end(settlement)
         refusal, charged = None, settlement
         try:
-            status, body = await _collected(services, asked, generation, self._endpoint, shape)
+            status, body = await _collected(services, asked, generation, self._endpoint, found.shape)
             make = partial(self._answer, line, status, body, settlement)
             answer = await services.compute(make) if asked.has_long_answer else make()
             await self._store(line.waiting, answer)
@@ -175,6 +204,11 @@ async def _collected(
     if body.has_long_answer:
         return 200, await services.compute(shape.whole, deltas, generation.usage)
     return 200, shape.whole(deltas, generation.usage)
+
+
+def _is_full(error: ApiError) -> bool:
+    """True if a limit on what is stored refused the request. Waiting does not help."""
+    return isinstance(error, QuotaExceeded) and METRICS[error.policy.metric].kind is Kind.STOCK
 
 
 def _told(error: Exception) -> ApiError:

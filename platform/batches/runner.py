@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,13 @@ import structlog
 
 from loramux.adapter_store.errors import BlobStoreUnavailable, ClaimLost
 from loramux.platform.accounts.principals import Principal
+from loramux.platform.batches.answer_writer import AnswerWriter
 from loramux.platform.batches.batch_claims import BatchClaim, BatchQueue, ClaimedBatch, StoredAnswer, WaitingLine
 from loramux.platform.batches.batch_files import BatchFiles
 from loramux.platform.batches.batch_rows import Batch, BatchState
 from loramux.platform.batches.input_lines import parsed_line
-from loramux.platform.batches.line_run import LATER, TROUBLE, LineRuns, ReadLine, Refusal
-from loramux.platform.batches.room import Room, RoomLimits
+from loramux.platform.batches.line_run import LATER, TROUBLE, LineRuns, PlannedLine, ReadLine, Refusal
+from loramux.platform.batches.room import Entry, Room, RoomLimits
 from loramux.platform.batches.tenant_files import TenantFiles
 from loramux.platform.errors import ApiError, NotFound, PermissionDenied
 from loramux.platform.generation.settler import NEVER_RAN
@@ -39,6 +40,8 @@ NAMED_AT_ONCE = 64
 """Number of lines that get their request ids in one transaction."""
 MAX_TRIES = 5
 """Number of attempts after which a line fails although its error is temporary. Waiting for a quota does not count."""
+MAX_UNSTORED = 128
+"""Number of lines beyond the room's capacity that can run or wait until their answers are stored."""
 NUM_THREADS = 2
 SWEEP_INTERVAL_S = 600.0
 """Interval between sweeps of expired files."""
@@ -74,7 +77,8 @@ class BatchRunner:
         self._files = files
         self._queue = queue
         self._metrics = metrics
-        self._room = Room(services.engine, limits or RoomLimits())
+        requests = services.run.requests
+        self._room = Room(services.engine, limits or RoomLimits(), lambda: requests.num_awaited > 0)
         self._pace = pace or BatchPace()
 
     async def run(self, draining: asyncio.Event) -> None:
@@ -152,7 +156,7 @@ class _BatchRun:
         self._pace = pace
         self._batch = batch
         self._files = files
-        self._lines = LineRuns(services, room, batch.id, batch.endpoint, self._store)
+        self._lines = LineRuns(services, room, batch.id, batch.endpoint, AnswerWriter(self._record).store)
         self._waiting: deque[WaitingLine] = deque()
         self._running: set[int] = set()
         """The numbers of the lines that are running."""
@@ -205,16 +209,39 @@ class _BatchRun:
                 await self._wait_for_lines()
                 continue
             await self._pause()
-            if not await self._entered():
-                continue
-            if not self._waiting:
-                self._room.leave()
-                continue
-            line = self._waiting.popleft()
-            self._running.add(line.line)
-            task = asyncio.create_task(self._run_line(line))
-            self._tasks.add(task)
+            # Lines whose answers are being stored need no room.
+            await self._until_free(self._room.capacity + MAX_UNSTORED)
+            await self._start(await self._entered(len(self._waiting)))
             self._raise_failures()
+
+    async def _start(self, entries: Sequence[Entry]) -> None:
+        """Plan the next lines, and start a task for each."""
+        # While the lines waited to enter, a refusal may have removed some.
+        lines = [self._waiting.popleft() for _ in range(min(len(entries), len(self._waiting)))]
+        self._running.update(one.line for one in lines)
+        with ExitStack() as unused:
+            for entry in entries:
+                unused.callback(entry.leave)
+            planned = await self._planned(lines)
+            for entry, (read, found) in zip(entries, planned, strict=False):
+                task = asyncio.create_task(self._run_line(read, found, entry))
+                # A task that is cancelled before it begins runs nothing.
+                task.add_done_callback(lambda _, entry=entry: entry.leave())
+                self._tasks.add(task)
+            unused.pop_all()
+        for entry in entries[len(lines) :]:
+            entry.leave()
+
+    async def _planned(self, lines: Sequence[WaitingLine]) -> list[tuple[ReadLine, PlannedLine | ApiError]]:
+        """Read lines together, and plan them one by one, so that other requests come in between."""
+        if not lines:
+            return []
+        caller = await self._checked_caller()
+        planned: list[tuple[ReadLine, PlannedLine | ApiError]] = []
+        for read in await self._services.compute(self._read, lines):
+            found = caller if isinstance(caller, PermissionDenied) else await self._lines.plan(read, caller)
+            planned.append((read, found))
+        return planned
 
     async def _name_lines(self) -> Sequence[WaitingLine]:
         """Return the next lines, without those of models whose quota is used up."""
@@ -241,15 +268,14 @@ class _BatchRun:
                 return
             await asyncio.sleep(min(rest_s, self._pace.poll_s))
 
-    async def _entered(self) -> bool:
-        """Enter the room, unless the batch ends before."""
+    async def _entered(self, most: int) -> Sequence[Entry]:
+        """Enter the room with up to `most` lines, unless the batch ends before."""
         while not self._is_over:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pace.poll_s):
-                    await self._room.enter()
-                    return True
+                    return await self._room.enter(most)
             self._raise_failures()
-        return False
+        return ()
 
     async def _until_free(self, most: int) -> None:
         """Wait until at most `most` lines run. Raises what a line has raised."""
@@ -263,22 +289,13 @@ class _BatchRun:
         for task in done:
             task.result()
 
-    async def _run_line(self, line: WaitingLine) -> None:
-        has_entered = True
+    async def _run_line(self, read: ReadLine, planned: PlannedLine | ApiError, entry: Entry) -> None:
         try:
-            read = await self._services.compute(self._read, line)
-            caller = await self._checked_caller()
-            if isinstance(caller, PermissionDenied):
-                await self._lines.fail(read, caller)
-                return
-            has_entered = False
-            refusal = await self._lines.run(read, caller)
+            refusal = await self._lines.run(read, planned, entry)
             if refusal is not None:
                 await self._put_off(read, refusal)
         finally:
-            if has_entered:
-                self._room.leave()
-            self._running.discard(line.line)
+            self._running.discard(read.waiting.line)
 
     async def _put_off(self, read: ReadLine, refusal: Refusal) -> None:
         """Let a refused line wait, which comes back because it has no answer, or fail it after too many attempts."""
@@ -300,13 +317,16 @@ class _BatchRun:
         # The lines that follow are of the same model or of later ones. This one comes first again.
         self._waiting.clear()
 
-    def _read(self, line: WaitingLine) -> ReadLine:
-        custom_id, body = parsed_line(self._files.line(line.start, line.num_bytes), self._batch.endpoint)
-        return ReadLine(line, custom_id, body)
+    def _read(self, lines: Sequence[WaitingLine]) -> list[ReadLine]:
+        contents = self._files.lines([(one.start, one.num_bytes) for one in lines])
+        parsed = (parsed_line(content, self._batch.endpoint) for content in contents)
+        return [ReadLine(line, custom_id, body) for line, (custom_id, body) in zip(lines, parsed, strict=True)]
 
-    async def _store(self, line: WaitingLine, answer: StoredAnswer) -> None:
-        self._state = await self._services.call(self._claim.record, self._batch.id, line, answer)
-        self._metrics.lines.labels("completed" if answer.has_succeeded else "failed").inc()
+    async def _record(self, answers: Sequence[tuple[WaitingLine, StoredAnswer]]) -> None:
+        self._state = await self._services.call(self._claim.record, self._batch.id, answers)
+        num_completed = sum(answer.has_succeeded for _, answer in answers)
+        self._metrics.lines.labels("completed").inc(num_completed)
+        self._metrics.lines.labels("failed").inc(len(answers) - num_completed)
 
     async def _checked_caller(self) -> Principal | PermissionDenied:
         """The key that started the batch, or why it can no longer be used. Both are looked up again regularly."""

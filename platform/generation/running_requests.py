@@ -78,6 +78,11 @@ class RunningRequests:
     def num_running(self) -> int:
         return len(self._tasks)
 
+    @property
+    def num_awaited(self) -> int:
+        """Number of requests, without those of batches, that have no token yet."""
+        return sum(one.first_token_us is None and not one.plan.is_background for one in self._tasks.values())
+
     def num_running_of(self, tenant_id: str) -> int:
         """Number of the tenant's requests that run on this server."""
         return sum(one.plan.target.tenant_id == tenant_id for one in self._tasks.values())

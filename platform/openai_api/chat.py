@@ -45,7 +45,7 @@ async def _shape(
     body = received.body
     echoes = [body.echoed] * body.num_choices if body.echoed else []
     shown = chunked(chat_answer(services, target, received, prepared, echoes), body, prepared.prompts)
-    return stored_if_asked(shown, services, target, received)
+    return await stored_if_asked(shown, services, target, received)
 
 
 def chat_answer(

@@ -17,9 +17,11 @@ from loramux.platform.generation.generation import Usage
 from loramux.platform.generation.pending_deltas import JoinedDeltas
 from loramux.platform.generation.plan import Target
 from loramux.platform.openai_api.chunks import ChunkedAnswer
+from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.requests.answers import Answer, Document
 from loramux.platform.requests.endpoint import Received
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.requests.storing import call_storing, check_room
 from loramux.platform.stored_responses.chat_store import StoredChat
 
 Store = Callable[[Document], Awaitable[None]]
@@ -66,13 +68,17 @@ async def keep_chat(answer: Answer, deltas: Sequence[ChoiceDelta], usage: Usage)
         await answer.keep(deltas, usage)
 
 
-def stored_if_asked(
+async def stored_if_asked(
     shown: ChunkedAnswer, services: GatewayServices, target: Target, received: Received[ChatRequest]
 ) -> Answer:
-    """Return an answer that is stored if the request asks for it and the tenant allows it."""
+    """Return an answer that is stored if the request asks for it and the tenant allows it.
+
+    Raises QuotaExceeded if there is no room.
+    """
     body, days, adapter = received.body, target.share.response_days, target.model.adapter
     if not body.store or not services.stored.is_open or days == 0:
         return shown
+    await check_room(services, target.tenant_id)
 
     async def store(completion: Document) -> None:
         stored = StoredChat(
@@ -83,8 +89,8 @@ def stored_if_asked(
         )
         messages = [_message(message, f"{stored.id}-{index}") for index, message in enumerate(body.messages)]
         try:
-            is_stored = await services.call(services.stored.chats.put, stored, messages, days)
-        except (SQLAlchemyError, DatabaseTrouble) as error:
+            is_stored = await call_storing(services, services.stored.chats.put, stored, messages, days)
+        except (SQLAlchemyError, DatabaseTrouble, QuotaExceeded) as error:
             # The answer is complete and charged, so the client gets it.
             log.warning("a chat completion could not be stored", error=repr(error))
         else:

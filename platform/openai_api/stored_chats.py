@@ -27,6 +27,7 @@ from loramux.platform.requests.error_responses import json_response
 from loramux.platform.requests.item_pages import After, Limit, Order, item_page, shown_page
 from loramux.platform.requests.openapi import errors, takes
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.requests.storing import call_storing
 from loramux.platform.stored_responses.chat_store import ChatFilter, StoredChat
 
 _METADATA = re.compile(r"metadata\[([^\]]+)\]")
@@ -86,7 +87,7 @@ async def update_chat_completion(completion_id: str, request: Request, caller: C
     changes = parse_body(await read_body(request, services.settings.max_body_bytes), ChatChanges)
     found = await _find(services, caller, completion_id)
     changed = replace(found, completion={**found.completion, "metadata": changes.metadata or {}})
-    if not await services.call(services.stored.chats.update, changed):
+    if not await call_storing(services, services.stored.chats.update, changed):
         raise _missing()
     return json_response(changed.completion)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from loramux.platform.errors import InvalidRequest, RateLimited
 from loramux.platform.quotas.counters import Counter, CounterKey
 from loramux.platform.quotas.demand import PricedDemand
-from loramux.platform.quotas.metrics import METRICS, REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE, Kind, Unit
+from loramux.platform.quotas.metrics import METRICS, REQUESTS_PER_MINUTE, STORED_BYTES, TOKENS_PER_MINUTE, Kind, Unit
 from loramux.platform.quotas.policies import SHADOW, SOFT, QuotaPolicy
 from loramux.platform.quotas.rules import Binding
 
@@ -147,6 +147,8 @@ def _standing(verdict: PolicyVerdict) -> str:
     state = f"leaves {metric.text(remaining)}" if remaining else "is reached"
     # A bucket that refills does not record how much was used.
     used = "" if metric.kind is Kind.RATE else f"{metric.text(counter.used)} are used, "
+    if policy.metric == STORED_BYTES:
+        return f"{limit} {state}: {used}so delete stored responses, chat completions or conversations first"
     holders, asking = ("open uploads", "upload") if metric.kind is Kind.STOCK else ("running requests", "request")
     return (
         f"{limit} {state}: {used}{holders} reserve {metric.text(counter.reserved)}, "

@@ -72,6 +72,7 @@ COST_PER_DAY = "cost_per_day"
 COST_PER_MONTH = "cost_per_month"
 ADAPTERS = "adapters"
 ADAPTER_BYTES = "adapter_bytes"
+STORED_BYTES = "stored_bytes"
 
 METRICS: Mapping[str, Metric] = {
     metric.name: metric
@@ -87,6 +88,7 @@ METRICS: Mapping[str, Metric] = {
         Metric(COST_PER_MONTH, Kind.BUDGET, Unit.NANOS, Period.MONTH),
         Metric(ADAPTERS, Kind.STOCK, Unit.ADAPTERS),
         Metric(ADAPTER_BYTES, Kind.STOCK, Unit.BYTES),
+        Metric(STORED_BYTES, Kind.STOCK, Unit.BYTES),
     )
 }
 

@@ -1,7 +1,8 @@
-"""A tenant's stock (the number and bytes of its adapters) and the limits on it."""
+"""A tenant's stock (the number and bytes of its adapters, and the bytes of its stored answers) and the limits on it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, select
@@ -12,8 +13,9 @@ from loramux.migrations import schema
 from loramux.platform.quotas.counter_rows import CounterRows
 from loramux.platform.quotas.counters import Counter
 from loramux.platform.quotas.decisions import PolicyVerdict, QuotaExceeded
-from loramux.platform.quotas.metrics import ADAPTERS
+from loramux.platform.quotas.metrics import ADAPTERS, STORED_BYTES
 from loramux.platform.quotas.policy_cache import PolicyCache
+from loramux.platform.quotas.rules import Binding
 
 _adapters, _versions, _uploads = schema.adapters, schema.adapter_versions, schema.uploads
 _files = schema.adapter_version_files
@@ -21,7 +23,7 @@ _files = schema.adapter_version_files
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """A tenant's number of adapters or of adapter bytes, as counted in the database."""
+    """A tenant's number of adapters, of adapter bytes or of stored bytes, as counted in the database."""
 
     used: int
     reserved: int = 0
@@ -31,9 +33,13 @@ class Stock:
 def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -> Stock:
     """Return a tenant's stock at `now_us`.
 
-    The bytes of a version are its canonical bytes plus its optional files. Until the version has been validated, they
-    are the bytes that its upload declared.
+    Stored responses and chat completions count as they are stored, and conversations before compression. The bytes of a
+    version are its canonical bytes plus its optional files. Until the version has been validated, they are the bytes
+    that its upload declared.
     """
+    if metric == STORED_BYTES:
+        table = schema.stored_bytes.c
+        return Stock(connection.execute(select(table.num_bytes).where(table.tenant_id == tenant_id)).scalar() or 0)
     if metric == ADAPTERS:
         query = select(func.count()).select_from(_adapters).where(_adapters.c.tenant_id == tenant_id)
         return Stock(int(connection.execute(query).scalar_one()))
@@ -53,34 +59,50 @@ def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -
     return Stock(num_bytes, open_uploads_of(connection, tenant_id, now_us).num_bytes)
 
 
-class AdapterLimits:
-    """Enforces a tenant's hard limits on adapters and their bytes, and counts additions that exceed soft or shadow
-    limits.
-    """
+class StockLimits:
+    """Enforces a tenant's hard limits on its stock, and counts additions that exceed soft or shadow limits."""
 
     refusal = QuotaExceeded
+
+    def check(self, connection: Connection, tenant_id: str, metric: str, amount: int, now_us: int) -> None:
+        """Raise QuotaExceeded if a tenant cannot add `amount` now. Nothing is locked or counted."""
+        bindings = [binding for binding in _bindings(connection, tenant_id, metric) if binding.is_hard]
+        if bindings:
+            _refuse(bindings, _standing(connection, tenant_id, metric, now_us), amount, now_us)
 
     def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int, now_us: int) -> None:
         """Let a tenant add `amount` adapters or bytes, or raise QuotaExceeded.
 
         The counters stay locked until the transaction ends, so that concurrent additions take turns.
         """
-        cache = PolicyCache(0)
-        cache.read(connection, (tenant_id,), ())
-        bindings = [binding for binding in cache.stock_bindings(tenant_id) if binding.policy.metric == metric]
+        bindings = _bindings(connection, tenant_id, metric)
         if not bindings:
             return
         rows = CounterRows(connection)
         rows.make(bindings)
         rows.read([binding.key for binding in bindings])
-        stock = stock_of(connection, tenant_id, metric, now_us)
-        standing = Counter(0, stock.reserved, stock.used, 0, 0)
-        for binding in bindings:
-            wait_us = binding.wait_us(standing, amount, now_us)
-            if not wait_us:
-                continue
-            if binding.is_hard:
-                raise QuotaExceeded(PolicyVerdict(binding, standing, amount, False, wait_us))
+        standing = _standing(connection, tenant_id, metric, now_us)
+        for binding in _refuse(bindings, standing, amount, now_us):
             counter = rows.counters.get(binding.key) or Counter.fresh(0, 0)
             rows.change(binding.key, counter.changed(exceeded=1))
         rows.write()
+
+
+def _bindings(connection: Connection, tenant_id: str, metric: str) -> list[Binding]:
+    cache = PolicyCache(0)
+    cache.read(connection, (tenant_id,), ())
+    return [binding for binding in cache.stock_bindings(tenant_id) if binding.policy.metric == metric]
+
+
+def _standing(connection: Connection, tenant_id: str, metric: str, now_us: int) -> Counter:
+    stock = stock_of(connection, tenant_id, metric, now_us)
+    return Counter(0, stock.reserved, stock.used, 0, 0)
+
+
+def _refuse(bindings: Sequence[Binding], standing: Counter, amount: int, now_us: int) -> list[Binding]:
+    """Raise QuotaExceeded for a hard limit that would be exceeded. Return the others that would be."""
+    exceeded = [(binding, binding.wait_us(standing, amount, now_us)) for binding in bindings]
+    for binding, wait_us in exceeded:
+        if wait_us and binding.is_hard:
+            raise QuotaExceeded(PolicyVerdict(binding, standing, amount, False, wait_us))
+    return [binding for binding, wait_us in exceeded if wait_us]

@@ -26,6 +26,7 @@ from loramux.platform.requests.endpoint import Endpoint, Received
 from loramux.platform.requests.error_responses import json_response
 from loramux.platform.requests.request_life import planned, reserve, settle
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.requests.storing import call_storing
 from loramux.platform.responses_api.keeping import Keeping, is_stored
 from loramux.platform.responses_api.output_items import Event
 from loramux.platform.responses_api.response_answer import (
@@ -126,9 +127,9 @@ class BackgroundRun:
 
     async def begin(self) -> None:
         """Store the queued response. Raises RateLimited or InvalidRequest."""
-        events = self._new_events()
+        services, events = self._services, self._new_events()
         try:
-            await self._services.call(self._services.stored.background.begin, self.queued, events, self._days)
+            await call_storing(services, services.stored.background.begin, self.queued, events, self._days)
         except TooManyRunning:
             raise RateLimited(
                 f"your tenant already has {MAX_RUNNING} unfinished responses in the background",

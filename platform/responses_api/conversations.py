@@ -14,13 +14,14 @@ from loramux.platform.accounts.principals import Principal
 from loramux.platform.bodies.chat_request import Metadata
 from loramux.platform.bodies.request_body import parse_body_on, read_body, validated
 from loramux.platform.bodies.strict_model import StrictModel
-from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.errors import ApiError, InvalidRequest, NotFound
 from loramux.platform.requests.answers import Document
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.error_responses import json_response
 from loramux.platform.requests.item_pages import After, Limit, Order, item_page
 from loramux.platform.requests.openapi import errors, takes
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.requests.storing import call_storing
 from loramux.platform.responses_api.input_items import InputItem, ItemReference, refuse_other_items
 from loramux.platform.responses_api.openapi_schemas import (
     ConversationDocument,
@@ -64,13 +65,13 @@ async def create_conversation(request: Request, caller: Caller, services: Servic
     body = await parse_body_on(services.compute, sent or b"{}", _new_conversation)
     days = await _days(services, tenant_id)
     try:
-        made = await services.call(services.stored.conversations.create, tenant_id, body.metadata or {}, days)
+        made = await call_storing(services, services.stored.conversations.create, tenant_id, body.metadata or {}, days)
     except (ConversationFull, ContentTooLong) as error:
         raise _full(error) from None
     if body.items:
         try:
             await _append(services, made, body.items, days)
-        except InvalidRequest:
+        except ApiError:
             await services.call(services.stored.conversations.delete, made)
             raise
     return json_response(_shown(made))
@@ -101,7 +102,7 @@ async def update_conversation(conversation_id: str, request: Request, caller: Ca
     found = await find_conversation(services, caller, conversation_id, _missing())
     metadata = body.metadata or {}
     try:
-        is_changed = await services.call(services.stored.conversations.update, found, metadata)
+        is_changed = await call_storing(services, services.stored.conversations.update, found, metadata)
     except ContentTooLong as error:
         raise _full(error) from None
     if not is_changed:
@@ -205,7 +206,8 @@ async def _append(
 ) -> list[Document]:
     documents = listed_items(items, found.home, first=secrets.randbits(48))
     try:
-        is_added = await services.call(services.stored.conversations.append, found.tenant_id, found.id, documents, days)
+        append = services.stored.conversations.append
+        is_added = await call_storing(services, append, found.tenant_id, found.id, documents, days)
     except (ConversationFull, ContentTooLong) as error:
         raise _full(error) from None
     except DuplicateItem as error:

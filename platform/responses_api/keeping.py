@@ -11,9 +11,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.platform.admission.database_health import DatabaseTrouble
 from loramux.platform.generation.plan import Target
+from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.requests.answers import Document
 from loramux.platform.requests.endpoint import Received
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.requests.storing import call_storing, check_room
 from loramux.platform.responses_api.response_chat import ResponseChat
 from loramux.platform.responses_api.stored_items import listed_items
 from loramux.platform.stored_responses.conversation_store import Answered, ConversationFull
@@ -28,6 +30,18 @@ def is_stored(services: GatewayServices, target: Target, received: Received[Resp
     # As in the OpenAI API, a response is stored unless the request forbids it. Here the tenant must allow it, too.
     is_allowed = services.stored.is_open and target.share.response_days > 0
     return is_allowed and received.body.asked.store is not False
+
+
+async def check_stored(services: GatewayServices, target: Target, received: Received[ResponseChat]) -> None:
+    """Raise QuotaExceeded if the request asks for something to be stored and there is no room.
+
+    A response that is stored only by default is answered. Its field `store` says that it is not stored.
+    """
+    asked = received.body.asked
+    is_asked = (bool(asked.store) and is_stored(services, target, received)) or asked.conversation is not None
+    # A response in the background is refused when it is stored.
+    if is_asked and not asked.background:
+        await check_room(services, target.tenant_id)
 
 
 def home(received: Received[ResponseChat]) -> str:
@@ -86,8 +100,8 @@ class Keeping:
 
     async def _is_kept(self, function: Callable[P, bool], *args: P.args, **kwargs: P.kwargs) -> bool:
         try:
-            return await self._services.call(function, *args, **kwargs)
-        except (SQLAlchemyError, DatabaseTrouble, ConversationFull, ContentTooLong) as error:
+            return await call_storing(self._services, function, *args, **kwargs)
+        except (SQLAlchemyError, DatabaseTrouble, ConversationFull, ContentTooLong, QuotaExceeded) as error:
             # The answer is complete and charged, so the client gets it, with fields that say what is stored.
             log.warning("a response could not be stored", error=repr(error))
             return False

@@ -24,7 +24,7 @@ from loramux.platform.requests.openapi import GENERATION_ERRORS, answers, errors
 from loramux.platform.requests.request_life import prepare, resolve, serve_received
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.responses_api.background import begin_in_background
-from loramux.platform.responses_api.keeping import Keeping, home, is_stored
+from loramux.platform.responses_api.keeping import Keeping, check_stored, home, is_stored
 from loramux.platform.responses_api.openapi_schemas import InputTokensDocument, ResponseDocument
 from loramux.platform.responses_api.response_answer import ResponseAnswer, ResponseRules
 from loramux.platform.responses_api.response_chat import ResponseChat
@@ -92,6 +92,7 @@ async def refuse_websocket(request: Request, caller: Caller) -> Response:
 async def _shape(
     services: GatewayServices, target: Target, received: Received[ResponseChat], prepared: Prepared
 ) -> ResponseAnswer:
+    await check_stored(services, target, received)
     body, tool_format = received.body, prepared.tool_format
     parser = None if tool_format is None else find_parser(tool_format)
     rules = ResponseRules(

@@ -72,7 +72,7 @@ class BackgroundStore:
         self._sealing = sealing
 
     def begin(self, stored: StoredResponse, events: NewEvents, days: int) -> None:
-        """Store a queued response. Raises TooManyRunning or ContentTooLong."""
+        """Store a queued response. Raises TooManyRunning, ContentTooLong or QuotaExceeded."""
         content = sealed_content(self._sealing, stored)
         tenants = schema.tenants
         with self._database.write() as connection:

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, insert, sel
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.paging import Page
-from loramux.platform.stored_responses.response_store import DAY_US
+from loramux.platform.stored_responses.response_store import DAY_US, admit_bytes
 from loramux.platform.stored_responses.sealing import ContentTooLong, Sealing, is_possible_id
 
 MAX_PAGE_BYTES = 8 * 1024 * 1024
@@ -64,7 +64,7 @@ class ChatStore:
 
     def put(self, stored: StoredChat, messages: Sequence[dict[str, Any]], days: int) -> bool:
         """Store a chat completion and the messages of its request for a number of days. Return False if they are too
-        long.
+        long. Raises QuotaExceeded.
         """
         try:
             values = {**self._contents(stored), "messages": self._seal(stored, "messages", list(messages))}
@@ -72,6 +72,7 @@ class ChatStore:
             return False
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
+            admit_bytes(connection, stored.tenant_id, len(values["completion"]) + len(values["messages"]), now_us)
             connection.execute(
                 insert(_table).values(
                     id=stored.id,
@@ -117,14 +118,20 @@ class ChatStore:
         return Page(tuple(one for one in stored if one is not None), has_more=len(found) > num_shown)
 
     def update(self, stored: StoredChat) -> bool:
-        """Replace the completion object. Return False if it is too long or has been deleted."""
+        """Replace the completion object. Return False if it is too long or has been deleted. Raises QuotaExceeded."""
         try:
             values = self._contents(stored)
         except ContentTooLong:
             return False
         with self._database.write() as connection:
-            changed = update(_table).where(_table.c.id == stored.id, _table.c.tenant_id == stored.tenant_id)
-            return connection.execute(changed.values(**values)).rowcount > 0
+            is_it = (_table.c.id == stored.id, _table.c.tenant_id == stored.tenant_id)
+            row = connection.execute(select(_table.c.completion).where(*is_it).with_for_update()).one_or_none()
+            if row is None:
+                return False
+            more = len(values["completion"]) - len(row.completion)
+            admit_bytes(connection, stored.tenant_id, more, self._database.now_us(connection))
+            connection.execute(update(_table).where(*is_it).values(**values))
+        return True
 
     def delete(self, tenant_id: str, completion_id: str) -> None:
         with self._database.write() as connection:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.platform.stored_responses.response_store import DAY_US
+from loramux.platform.stored_responses.response_store import DAY_US, admit_bytes
 from loramux.platform.stored_responses.sealing import Sealing, is_possible_id
 
 MAX_CONVERSATIONS = 10_000
@@ -73,7 +73,7 @@ class ConversationStore:
         self._sealing = sealing
 
     def create(self, tenant_id: str, metadata: Mapping[str, str], days: int) -> StoredConversation:
-        """Create an empty conversation. Raises ConversationFull or ContentTooLong."""
+        """Create an empty conversation. Raises ConversationFull, ContentTooLong or QuotaExceeded."""
         conversation_id, num_bytes = new_id("conv"), len(msgspec.json.encode(metadata))
         sealed = self._sealing.seal(tenant_id, conversation_id, metadata)
         tenants = schema.tenants
@@ -83,6 +83,7 @@ class ConversationStore:
             connection.execute(locked.with_for_update(key_share=True))
             self._check_total(connection, tenant_id, num_bytes, num_new=1)
             now_us = self._database.now_us(connection)
+            admit_bytes(connection, tenant_id, num_bytes, now_us)
             connection.execute(
                 insert(_conversations).values(
                     id=conversation_id,
@@ -155,8 +156,9 @@ class ConversationStore:
     ) -> bool:
         """Add items with IDs, and extend the life of the conversation. Return False if it does not exist.
 
-        With `answered`, they are the items of a response: items that the conversation already has are left out, and the
-        limits are twice as high. Raises ConversationFull, ContentTooLong, or DuplicateItem.
+        With `answered`, they are the items of a response: items that the conversation already has are left out, the
+        limits are twice as high, and no quota refuses them. Raises ConversationFull, ContentTooLong, DuplicateItem or
+        QuotaExceeded.
         """
         add = self.adding(tenant_id, conversation_id, items, days, answered)
         with self._database.write() as connection:
@@ -211,6 +213,7 @@ class ConversationStore:
                 )
             if answered is None:
                 self._check_total(connection, tenant_id, num_bytes, num_new=0)
+                admit_bytes(connection, tenant_id, num_bytes, self._database.now_us(connection))
             if added:
                 connection.execute(insert(_items), added)
             adapter_ids = list(row.adapter_ids)
@@ -232,7 +235,9 @@ class ConversationStore:
         return add
 
     def update(self, conversation: StoredConversation, metadata: Mapping[str, str]) -> bool:
-        """Replace the metadata. Return False if the conversation has been deleted. Raises ContentTooLong."""
+        """Replace the metadata. Return False if the conversation has been deleted. Raises ContentTooLong or
+        QuotaExceeded.
+        """
         tenant_id, table = conversation.tenant_id, _conversations.c
         sealed = self._sealing.seal(tenant_id, conversation.id, metadata)
         is_it = table.id == conversation.id
@@ -244,6 +249,7 @@ class ConversationStore:
                 return False
             present = self._sealing.open(tenant_id, conversation.id, row.metadata)
             more = len(msgspec.json.encode(metadata)) - len(msgspec.json.encode(present))
+            admit_bytes(connection, tenant_id, more, self._database.now_us(connection))
             values = {"metadata": sealed, "num_bytes": table.num_bytes + more}
             connection.execute(update(_conversations).where(is_it).values(**values))
         return True

@@ -9,6 +9,8 @@ from sqlalchemy import Connection, Row, delete, insert, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
+from loramux.platform.quotas.metrics import STORED_BYTES
+from loramux.platform.quotas.stock import StockLimits
 from loramux.platform.stored_responses.sealing import ContentTooLong, Sealing, is_possible_id
 
 DAY_US = 24 * 3600 * 1_000_000
@@ -57,7 +59,7 @@ class ResponseStore:
         self._sealing = sealing
 
     def put(self, stored: StoredResponse, days: int) -> bool:
-        """Store a response for a number of days. Return False if it is too long."""
+        """Store a response for a number of days. Return False if it is too long. Raises QuotaExceeded."""
         try:
             content = sealed_content(self._sealing, stored)
         except ContentTooLong:
@@ -107,7 +109,15 @@ def sealed_content(sealing: Sealing, stored: StoredResponse) -> bytes:
     return sealing.seal(stored.tenant_id, stored.id, {"input": stored.input, "response": stored.response})
 
 
+def admit_bytes(connection: Connection, tenant_id: str, num_bytes: int, now_us: int) -> None:
+    """Let a tenant store more bytes, or raise QuotaExceeded. Concurrent additions take turns."""
+    if num_bytes > 0:
+        StockLimits().admit(connection, tenant_id, STORED_BYTES, num_bytes, now_us)
+
+
 def insert_response(connection: Connection, stored: StoredResponse, content: bytes, now_us: int, days: int) -> None:
+    """Raises QuotaExceeded."""
+    admit_bytes(connection, stored.tenant_id, len(content), now_us)
     connection.execute(
         insert(schema.responses).values(
             id=stored.id,

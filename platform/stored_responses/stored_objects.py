@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.migrations.database import Database
+from loramux.platform.quotas.metrics import STORED_BYTES
+from loramux.platform.quotas.stock import StockLimits
 from loramux.platform.stored_responses.background_store import BackgroundStore
 from loramux.platform.stored_responses.changes import Changes
 from loramux.platform.stored_responses.chat_store import ChatStore
@@ -17,6 +19,7 @@ from loramux.platform.stored_responses.sealing import Sealing
 class StoredObjects:
     """`is_open` is False if the server has no secret to encrypt with, so that it stores nothing."""
 
+    database: Database
     is_open: bool
     responses: ResponseStore
     background: BackgroundStore
@@ -28,6 +31,7 @@ class StoredObjects:
     def over(database: Database, secret: bytes | None) -> StoredObjects:
         sealing = Sealing(secret)
         return StoredObjects(
+            database=database,
             is_open=sealing.is_open,
             responses=ResponseStore(database, sealing),
             background=BackgroundStore(database, sealing),
@@ -35,3 +39,8 @@ class StoredObjects:
             conversations=ConversationStore(database, sealing),
             changes=Changes(),
         )
+
+    def check_room(self, tenant_id: str) -> None:
+        """Raise QuotaExceeded if nothing more can be stored for a tenant. Blocking."""
+        with self.database.read() as connection:
+            StockLimits().check(connection, tenant_id, STORED_BYTES, 1, self.database.now_us(connection))

@@ -44,7 +44,7 @@ from loramux.platform.events.webhook_sender import WebhookSender
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
-from loramux.platform.quotas.stock import AdapterLimits
+from loramux.platform.quotas.stock import StockLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.adapter_store.base_tokenizer import base_vocabulary
 from tests.migrated import migrated_sqlite
@@ -77,7 +77,7 @@ def open_admin_side(
 ) -> Iterator[AdminSide]:
     """Open the services over an empty database in `directory`. Blobs are stored there too, unless `blobs` is given."""
     database = Database(migrated_sqlite(directory / "loramux.db"))
-    registry = AdapterRegistry(database, reserved_names=("the-base",), limits=AdapterLimits())
+    registry = AdapterRegistry(database, reserved_names=("the-base",), limits=StockLimits())
     blobs = blobs or LocalBlobStore(directory / "blobs")
     # Validate at normal priority, so that other tests on a busy machine do not starve the validator.
     validator = SubprocessValidator(niceness=0)

@@ -93,7 +93,6 @@ class FleetLab(GatewayLab):
         del settings["engine"]
         return {
             **settings,
-            "blob_url": f"file://{self._directory / 'blobs'}",
             "peer_address": f"127.0.0.1:{free_port()}",
             "device": "cpu",
             "max_sequences": MAX_SEQUENCES,

@@ -141,6 +141,7 @@ class GatewayLab:
             "database_url": self._database_url,
             "served_name": "base",
             "response_key": KEY.decode(),
+            "blob_url": f"file://{self._directory / 'blobs'}",
             "port": free_port(),
             "admin_port": free_port(),
             "log": str(self._disk / f"gateway-{number}.log"),

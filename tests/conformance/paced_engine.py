@@ -105,6 +105,7 @@ def main() -> None:
         max_model_len=MAX_MODEL_LEN,
         num_pages=8192,
         page_tokens=16,
+        max_sequences=max_sequences,
         device="cpu",
         dtype="float32",
         model_sha256=model_sha256(model),

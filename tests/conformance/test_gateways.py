@@ -20,7 +20,8 @@ from loramux.migrations import schema
 from loramux.platform.generation.maintenance import CHECKPOINT_INTERVAL_S
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.cluster_lab import ClusterLab
-from tests.conformance.drawn_requests import COMPLETIONS, EMBEDDINGS, DrawnRequest, RequestDraw
+from tests.conformance.drawn_batches import DrawnBatches, as_line
+from tests.conformance.drawn_requests import COMPLETIONS, EMBEDDINGS, DrawnRequest, RequestDraw, streamed_completion
 from tests.conformance.fleet_lab import FleetLab
 from tests.conformance.gateway_lab import GatewayLab, LabGateway, gateway_lab, make_lab_base, send, usage_of
 from tests.conformance.paced_engine import STEP_S
@@ -76,6 +77,9 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
     burst = sum(costs) * 4 // 9
     QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 1, burst)
     QuotaPolicies(lab.database).set(tenant.id, "concurrent_requests", 200)
+    # A batch races too. Its lines wait for quota instead of failing.
+    batches = DrawnBatches(lab, tenant.id, key)
+    batches.start([as_line(streamed_completion(MAX_TOKENS))] * (num_racers // 4))
 
     async def race() -> list[tuple[int, bytes]]:
         async def one(number: int) -> tuple[int, bytes]:
@@ -91,21 +95,26 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
 
     started = time.monotonic()
     answers = asyncio.run(race())
+    batches.cancel()
+    batches.finish(("completed", "cancelled"))
     lab.wait_settled()
+    batches.check()
     minutes = (time.monotonic() - started) / 60
     used = lab.check_bills(tenant.id, answers)
     admitted = [i for i, (status, _) in enumerate(answers) if status == 200 and requests[i].is_charged]
     refused = [i for i, (status, _) in enumerate(answers) if status == 429]
     print(
         f"\n{num_racers} clients, {len(lab.gateways)} gateways, {kinds(requests)}: "
-        f"{len(admitted)} admitted, {len(refused)} refused, {used} of {burst} tokens used"
+        f"{len(admitted)} admitted, {len(refused)} refused, {used} of {burst} tokens used, {batches}"
     )
     told = [usage_of(answers[i][1]) for i in admitted]
-    assert used == sum(usage[1].prompt_tokens + usage[1].completion_tokens for usage in told if usage is not None)
+    told_tokens = sum(usage[1].prompt_tokens + usage[1].completion_tokens for usage in told if usage is not None)
+    assert used == told_tokens + batches.num_tokens
     assert None not in told
     assert used <= burst + minutes + 1, "overspent"
     # A grammar may end an answer before it uses all reserved tokens.
-    assert sum(costs[i] for i in admitted) > burst - min(costs[i] for i in refused), "the last tokens were admitted too"
+    num_admitted = sum(costs[i] for i in admitted) + batches.num_tokens
+    assert num_admitted > burst - min(costs[i] for i in refused), "the last tokens were admitted too"
 
 
 async def costs_of(lab: GatewayLab, key: str, requests: list[DrawnRequest]) -> list[int]:
@@ -156,8 +165,13 @@ def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab:
 
         return await asyncio.gather(*(one(number, request) for number, request in enumerate(requests)))
 
+    batches = DrawnBatches(lab, tenant.id, key)
+    batches.start_drawn(draw, 12, num_streams // 10)
     answers = asyncio.run(cut_all())
+    batches.cancel()
+    batches.finish(("completed", "cancelled"))
     lab.wait_settled(120)
+    batches.check()
     total = lab.check_bills(tenant.id, answers)
     num_cut = sum(
         request.is_charged and status in (0, 200) and usage_of(answer) is None
@@ -167,7 +181,7 @@ def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab:
     wrong = [event for request_id, event in events.items() if not truths[request_id].fits(event)]
     print(
         f"\n{num_streams} requests, {kinds(requests)}, statuses {dict(Counter(status for status, _ in answers))}: "
-        f"{num_cut} cut, {len(events)} in the ledger, {total} tokens, {len(wrong)} wrong"
+        f"{num_cut} cut, {len(events)} in the ledger, {total} tokens, {len(wrong)} wrong, {batches}"
     )
     assert wrong == []
     assert num_cut > num_streams / 5
@@ -202,6 +216,8 @@ def test_gateways_stopped_under_load_finish_their_streams(lab: GatewayLab, num_s
         await asyncio.gather(*map(stop, together))
         await asyncio.gather(*streams)
 
+    batches = DrawnBatches(lab, tenant.id, key)
+    batches.start_drawn(draw, 100, 5 * num_stops)
     num_done = 0
     while num_done < num_stops:
         together = lab.gateways[: num_stops - num_done]
@@ -211,7 +227,9 @@ def test_gateways_stopped_under_load_finish_their_streams(lab: GatewayLab, num_s
         for gateway in together:
             lab.wait_ready(gateway)
         num_done += len(together)
+    batches.finish()
     lab.wait_settled()
+    batches.check()
     statuses = Counter(status for _, status, _ in answers)
     cut = [
         (request.kind, answer[-200:])
@@ -220,10 +238,12 @@ def test_gateways_stopped_under_load_finish_their_streams(lab: GatewayLab, num_s
     ]
     total = lab.check_bills(tenant.id, [(status, answer) for _, status, answer in answers])
     truths = lab.truths()
-    wrong = [event for request_id, event in lab.events_of(tenant.id).items() if not truths[request_id].fits(event)]
+    # A line that a stopped gateway gave back was charged nothing.
+    events = (event for event in lab.events_of(tenant.id).values() if event.endpoint != "batches")
+    wrong = [event for event in events if not truths[event.request_id].fits(event)]
     print(
         f"\n{num_done} stops, {kinds(request for request, _, _ in answers)}, answers by status {dict(statuses)}, "
-        f"{total} tokens, {len(cut)} streams cut, {len(wrong)} bills wrong"
+        f"{total} tokens, {len(cut)} streams cut, {len(wrong)} bills wrong, {batches}"
     )
     assert cut == []
     assert wrong == []
@@ -255,6 +275,8 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
         answers.extend(await asyncio.gather(*streams))
         drawn.extend(request for _, request in requests)
 
+    batches = DrawnBatches(lab, tenant.id, key)
+    batches.start_drawn(draw, 100, 5 * num_kills)
     num_done = 0
     while num_done < num_kills:
         together = victims[: num_kills - num_done]
@@ -265,10 +287,14 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
             lab.wait_ready(gateway)
         num_done += len(together)
     if num_kills < 20:
+        batches.expire_claims()
+    batches.finish()
+    if num_kills < 20:
         # Expire the leases of the dead gateways.
         with lab.database.write() as connection:
             connection.execute(update(schema.reservations).values(lease_expires_us=0))
     lab.wait_settled(120)
+    batches.check()
     truths = lab.truths()
     events = lab.events_of(tenant.id)
     reserved = lab.reserved_tokens(tenant.id)
@@ -279,12 +305,14 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
         committed = truth.completion_tokens
         assert event.prompt_tokens + event.completion_tokens <= reserved[request_id]
         assert event.completion_tokens <= committed
-        most_under = max(most_under, (committed - event.completion_tokens) / truth.num_choices)
+        if event.endpoint != "batches":
+            # A line that was lost is charged nothing.
+            most_under = max(most_under, (committed - event.completion_tokens) / truth.num_choices)
         num_recovered += event.status == "recovered"
     total = lab.check_bills(tenant.id, answers)
     print(
         f"\n{num_done} kills, {kinds(drawn)}, {len(events)} in the ledger, {total} tokens, {num_recovered} recovered, "
-        f"at most {most_under:.0f} under per choice"
+        f"at most {most_under:.0f} under per choice, {batches}"
     )
     # The engine commits at most one token per choice and step. It notices a dead gateway within a second, and writing a
     # checkpoint takes time.

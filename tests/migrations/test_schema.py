@@ -10,6 +10,7 @@ from alembic.runtime.migration import MigrationContext
 from loramux.migrations.cache_triggers import install_cache_triggers
 from loramux.migrations.database import Database
 from loramux.migrations.schema import metadata
+from loramux.migrations.storage_triggers import install_storage_triggers
 from tests.migrations.schema_lines import schema_lines
 
 FIRST_STEP = {
@@ -27,6 +28,7 @@ def test_migrations_make_exactly_the_schema(database: Database) -> None:
         metadata.drop_all(connection)
         metadata.create_all(connection)
         install_cache_triggers(connection)
+        install_storage_triggers(connection)
         # `schema.py` orders columns by meaning. A step can only append them.
         assert sorted(schema_lines(connection)) == sorted(migrated)
 

@@ -57,7 +57,7 @@ def answer_in_background(side: AdminSide, kept: BatchServices, tmp_path: Path, s
         claim, batch = claimed.claim, claimed.batch
         claim.begin(batch.id, [InputLine(2, 1, 10, "base")], lambda: True)
         [line] = claim.waiting(batch.id, 10)
-        claim.record(batch.id, line, StoredAnswer(status, b'{"custom_id": "a"}\n', None))
+        claim.record(batch.id, [(line, StoredAnswer(status, b'{"custom_id": "a"}\n', None))])
         begun = claim.begin_files(batch.id)
         source = tmp_path / "answers"
         source.write_bytes(b'{"custom_id": "a"}\n')

@@ -20,7 +20,7 @@ from tests.platform.gateways import Gateway
 
 CHAT = "/v1/chat/completions"
 PACE = BatchPace(poll_s=0.02, retry_s=0.05, caller_s=0.0)
-LIMITS = RoomLimits(capacity=lambda: 6, look_s=0.01, queue_s=0.2)
+LIMITS = RoomLimits(capacity=lambda: 6, look_s=0.01, queue_s=0.2, gather_s=0.005)
 
 
 def line(custom_id: str, model: str = "base", url: str = CHAT, **body: Any) -> dict[str, Any]:

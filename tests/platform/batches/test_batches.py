@@ -28,9 +28,11 @@ from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation.generation import Generation
 from loramux.platform.ledger.prices import Price
 from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
 from tests.platform.gateways import open_gateway
+from tests.platform.storing import KEY, allow
 
 pytestmark = pytest.mark.anyio
 
@@ -57,15 +59,50 @@ class StartedLine:
 
 async def test_a_line_enters_as_soon_as_another_has_started(lab: BatchLab) -> None:
     """Without a wait for the next look at the engine."""
-    room = Room(lab.gateway.services.engine, RoomLimits(look_s=3600))
-    for _ in range(MAX_ENTERING):
-        await room.enter()
-    entering = asyncio.create_task(room.enter())
+    room = Room(lab.gateway.services.engine, RoomLimits(capacity=lambda: 100, look_s=3600))
+    first, *others = await room.enter(MAX_ENTERING + 1)
+    assert len(others) == MAX_ENTERING - 1
+    entering = asyncio.create_task(room.enter(2))
     await asyncio.sleep(0)
     assert not entering.done()
     room.add(cast("Generation", StartedLine()))
+    first.leave()
+    async with asyncio.timeout(20):
+        assert len(await entering) == 1
+    # A line leaves once.
+    first.leave()
+    assert room._entering.issuperset(others)
+
+
+async def test_lines_that_end_together_enter_together(lab: BatchLab) -> None:
+    room = Room(lab.gateway.services.engine, RoomLimits(capacity=lambda: 3, look_s=3600, gather_s=0.01))
+    started = [cast("Generation", StartedLine()) for _ in range(3)]
+    for entry, one in zip(await room.enter(9), started, strict=True):
+        room.add(one)
+        entry.leave()
+    entering = asyncio.create_task(room.enter(9))
+    await asyncio.sleep(0)
+    for one in started[:2]:
+        room.remove(one)
+    async with asyncio.timeout(20):
+        assert len(await entering) == 2
+
+
+async def test_lines_let_requests_without_a_token_go_first(lab: BatchLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loramux.platform.batches.room.YIELD_S", 3600.0)
+    is_awaited = True
+    room = Room(lab.gateway.services.engine, RoomLimits(look_s=0.001, gather_s=0.0), lambda: is_awaited)
+    entering = asyncio.create_task(room.enter(1))
+    await asyncio.sleep(0.1)
+    assert not entering.done()
+    is_awaited = False
     async with asyncio.timeout(20):
         await entering
+    # They do not wait forever.
+    monkeypatch.setattr("loramux.platform.batches.room.YIELD_S", 0.0)
+    is_awaited = True
+    async with asyncio.timeout(20):
+        await room.enter(1)
 
 
 async def test_batch_of_embeddings_is_answered_and_charged(lab: BatchLab) -> None:
@@ -263,6 +300,23 @@ async def test_request_above_a_quota_fails(lab: BatchLab) -> None:
     async with lab.running():
         _, errors = await lab.outputs(await lab.finished(await lab.create([line("a")])))
     assert errors[0]["response"]["body"]["error"]["code"] == "request_too_large"
+
+
+async def test_line_that_cannot_be_stored_fails(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor
+) -> None:
+    """Its request does not wait for quota, because waiting frees nothing."""
+    settings = GatewaySettings(response_key=KEY)
+    async with open_gateway(accounts, tokenizer, threads, settings) as gateway:
+        allow(accounts, gateway.tenant.id)
+        gateway.limit("stored_bytes", 0)
+        lab = BatchLab(gateway)
+        async with lab.running():
+            batch = await lab.finished(await lab.create([line("kept", store=True), line("other")]))
+        answers, [error] = await lab.outputs(batch)
+    assert ids(answers) == ["other"]
+    assert error["response"]["status_code"] == 429
+    assert error["response"]["body"]["error"]["param"] == "stored_bytes"
 
 
 async def test_lines_wait_while_other_requests_wait(lab: BatchLab) -> None:

@@ -58,7 +58,7 @@ class Dead:
     def store(self, line: WaitingLine, custom_id: str) -> None:
         body = {"usage": {"prompt_tokens": 70, "completion_tokens": 30}}
         content = answered(line.line, self.batch_id, custom_id, line.request_id, 200, body)
-        self.claim.record(self.batch_id, line, StoredAnswer(200, content, USAGE))
+        self.claim.record(self.batch_id, [(line, StoredAnswer(200, content, USAGE))])
 
 
 async def dead_server(lab: BatchLab, tmp_path: Path) -> Dead:
@@ -202,3 +202,21 @@ async def test_lines_survive_the_engine(gateway: Gateway) -> None:
         answers, errors = await lab.outputs(await lab.finished(batch))
     assert (len(answers), errors) == (40, [])
     check_ledger(lab, answers)
+
+
+async def test_answers_are_stored_together_or_not_at_all(gateway_on_each: Gateway, tmp_path: Path) -> None:
+    dead = await dead_server(BatchLab(gateway_on_each), tmp_path)
+    answers = [StoredAnswer(200, b"first\n", USAGE), StoredAnswer(400, b"second\n", None)]
+    first, second = dead.lines
+    stale = replace(second, request_id="req_of_an_earlier_claim")
+    with pytest.raises(ClaimLost):
+        dead.claim.record(dead.batch_id, [(first, answers[0]), (stale, answers[1])])
+    assert [one.content for one in dead.claim.answers(dead.batch_id)] == [None, None]
+    dead.claim.record(dead.batch_id, list(zip(dead.lines, answers, strict=True)))
+    assert [(one.status, one.content) for one in dead.claim.answers(dead.batch_id)] == [
+        (200, b"first\n"),
+        (400, b"second\n"),
+    ]
+    batch = await gateway_on_each.openai.batches.retrieve(dead.batch_id)
+    assert batch.request_counts is not None
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)

@@ -230,3 +230,19 @@ async def test_update_is_validated(storing: Gateway) -> None:
         assert response.status_code == 400, body
     assert (await storing.http.post(f"{CHATS}/{made.id}", json={"metadata": long})).status_code == 200
     assert (await storing.http.post(f"{CHATS}/{made.id}", json={"metadata": None})).json()["metadata"] == {}
+
+
+async def test_full_storage_refuses_chats_that_are_to_be_stored(storing: Gateway) -> None:
+    kept = await complete(storing)
+    storing.limit("stored_bytes", 1)
+    response = await storing.http.post(CHATS, json={"model": "base", "messages": MESSAGES, "store": True})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (429, "insufficient_quota", "stored_bytes")
+    noise = random.Random(3).randbytes(200).hex()
+    response = await storing.http.post(f"{CHATS}/{kept.id}", json={"metadata": {"a": noise}})
+    assert (response.status_code, response.json()["error"]["param"]) == (429, "stored_bytes")
+    await complete(storing, store=False)
+    assert len(storing.usage()) == 2
+    await storing.openai.chat.completions.delete(kept.id)
+    storing.limit("stored_bytes", 100_000)
+    assert (await storing.openai.chat.completions.retrieve((await complete(storing)).id)).model == "base"

@@ -15,7 +15,7 @@ from loramux.platform.accounts.tenants import Tenant
 from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.quotas.overview import QuotaCaller, QuotaOverview
 from loramux.platform.quotas.policies import QuotaPolicies
-from loramux.platform.quotas.stock import AdapterLimits
+from loramux.platform.quotas.stock import StockLimits
 
 METRIC = "adapter_bytes"
 HOUR_US = 3_600_000_000
@@ -23,7 +23,7 @@ HOUR_US = 3_600_000_000
 
 class Shelf:
     def __init__(self, database: Database, tenant: Tenant) -> None:
-        limits = AdapterLimits()
+        limits = StockLimits()
         registry = AdapterRegistry(database, limits=limits)
         self.database = database
         self.tenant = tenant

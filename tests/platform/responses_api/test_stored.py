@@ -260,3 +260,31 @@ async def test_references_to_unknown_and_foreign_items_get_the_same_error(storin
     assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
     counted = await storing.http.post(f"{RESPONSES}/input_tokens", json={"model": "base", "input": referring(known)})
     assert counted.status_code == 200
+
+
+async def test_full_storage_refuses_what_is_asked_for_and_answers_the_rest(storing: Gateway) -> None:
+    conversation = await storing.openai.conversations.create()
+    storing.limit("stored_bytes", 1)
+    asked: list[dict[str, Any]] = [{"store": True}, {"background": True}, {"conversation": conversation.id}]
+    for body in asked:
+        response = await storing.http.post(RESPONSES, json={"model": "base", "input": "Hi", **body})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (429, "insufficient_quota", "stored_bytes")
+        assert response.headers["x-loramux-quota-policy"]
+    assert storing.usage() == []
+    # By default, it would be stored.
+    assert not (await respond(storing))["store"]
+    for path, body in (("", {}), (f"/{conversation.id}/items", {"items": [{"role": "user", "content": "Hi"}]})):
+        response = await storing.http.post(f"/v1/conversations{path}", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (429, "stored_bytes")
+    storing.limit("stored_bytes", 100_000)
+    assert (await respond(storing, store=True))["store"]
+
+
+async def test_conversation_that_does_not_fit_is_not_made(storing: Gateway) -> None:
+    storing.limit("stored_bytes", 20)
+    body = {"metadata": {}, "items": [{"role": "user", "content": "longer than the limit"}]}
+    response = await storing.http.post("/v1/conversations", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (429, "stored_bytes")
+    with storing.database.read() as connection:
+        assert connection.execute(select(schema.conversations)).all() == []
