@@ -75,7 +75,8 @@ def serve(
     activations: Annotated[
         str | None,
         typer.Option(
-            help="int8: round activations of a quantised base to 8 bits instead of 16, on a CPU with VNNI or AVX2.",
+            help="int8: round activations of a quantised base to 8 bits instead of 16, on a CPU with VNNI or AVX2; "
+            "fp8: in large steps on a GPU, for FP8 weights (default if the checkpoint says so); 16bit: do not.",
             show_default=False,
         ),
     ] = None,

@@ -267,9 +267,10 @@ class Settings(ModelSettings):
     """Quantise the float weights of the model's linear layers at startup. With `+head`, also quantise the head, to
     int8. The result is kept in the data directory.
     """
-    activations: Literal["int8"] | None = None
-    """`int8`: round the inputs of quantised linear layers to 8 bits instead of 16, on a CPU with VNNI or AVX2. This is
-    faster, and loses some accuracy.
+    activations: Literal["int8", "fp8", "16bit"] | None = None
+    """[Round the inputs](quantization.md#activations-in-8-bits) of quantised linear layers to 8 bits, which is faster
+    and loses some accuracy. `int8`: on a CPU with VNNI or AVX2. `fp8`: in large steps on a GPU, for FP8 weights; this
+    is the default if the checkpoint says so. `16bit`: do not.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None

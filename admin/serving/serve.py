@@ -144,8 +144,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             raise ConfigNotUsable(
                 f"the model's weights are already quantised ({model.quantization.name}): omit --quantization"
             )
-        if settings.activations is not None:
-            check_activations(device, settings.quantization is not None or model.quantization is not None)
+        check_activations(config, settings.quantization is not None or model.quantization is not None)
     except EngineError as error:
         raise StartRefused(str(error)) from error
     return model, config

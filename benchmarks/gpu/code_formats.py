@@ -24,6 +24,7 @@ NF4 = np.array(
 )  # fmt: skip
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
+FP8, FP8_INPUTS = "fp8", "fp8, inputs in fp8"
 
 NUM_DRAWN = (1 << 20) - 3
 """Number of random bytes from which codes are taken. It is prime, so that no two rows of a weight are equal."""
@@ -31,7 +32,10 @@ NUM_DRAWN = (1 << 20) - 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodeFormat:
-    """A format with `group` inputs per scale, or one scale per output if `group` is None. All scales equal `scale`."""
+    """A format with `group` inputs per scale, or one scale per output if `group` is None. All scales equal `scale`.
+
+    With `rounds_inputs`, linear layers round their inputs to FP8 in large steps, if torch supports this.
+    """
 
     name: str
     codebook: npt.NDArray[np.float32]
@@ -39,6 +43,7 @@ class CodeFormat:
     scale: float
     has_zeros: bool = False
     has_minima: bool = False
+    rounds_inputs: bool = False
 
     def random(self, out_features: int, in_features: int, seed: int = 0) -> QuantizedWeight:
         per_byte = 1 if self.codebook.size == 256 else 2
@@ -64,8 +69,10 @@ FORMATS = {
         CodeFormat("nf4", NF4, 64, 0.1),
         CodeFormat("mxfp4", E2M1, 32, 2.0**-6),
         CodeFormat("int8", INT8, None, 0.001),
-        CodeFormat("fp8", E4M3, None, 0.0001),
+        CodeFormat(FP8, E4M3, None, 0.0001),
         CodeFormat("fp8, blocks of 128", E4M3, 128, 0.0001),
+        CodeFormat(FP8_INPUTS, E4M3, None, 0.0001, rounds_inputs=True),
+        CodeFormat("fp8, blocks of 128, inputs in fp8", E4M3, 128, 0.0001, rounds_inputs=True),
     )
 }
 
@@ -86,7 +93,8 @@ class SharedCodes:
         if shape[0] in self._float_rows:
             return DenseLinear(weight, bias)
         if shape not in self._linears:
-            linear = make_coded_linear(self._form.random(*shape), bias, self._device)
+            weight = self._form.random(*shape)
+            linear = make_coded_linear(weight, bias, self._device, rounds_inputs=self._form.rounds_inputs)
             assert linear is not None
             self._linears[shape] = linear
         return self._linears[shape]

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.bench import Bench, Row, require_close
-from benchmarks.gpu.code_formats import FORMATS
+from benchmarks.gpu.code_formats import FORMATS, FP8, FP8_INPUTS
 from benchmarks.gpu.model import Model, model_of
 from loramux.engine.device.backend import DenseLinear, Linear
-from loramux.kernels.gpu.coded_linear import make_coded_linear
+from loramux.kernels.gpu.coded_linear import MIN_DEQUANTIZED_ROWS, RoundingLinear, make_coded_linear
 from loramux.kernels.quantized import QuantizedWeight
 
 DENSE = "bfloat16, cuBLAS"
@@ -22,8 +22,8 @@ CHECKED_OUTPUTS = 64
 HOST_S = 0.3
 """Assumed seconds to draw a weight's codes on the host and to lay them out."""
 
-QUICK_FORMATS = ("int4, groups of 128", "fp8")
-TINY_FORMATS = ("mxfp4", "fp8")
+QUICK_FORMATS = ("int4, groups of 128", FP8)
+TINY_FORMATS = ("mxfp4", FP8, FP8_INPUTS)
 """Formats whose group size divides the tiny model's numbers of inputs."""
 
 
@@ -48,7 +48,7 @@ class CodesCase:
 
 def cases(bench: Bench) -> list[CodesCase]:
     model = model_of(bench)
-    rows = (3,) if bench.is_tiny else (1, 64) if bench.is_quick else (1, 16, 64, 512)
+    rows = (3, 512) if bench.is_tiny else (1, 64) if bench.is_quick else (1, 16, 64, 512, 2048)
     formats = TINY_FORMATS if bench.is_tiny else QUICK_FORMATS if bench.is_quick else tuple(FORMATS)
     linears = linears_of(model)
     if not bench.is_full:
@@ -91,20 +91,6 @@ class Way:
     figures: dict[str, float] = field(default_factory=dict)
 
 
-class ScaledFp8:
-    """torch's product with FP8 weights and one scale per output, after rounding each row of `x` to FP8."""
-
-    def __init__(self, weight: QuantizedWeight, device: torch.device) -> None:
-        self._weight = torch.from_numpy(weight.codes).to(device).view(torch.float8_e4m3fn).T
-        self._scales = torch.from_numpy(weight.scales).to(device).T.contiguous()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        factors = x.abs().amax(1, keepdim=True).float() / 448
-        rounded = (x / factors).to(torch.float8_e4m3fn)
-        y = torch._scaled_mm(rounded, self._weight, factors, self._scales, out_dtype=torch.bfloat16)
-        return y.to(x.dtype)
-
-
 class ScaledInt8:
     """torch's integer product with int8 weights and one scale per output, after rounding each row of `x` to int8."""
 
@@ -118,9 +104,11 @@ class ScaledInt8:
         return (sums * factors * self._scales).to(x.dtype)
 
 
-SCALED = {"fp8": ScaledFp8, "int8": ScaledInt8}
 SCALED_ROWS = 64
-"""Smallest number of rows with which torch's products are measured. Its integer product needs more than 16 rows."""
+"""Smallest number of rows with which torch's integer product is measured. It needs more than 16 rows."""
+
+ROUNDING_ERROR = 5e-2
+"""Allowed error of products whose inputs are rounded to 8 bits, which is larger than all other rounding."""
 
 
 def ways_of(bench: Bench, case: CodesCase) -> dict[str, Way]:
@@ -130,24 +118,32 @@ def ways_of(bench: Bench, case: CodesCase) -> dict[str, Way]:
     dense = torch.randn(shape, generator=generator, device=bench.device).mul_(0.02).to(bench.dtype)
     ways = {DENSE: Way(DenseLinear(dense), dense.nbytes)}
     for name in case.formats:
-        weight = FORMATS[name].random(*shape)
-        linear = make_coded_linear(weight, None, bench.device)
+        form = FORMATS[name]
+        weight = form.random(*shape)
+        linear = make_coded_linear(weight, None, bench.device, rounds_inputs=form.rounds_inputs)
         if linear is None:
             raise ValueError(f"there is no product of {name} for {case}")
-        ways[name] = Way(linear, weight.nbytes, figures=_errors(bench, linear, weight, 1e-2))
-        if name in SCALED and max(case.rows) >= SCALED_ROWS:
-            scaled = SCALED[name](weight, bench.device)
-            # Rounding rows to 8 bits causes a larger error than all other rounding.
-            errors = _errors(bench, scaled, weight, 5e-2)
-            ways[f"{name} and {name} rows, torch"] = Way(scaled, weight.nbytes, SCALED_ROWS, errors)
+        if isinstance(linear, RoundingLinear):
+            errors = _errors(bench, linear, weight, ROUNDING_ERROR, MIN_DEQUANTIZED_ROWS)
+            ways[name] = Way(linear, weight.nbytes, MIN_DEQUANTIZED_ROWS, errors)
+        elif form.rounds_inputs:
+            bench.say(f"  {case}: torch cannot multiply {name} on this device")
+        else:
+            ways[name] = Way(linear, weight.nbytes, figures=_errors(bench, linear, weight, 1e-2))
+        if name == "int8" and max(case.rows) >= SCALED_ROWS:
+            scaled = ScaledInt8(weight, bench.device)
+            errors = _errors(bench, scaled, weight, ROUNDING_ERROR)
+            ways["int8 and int8 rows, torch"] = Way(scaled, weight.nbytes, SCALED_ROWS, errors)
     return ways
 
 
-def _errors(bench: Bench, linear: Linear, weight: QuantizedWeight, tolerance: float) -> dict[str, float]:
+def _errors(
+    bench: Bench, linear: Linear, weight: QuantizedWeight, tolerance: float, num_rows: int = SCALED_ROWS
+) -> dict[str, float]:
     """Compare some outputs with the dequantised weight's outputs. Raises CheckError if the error is too large."""
     if bench.is_warming or bench.planned is not None:
         return {}
-    x = torch.randn(SCALED_ROWS, weight.in_features, generator=bench.generator(9), device=bench.device).to(bench.dtype)
+    x = torch.randn(num_rows, weight.in_features, generator=bench.generator(9), device=bench.device).to(bench.dtype)
     dequantized = torch.from_numpy(weight.dequantize(0, CHECKED_OUTPUTS)).to(bench.device)
     expected = x.double() @ dequantized.double().T
     return {"error": require_close(linear(x)[:, :CHECKED_OUTPUTS], expected, tolerance=tolerance)}

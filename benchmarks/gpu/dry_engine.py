@@ -12,6 +12,7 @@ from benchmarks.gpu import prefill as gpu_prefill
 from benchmarks.gpu import s_lora as gpu_s_lora
 from benchmarks.gpu import step as gpu_step
 from benchmarks.gpu.bench import CONTEXT_BYTES, Bench
+from benchmarks.gpu.code_formats import FORMATS
 from benchmarks.gpu.model import Model, model_of
 from benchmarks.gpu.needs import (
     CAPTURE_S,
@@ -40,24 +41,26 @@ LORA_KERNELS = ("shrink_kernel", "expand_kernel")
 class PlannedEngine:
     """An engine over meta tensors, and the bytes that it would take on a card."""
 
-    def __init__(self, bench: Bench, model: Model, settings: dict[str, Any], num_pages: int) -> None:
+    def __init__(self, bench: Bench, model: Model, settings: dict[str, Any], num_pages: int, form: str = "") -> None:
+        """`form` is the format of the layers' weights, or empty for bfloat16."""
         card = planned(bench).card
         self.bench, self.model, self.memory = bench, model, MetaMemory()
         self.num_pages, self.most_activations = num_pages, 0
         with self.memory:
-            whole = MetaEngine(model, card, num_pages=num_pages, **settings)
+            whole = MetaEngine(model, card, num_pages=num_pages, form=FORMATS.get(form), **settings)
             pool = whole.pool.raw
-            self.held = {
-                "weights": model.all_bytes(bench.dtype.itemsize),
-                "pool": pool.nbytes,
-                "tables": self.memory.restart() - pool.nbytes - model.all_bytes(bench.dtype.itemsize),
-            }
+            rest = self.memory.restart() - pool.nbytes
+            # Layers share quantised weights of the same shape. The float head and embedding stay.
+            weights = model.all_bytes(bench.dtype.itemsize) if not form else rest
+            self.held = {"weights": weights, "pool": pool.nbytes, "tables": rest - weights}
         self.shapes = {"a page": shape_of(pool[0]), "page table": shape_of(whole.tables.device.page_table)}
         # All layers are alike, so steps of engines with one and two layers are extrapolated to all layers.
         self._few = [
-            MetaEngine(replace(model, num_layers=count), card, num_pages=num_pages, **settings) for count in (1, 2)
+            MetaEngine(replace(model, num_layers=count), card, num_pages=num_pages, form=FORMATS.get(form), **settings)
+            for count in (1, 2)
         ]
-        self.start_s = ENGINE_S + random_s(bench, self.held["weights"])
+        # Float weights are drawn even if codes replace them.
+        self.start_s = ENGINE_S + random_s(bench, model.all_bytes(bench.dtype.itemsize))
 
     def record(self, case: TableCase) -> PlannedStep:
         one, found = PlannedStep(case.num_tokens), PlannedStep(case.num_tokens)
@@ -158,12 +161,21 @@ def _step_case(bench: Bench, engine: PlannedEngine, case: gpu_step.StepCase, fus
 
 
 def prefill(bench: Bench) -> Iterator[Need]:
-    model, wanted = model_of(bench), gpu_prefill.cases(bench)
-    settings = gpu_prefill.settings_of(wanted)
+    model = model_of(bench)
     adapter_pages = RandomAdapters(bench, model, "bfloat16").layout(gpu_prefill.RANK).num_pages
-    engine = PlannedEngine(bench, model, settings, gpu_prefill.num_pages_of(wanted, adapter_pages))
     yield check()
-    yield Need("every case", engine.shapes | {"pages": str(engine.num_pages)}, 0, engine.held, engine.start_s)
+    for form, wanted in gpu_prefill.by_form(gpu_prefill.cases(bench)):
+        settings = gpu_prefill.settings_of(wanted)
+        engine = PlannedEngine(bench, model, settings, gpu_prefill.num_pages_of(wanted, adapter_pages), form)
+        name = f"every case with weights in {form}" if form else "every case"
+        yield Need(name, engine.shapes | {"pages": str(engine.num_pages)}, 0, engine.held, engine.start_s)
+        yield from _prefills(bench, engine, wanted)
+        if not form:
+            yield engine.compiling()
+
+
+def _prefills(bench: Bench, engine: PlannedEngine, wanted: list[gpu_prefill.PrefillCase]) -> Iterator[Need]:
+    model = engine.model
     for case in wanted:
         counts = (0, case.num_prompts)
         steps = [
@@ -182,7 +194,6 @@ def prefill(bench: Bench) -> Iterator[Need]:
         held = engine.held | {"activations": max(one.activations for one in steps)}
         programs = frozenset[str]().union(*(one.programs for one in steps))
         yield Need(f"{case}: base, {counts[1]} adapters", steps[-1].shapes, len(counts), held, seconds, programs)
-    yield engine.compiling()
 
 
 def s_lora(bench: Bench) -> Iterator[Need]:

@@ -34,7 +34,7 @@ from benchmarks.gpu.model import (
     Model,
 )
 from benchmarks.gpu.random_models import ALL_MODULES, HYBRID_MODULES
-from benchmarks.gpu.table_bytes import Bytes, bytes_of, once, shape_text
+from benchmarks.gpu.table_bytes import Bytes, bytes_of, once, shape_text, shared_bytes
 from benchmarks.gpu.table_step import RecordedStep, TableCase, TorchLaunch, TritonLaunch, record_step
 from benchmarks.harness import out_file
 
@@ -78,6 +78,19 @@ class TableRow:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedLoads:
+    """The bytes of a step's products of experts: as in `Bytes`, and if programs that run at the same time share loads.
+
+    `in_flight_mb` is the shared memory of these programs, where their loads arrive.
+    """
+
+    least_mb: float
+    asked_mb: float
+    shared_mb: float
+    in_flight_mb: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepTable:
     case: str
     launches: int
@@ -85,6 +98,7 @@ class StepTable:
     asked_mb: float
     floor_us: float
     rows: tuple[TableRow, ...]
+    experts: SharedLoads | None = None
 
 
 def cases(model: Model) -> Iterator[TableCase]:
@@ -170,7 +184,22 @@ def table_of(step: RecordedStep, card: Card) -> StepTable:
             )
         )
     count = len(step.launches)
-    return StepTable(case=step.case.name, launches=count, **_figures(total, count, card), rows=tuple(rows))
+    figures = _figures(total, count, card)
+    return StepTable(case=step.case.name, launches=count, **figures, rows=tuple(rows), experts=_experts(step, card))
+
+
+def _experts(step: RecordedStep, card: Card) -> SharedLoads | None:
+    moved, shared, in_flight = once(0), 0.0, 0
+    for launch in step.launches:
+        if isinstance(launch, TritonLaunch) and launch.name == "_multiply":
+            program = program_of(launch, card)
+            num_resident = program.resident * card.multiprocessors
+            moved += bytes_of(launch, step)
+            shared += shared_bytes(launch, step, num_resident)
+            in_flight = max(in_flight, num_resident * program.shared_bytes)
+    if not shared:
+        return None
+    return SharedLoads(*(round(one / 1e6, 3) for one in (moved.least, moved.asked, shared, in_flight)))
 
 
 def _key(launch: TritonLaunch | TorchLaunch) -> tuple[Any, ...]:
@@ -252,6 +281,13 @@ def markdown(tables: list[StepTable], model: str, card: Card) -> str:
                 f"| {row.kernel} | {row.work} | {row.launches} | {row.least_mb:,.2f} | {row.asked_mb:,.2f} | "
                 f"{row.floor_us:,.1f} | {needs} |"
             )
+        if one.experts is not None:
+            lines += [
+                "",
+                f"Products of experts: least {one.experts.least_mb:,.1f} MB, asked {one.experts.asked_mb:,.1f} MB. If "
+                f"programs that run at the same time share their loads, {one.experts.shared_mb:,.1f} MB come from "
+                f"memory. The loads in flight take up to {one.experts.in_flight_mb:,.1f} MB.",
+            ]
     return "\n".join(lines) + "\n"
 
 

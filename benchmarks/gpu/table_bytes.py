@@ -175,6 +175,27 @@ def _multiply(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     return _product(a, _pairs_by_expert(step), a["IN"] * a["OUT"] * a["weight_ptr"].itemsize)
 
 
+def shared_bytes(launch: TritonLaunch, step: RecordedStep, num_resident: int) -> float:
+    """Bytes that a product of experts (`_multiply`) moves if programs that run at the same time share their loads.
+
+    Programs run in waves of `num_resident`, in the order of the grid. No load is shared between waves.
+    """
+    a = launch.arguments
+    counts = _pairs_by_expert(step)
+    expert, first_row = np.array(
+        [(expert, row) for expert, count in enumerate(counts) for row in range(0, count, a["ROWS"])]
+    ).T
+    num_rows = np.minimum(a["ROWS"], counts[expert] - first_row)
+    num_columns = math.ceil(a["OUT"] / a["BLOCK_N"])
+    program = np.arange(len(expert) * num_columns)
+    wave, tile, column = program // num_resident, program // num_columns, program % num_columns
+    width = np.minimum(a["BLOCK_N"], a["OUT"] - column * a["BLOCK_N"])
+    weights = {(w, e, c): size for w, e, c, size in zip(wave, expert[tile], column, width, strict=True)}
+    rows = {(w, t): size for w, t, size in zip(wave, tile, num_rows[tile], strict=True)}
+    loaded = (sum(weights.values()) + sum(rows.values())) * a["IN"]
+    return float((loaded + counts.sum() * a["OUT"]) * a["x_ptr"].itemsize)
+
+
 def _multiply_codes(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a = launch.arguments
     counts = _pairs_by_expert(step) if a["HAS_ROUTING"] else np.array([a["num_rows"]])
@@ -201,6 +222,14 @@ def _dequantize_codes(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     num_columns = a["end"] - a["first"]
     read = _code_bytes(a) * num_columns / a["codes_ptr"].shape[1]
     return once(read + num_columns * a["IN"] * a["weight_ptr"].itemsize)
+
+
+def _round_rows(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    read = a["num_parts"] * a["SIZE"] * a["x_ptr"].itemsize
+    written = a["num_parts"] * (a["SIZE"] + FLOAT)
+    # The rows are read again when they are rounded.
+    return Bytes(read + written, 2 * read + written)
 
 
 def _sum_splits(launch: TritonLaunch, step: RecordedStep) -> Bytes:
@@ -353,6 +382,7 @@ _FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
     "_multiply": _multiply,
     "_dequantize_codes": _dequantize_codes,
     "_multiply_codes": _multiply_codes,
+    "_round_rows": _round_rows,
     "_sum_splits": _sum_splits,
     "_sum": _sum,
     "_attend": _attend,

@@ -38,7 +38,7 @@ from loramux.engine.execution.executor import Executor
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import reachable_shapes
-from loramux.engine.loop.config import EngineConfig
+from loramux.engine.loop.config import EngineConfig, activation_bits
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
@@ -126,9 +126,9 @@ def assemble_engine(
     Before each step, the engine passes the ids of the running sequences to `note_running`. `spans` receives the spans
     of traced sequences. Tests and benchmarks can supply their own stager, weights and backend.
     """
-    backend = backend or open_backend(
-        config.device, config.pdl, 16 if config.activations is None else 8, config.fused_lora
-    )
+    if backend is None:
+        bits = activation_bits(config, ModelConfig.load(Path(config.model_dir)))
+        backend = open_backend(config.device, config.pdl, bits, config.fused_lora)
     backend.set_num_threads(config.num_threads)
     accelerator = backend.accelerator
     allocated_before = accelerator.allocated_bytes()
@@ -255,7 +255,7 @@ def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
         page_tokens=base.target.geometry.page_tokens,
         device=config.device,
         dtype=base.dtype,
-        quantization=_quantization(config, base.model),
+        quantization=_quantization(base),
         num_dequantized=base.num_dequantized,
         model_sha256=model_sha256(model_dir),
         base_sha256=base_sha256(model_dir) if has_files else "",
@@ -264,16 +264,16 @@ def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
     )
 
 
-def _quantization(config: EngineConfig, model: ModelConfig) -> str | None:
+def _quantization(base: LoadedBase) -> str | None:
     """The format of the weights, by the name that operators know, such as `int4` for weights quantised at startup.
 
     If activations are rounded too, their format is appended, because the answers depend on both.
     """
-    name = None if model.quantization is None else model.quantization.name
-    if config.quantized_dir is not None:
-        made = read_format(Path(config.quantized_dir))
+    name = None if base.model.quantization is None else base.model.quantization.name
+    if base.config.quantized_dir is not None:
+        made = read_format(Path(base.config.quantized_dir))
         name = None if made is None else made.name.removeprefix("compressed-tensors ")
-    return name if config.activations is None else f"{name}, activations in {config.activations}"
+    return name if base.activations is None else f"{name}, activations in {base.activations}"
 
 
 def _grammars(config: EngineConfig, model: ModelConfig) -> Grammars:

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.quantization.base_format import rounds_inputs
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.cuda_driver import missing_for_cuda
 from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
@@ -44,8 +45,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Directory for compiled GPU programs, unless TRITON_CACHE_DIR is set. None means Triton's default directory."""
     device: str = "cpu"
     dtype: str = "bfloat16"
-    activations: Literal["int8"] | None = None
-    """On a CPU, `int8` rounds the inputs of quantised linear layers to 8 bits instead of 16."""
+    activations: Literal["int8", "fp8", "16bit"] | None = None
+    """On a CPU, `int8` rounds the inputs of quantised linear layers to 8 bits instead of 16. On a GPU, `fp8` rounds the
+    inputs of linear layers with FP8 weights to FP8 in large steps, and None does so if the checkpoint says so. `16bit`
+    does neither.
+    """
     pool_bytes: int | None = None
     """Size of the page pool. None means 1 GiB on a CPU, or most of the memory that the model leaves free on a GPU."""
     max_model_len: int | None = None
@@ -122,12 +126,44 @@ def resolve_dtype(requested: str, model: ModelConfig, device: str) -> str:
     return dtype
 
 
-def check_activations(device: str, is_quantized: bool) -> None:
-    """Raise an EngineError if activations cannot be rounded to 8 bits with this device and base."""
-    if device != "cpu":
-        raise DeviceNotUsable("activations in int8 need a CPU, but this engine uses a GPU: omit --activations")
+def activation_bits(config: EngineConfig, model: ModelConfig) -> Literal[8, 16]:
+    """Number of bits to which the inputs of quantised linear layers may be rounded.
+
+    Without a setting, a GPU rounds them to 8 bits if the checkpoint says so. Raises an EngineError for a setting that
+    does not fit the device or the base.
+    """
+    dtype = resolve_dtype(config.dtype, model, config.device)
+    if config.activations is not None:
+        is_quantized = config.quantized_dir is not None or model.quantization is not None
+        check_activations(msgspec.structs.replace(config, dtype=dtype), is_quantized)
+        return 16 if config.activations == "16bit" else 8
+    is_default = config.device != "cpu" and config.quantized_dir is None and rounds_inputs(model.quantization)
+    return 8 if is_default and dtype == "bfloat16" else 16
+
+
+def check_activations(config: EngineConfig, is_quantized: bool) -> None:
+    """Raise an EngineError if activations cannot be rounded as configured with this device and base.
+
+    `config.dtype` must be resolved.
+    """
+    name = config.activations
+    if name is None or name == "16bit":
+        return
+    if (name == "int8") != (config.device == "cpu"):
+        needed, used = ("CPU", "GPU") if name == "int8" else ("GPU", "CPU")
+        raise DeviceNotUsable(
+            f"activations in {name} need a {needed}, but this engine uses a {used}: omit --activations"
+        )
     if not is_quantized:
-        raise ConfigNotUsable("activations in int8 need quantised weights: add --quantization, or omit --activations")
+        raise ConfigNotUsable(
+            f"activations in {name} need quantised weights: add --quantization, or omit --activations"
+        )
+    if name == "fp8":
+        if config.dtype != "bfloat16":
+            raise ConfigNotUsable(
+                f"activations in fp8 need bfloat16, but the dtype is {config.dtype}: omit --dtype or --activations"
+            )
+        return
     # Imported here because an engine on a GPU does not need llvmlite.
     from loramux.kernels.cpu.instructions.capability import byte_products, host_features
 

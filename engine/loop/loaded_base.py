@@ -32,6 +32,8 @@ class LoadedBase:
     target: PackTarget
     backend: Backend
     decoder: Decoder
+    activations: str | None
+    """The format of 8 bits to which inputs of linear layers are rounded, or None."""
     num_dequantized: int
     """Number of linear layers, without experts, whose quantised weights no kernel supports. They are dequantised."""
 
@@ -75,12 +77,16 @@ def load_base(config: EngineConfig, backend: Backend, weights: WeightSource | No
     target = pack_target(model, dtype)
     layers = CodedLayers()
     decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, layers.counted(backend))
-    if config.activations is not None and layers.num_with_byte_inputs == 0:
+    format_of_bytes, device = ("int8", "CPU") if config.device == "cpu" else ("fp8", "GPU")
+    if config.activations == format_of_bytes and layers.num_with_byte_inputs == 0:
         raise ConfigNotUsable(
-            "this CPU cannot multiply any of the base's weights in int8 (docs/quantization.md lists the formats): "
-            "omit --activations"
+            f"this {device} cannot multiply any of the base's weights in {format_of_bytes} (docs/quantization.md lists "
+            "the formats): omit --activations"
         )
-    return LoadedBase(config, model, dtype, max_model_len, target, backend, decoder, layers.num_dequantized)
+    activations = format_of_bytes if layers.num_with_byte_inputs else None
+    return LoadedBase(
+        config, model, dtype, max_model_len, target, backend, decoder, activations, layers.num_dequantized
+    )
 
 
 def load_decoder(

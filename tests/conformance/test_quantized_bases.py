@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from loramux.kernels.cpu.instructions.integer_blocks import IS_SUPPORTED
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, run
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, AdapterPlan, add_adapters, pack_peft_directory
 from tests.engine.device.gpu_backend import gpu_backend
+from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels
 from tests.quantized_layouts import LAYOUTS, quantize_directory
 
 SHAPE = {**SMALL_SHAPE, "intermediate_size": 256, "initializer_range": 0.1}
@@ -38,6 +40,9 @@ CODES_TOLERANCE = 1e-3
 
 BYTES_TOLERANCE = 0.1
 """The tolerance with 8-bit activations."""
+
+FP8_TOLERANCE = 0.2
+"""The tolerance with FP8 activations, which have 3 bits of mantissa."""
 
 needs_bytes = pytest.mark.skipif(
     byte_products(cpu_features()) is None, reason="this CPU multiplies no weights by activations of 8 bits"
@@ -151,6 +156,24 @@ def test_a_gpu_keeps_the_codes_of_every_layout(layout: str, tmp_path: Path, monk
     subject = make_quantized(tmp_path, layout, PLANS[:1], keep="no linear")
     check_engine(subject, ["r8"], replace(backend, make_linear=counted), TOLERANCE, monkeypatch, num_tokens=1)
     assert counted.num_made == 0
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a GPU's engine rounds only bfloat16")
+def test_a_gpu_rounds_inputs_of_fp8_weights_in_large_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference rounds no inputs. The decodes have one row each, so they multiply by codes."""
+    subject = make_quantized(tmp_path, "ct-fp8-channel", PLANS[:1])
+    backend = gpu_backend(monkeypatch, rounds_inputs=True)
+    (coded_linear,) = import_kernels("coded_linear")
+    monkeypatch.setattr(coded_linear, "MIN_DEQUANTIZED_ROWS", 2)
+    multiply, rows = torch._scaled_mm, []
+
+    def note(codes: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        rows.append(len(codes))
+        return multiply(codes, *arguments, **named)
+
+    monkeypatch.setattr(torch, "_scaled_mm", note)
+    check_engine(subject, [None, "r8"], backend, FP8_TOLERANCE, monkeypatch, num_tokens=1)
+    assert rows
 
 
 def test_a_quantised_head_keeps_its_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

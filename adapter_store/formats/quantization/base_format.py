@@ -13,8 +13,11 @@ from loramux.adapter_store.extensions import ExtensionKind, ExtensionRefused
 from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.awq import parse_awq
 from loramux.adapter_store.formats.quantization.bitsandbytes import parse_bitsandbytes
-from loramux.adapter_store.formats.quantization.compressed_tensors import parse_compressed_tensors
-from loramux.adapter_store.formats.quantization.fp8 import parse_fp8
+from loramux.adapter_store.formats.quantization.compressed_tensors import (
+    CompressedTensorsFormat,
+    parse_compressed_tensors,
+)
+from loramux.adapter_store.formats.quantization.fp8 import Fp8Format, parse_fp8
 from loramux.adapter_store.formats.quantization.gguf import parse_gguf
 from loramux.adapter_store.formats.quantization.gptq import parse_gptq
 from loramux.adapter_store.formats.quantization.mxfp4 import parse_mxfp4
@@ -99,6 +102,11 @@ def parse_format(config: Mapping[str, Any]) -> WeightFormat | None:
             f"weights with --quantization, or a checkpoint in one of these formats: {', '.join(names)}"
         )
     return found
+
+
+def rounds_inputs(weight_format: WeightFormat | None) -> bool:
+    """Return whether a checkpoint says that the inputs of its FP8 weights are rounded to FP8 when it is served."""
+    return isinstance(weight_format, Fp8Format | CompressedTensorsFormat) and weight_format.rounds_inputs
 
 
 def read_format(model_dir: Path) -> WeightFormat | None:

@@ -51,11 +51,12 @@ class CompressedTensorsFormat:
     - fp4: `weight_packed` uint8, two values of mxfp4 or nvfp4 in a byte.
 
     Instead of zero points, weights that are not symmetric can have the minimum of each group in `weight_minimum`. Only
-    loramux's own int4 has these. Stored scales of activations, keys and values are ignored, because loramux does not
-    use them.
+    loramux's own int4 has these. Stored scales of activations, keys and values are ignored. With `rounds_inputs`, the
+    checkpoint says that the inputs of all fp8 weights are rounded to FP8 with scales that depend on the inputs alone.
     """
 
     schemes: tuple[tuple[str, Scheme], ...]
+    rounds_inputs: bool
 
     suffixes: ClassVar[tuple[str, ...]] = (
         *_CODED,
@@ -187,6 +188,7 @@ def parse_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensorsForm
     if not isinstance(groups, Mapping) or not 1 <= len(groups) <= 64:
         raise BaseNotSupported("quantization_config.config_groups must be an object with 1 to 64 groups")
     schemes: dict[str, Scheme] = {}
+    rounds_inputs: list[bool] = []
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
@@ -194,7 +196,15 @@ def parse_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensorsForm
         kind, scheme = _parse_scheme(weights)
         if schemes.setdefault(kind, scheme) != scheme:
             raise BaseNotSupported(f"quantization_config.config_groups has two schemes for {kind} weights")
-    return CompressedTensorsFormat(tuple(schemes.items()))
+        if kind == _FP8:
+            rounds_inputs.append(_rounds_to_fp8(group.get("input_activations")))
+    return CompressedTensorsFormat(tuple(schemes.items()), bool(rounds_inputs) and all(rounds_inputs))
+
+
+def _rounds_to_fp8(inputs: object) -> bool:
+    if not isinstance(inputs, Mapping):
+        return False
+    return inputs.get("type") == "float" and inputs.get("num_bits") == 8 and inputs.get("dynamic") is True
 
 
 def _parse_scheme(weights: Mapping[str, Any]) -> tuple[str, Scheme]:

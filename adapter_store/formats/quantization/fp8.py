@@ -23,10 +23,12 @@ _SCALES = (".weight_scale_inv", ".weight_scale")
 class Fp8Format:
     """Weights in float8_e4m3fn with one scale per tensor, per output, or per block `[outputs, inputs]`.
 
-    Stored scales of activations are ignored, because loramux does not use them.
+    Stored scales of activations are ignored. With `rounds_inputs`, the checkpoint says that inputs are rounded to FP8
+    with scales that depend on the inputs alone.
     """
 
     block: tuple[int, int] | None
+    rounds_inputs: bool
 
     suffixes: ClassVar[tuple[str, ...]] = (
         ".weight",
@@ -68,7 +70,9 @@ def parse_fp8(config: Mapping[str, Any]) -> Fp8Format:
     fmt = config.get("fmt", "e4m3")
     if fmt != "e4m3":
         raise BaseNotSupported(f"quantization_config.fmt is {fmt!r:.60}; only e4m3 is supported")
-    return Fp8Format(block_size(config, "weight_block_size"))
+    # fbgemm_fp8 has no other scheme.
+    rounds_inputs = config.get("quant_method") == "fbgemm_fp8" or config.get("activation_scheme") == "dynamic"
+    return Fp8Format(block_size(config, "weight_block_size"), rounds_inputs)
 
 
 def block_size(config: Mapping[str, Any], name: str) -> tuple[int, int] | None:

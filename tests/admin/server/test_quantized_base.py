@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,11 +16,13 @@ from loramux.admin.server import quantized_base
 from loramux.admin.server.quantized_base import quantize_base
 from loramux.admin.server.settings import Settings
 from loramux.admin.serving.serve import read_model
-from loramux.engine.loop.config import EngineConfig, check_activations
-from loramux.engine.protocol.errors import DeviceNotUsable
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.config import EngineConfig, activation_bits, check_activations
+from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable
 from loramux.engine.quantizing.messages import QUALITY_FILE, Quality, QuantizeResult
 from loramux.kernels.cpu.instructions import capability
 from tests.conformance.tiny_models import SMALL_SHAPE
+from tests.engine.device.fake_gpu import LLAMA
 from tests.quantized_layouts import LAYOUTS, quantize_directory
 
 
@@ -91,8 +95,73 @@ def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
 def test_activations_are_rounded_only_where_that_helps(demo_base: Path, tmp_path: Path) -> None:
     with pytest.raises(StartRefused, match="int8 need quantised weights: add --quantization, or omit --activations"):
         read_model(Settings(model=demo_base, data_dir=tmp_path, device="cpu", activations="int8"))
-    with pytest.raises(DeviceNotUsable, match="need a CPU, but this engine uses a GPU: omit --activations"):
-        check_activations("cuda", is_quantized=True)
+    settings = Settings(model=demo_base, data_dir=tmp_path, device="cpu", activations="fp8")
+    with pytest.raises(StartRefused, match="fp8 need a GPU, but this engine uses a CPU: omit --activations"):
+        read_model(settings)
+    with pytest.raises(DeviceNotUsable, match="int8 need a CPU, but this engine uses a GPU: omit --activations"):
+        check_activations(configured("int8", device="cuda"), is_quantized=True)
+    with pytest.raises(ConfigNotUsable, match="fp8 need quantised weights: add --quantization, or omit --activations"):
+        check_activations(configured("fp8", device="cuda"), is_quantized=False)
+    with pytest.raises(ConfigNotUsable, match="fp8 need bfloat16, but the dtype is float32: omit --dtype or"):
+        check_activations(configured("fp8", device="cuda", dtype="float32"), is_quantized=True)
+    check_activations(configured("fp8", device="cuda"), is_quantized=True)
+    check_activations(configured("16bit"), is_quantized=False)
+    check_activations(configured(None), is_quantized=False)
+
+
+def configured(activations: Any, **fields: Any) -> EngineConfig:
+    return EngineConfig(model_dir="", blob_url="", cache_dir="", activations=activations, **fields)
+
+
+DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+
+
+def compressed(**inputs: Any) -> dict[str, Any]:
+    groups = {name: {"weights": FP8_WEIGHTS, "input_activations": one} for name, one in inputs.items()}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "rounds"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, True),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, True),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, False),
+        ({"quant_method": "fp8", "activation_scheme": ["dynamic"]}, False),
+        ({"quant_method": "fp8"}, False),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, True),
+        (compressed(group_0=DYNAMIC), True),
+        (compressed(group_0={**DYNAMIC, "strategy": "group", "group_size": 128}), True),
+        (compressed(group_0={**DYNAMIC, "dynamic": False}), False),
+        (compressed(group_0={**DYNAMIC, "dynamic": "local"}), False),
+        (compressed(group_0={**DYNAMIC, "type": "int"}), False),
+        (compressed(group_0=None), False),
+        (compressed(group_0=[DYNAMIC]), False),
+        (compressed(group_0=DYNAMIC, group_1=None), False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}, False),
+        (None, False),
+    ],
+    ids=[
+        "fp8", "fp8-blocks", "fp8-static", "fp8-list", "fp8-unsaid", "fbgemm", "ct", "ct-groups", "ct-static",
+        "ct-local", "ct-int8-inputs", "ct-weights-alone", "ct-list", "ct-mixed", "gptq", "float",
+    ],
+)  # fmt: skip
+def test_a_gpu_rounds_activations_if_the_checkpoint_says_so(
+    quantization: dict[str, Any] | None, rounds: bool, tmp_path: Path
+) -> None:
+    """The setting has precedence over the checkpoint."""
+    config = {**LLAMA, "torch_dtype": "bfloat16", "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ModelConfig.load(tmp_path)
+    assert activation_bits(configured(None, device="cuda"), model) == (8 if rounds else 16)
+    assert activation_bits(configured(None, device="cuda", dtype="float32"), model) == 16
+    assert activation_bits(configured(None, device="cuda", quantized_dir="made"), model) == 16
+    assert activation_bits(configured(None), model) == 16
+    assert activation_bits(configured("fp8", device="cuda", quantized_dir="made"), model) == 8
+    with pytest.raises(DeviceNotUsable, match="fp8 need a GPU"):
+        activation_bits(configured("fp8"), model)
+    assert activation_bits(configured("16bit", device="cuda"), model) == 16
 
 
 @pytest.mark.parametrize(
@@ -111,4 +180,4 @@ def test_activations_of_8_bits_need_bytes(monkeypatch: pytest.MonkeyPatch, featu
     monkeypatch.setattr(capability, "host_features", lambda: features)
     expected = nullcontext() if has_bytes else pytest.raises(DeviceNotUsable, match="AVX2 or AVX512_VNNI: omit")
     with expected:
-        check_activations("cpu", is_quantized=True)
+        check_activations(configured("int8"), is_quantized=True)

@@ -183,7 +183,8 @@ def test_every_part_is_timed_unless_the_engine_is_wrong(tmp_path: Path) -> None:
     assert all(0 <= figures["idle"] < 1 and figures["step_ms"] > 0 for figures in step.values())
     assert step["2 adapters, rank 16"]["over_base"] > 0
     prefill = [row for row in timed["prefill"] if row["case"].startswith("prefill")]
-    assert [row["figures"]["tflop_s"] > 0 for row in prefill] == [True, True]
+    assert [row["figures"]["tflop_s"] > 0 for row in prefill] == [True] * 4
+    assert [row["figures"].get("over_bfloat16", 0) > 0 for row in prefill] == [False, False, True, True]
     throughput = [row for row in timed["s_lora"] if row["case"].startswith("S1")]
     assert [row["figures"]["loads"] for row in throughput] == [1, 2, 2]
     assert all(row["figures"]["tokens_s"] > 0 for row in throughput)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ class CodedZeroWeights:
         if codebook is None or len(shape) != 2:
             return torch.zeros(shape, dtype=torch.bfloat16)
         num_codes = shape[1] if codebook.size == 256 else shape[1] // 2
-        groups = shape[0], shape[1] // 16
+        # FP8 weights have one scale per output, so large steps can round their inputs.
+        groups = shape[0], 1 if codebook is E4M3 else shape[1] // 16
         return QuantizedWeight(
             codes=np.zeros((shape[0], num_codes), np.uint8),
             codebook=codebook,
@@ -175,7 +177,7 @@ def start_engine(
         ),
         make_linear=DenseLinear,
         activation_dtype=None,
-        make_quantized_linear=lambda weight, bias: coded_linear.make_coded_linear(weight, bias, device),
+        make_quantized_linear=partial(coded_linear.make_coded_linear, device=device, rounds_inputs=True),
         make_quantized_experts=lambda number, weights, bias: place_codes(weights, number, bias, device),
         sample_tokens=sampling.sample_tokens,
         compiles=True,

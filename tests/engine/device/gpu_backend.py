@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -17,14 +18,15 @@ def capture_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_executor, "STEPS_BEFORE_OWN_GRAPH", 0)
 
 
-def gpu_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+def gpu_backend(monkeypatch: pytest.MonkeyPatch, rounds_inputs: bool = False) -> Backend:
     """Open the GPU backend or, without a GPU, its substitute, which interprets the kernels in host memory.
 
-    Neither compiles the kernels of all shapes when an engine starts, which would take most of a test's time.
+    Neither compiles the kernels of all shapes when an engine starts, which would take most of a test's time. With
+    `rounds_inputs`, the inputs of FP8 weights are rounded in large steps.
     """
     capture_early(monkeypatch)
     if HAS_GPU:
-        return replace(open_backend("cuda"), compiles=False)
+        return replace(open_backend("cuda", activation_bits=8 if rounds_inputs else 16), compiles=False)
     run_interpreted(monkeypatch)
     gpu, sampling, coded_linear = import_kernels("kernels", "sampling", "coded_linear")
     accelerator = HostAccelerator()
@@ -33,7 +35,9 @@ def gpu_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
         make_kernels=lambda pool, shapes: gpu.GpuKernels(pool),
         make_linear=DenseLinear,
         activation_dtype=None,
-        make_quantized_linear=lambda weight, bias: coded_linear.make_coded_linear(weight, bias, accelerator.device),
+        make_quantized_linear=partial(
+            coded_linear.make_coded_linear, device=accelerator.device, rounds_inputs=rounds_inputs
+        ),
         make_quantized_experts=lambda number, weights, bias: place_codes(weights, number, bias, accelerator.device),
         sample_tokens=sampling.sample_tokens,
     )

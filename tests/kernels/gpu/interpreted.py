@@ -41,6 +41,7 @@ TRITON_MODULES = (
     "rotate_and_store",
     "routing",
     "sampling",
+    "scaled_products",
     "shrink",
     "sigmoid",
     "trained_rows",
