@@ -165,8 +165,8 @@ def markdown(bench: Bench, parts: Sequence[PlannedPart], limits: Limits, problem
         )
     lines += [
         "",
-        f"All parts in one run{_without(parts)}: {total_s:.0f} s, including {compile_s:.0f} s to compile in {MAX_WARMERS} processes. No "
-        f"case starts after {limits.total_s:.0f} s, and the run ends "
+        f"All parts in one run{_without(parts)}: {total_s:.0f} s, including {compile_s:.0f} s to compile in "
+        f"{MAX_WARMERS} processes. No case starts after {limits.total_s:.0f} s, and the run ends "
         "within nine minutes. A part that runs alone may use all of that time.",
     ]
     for part in parts:

@@ -11,6 +11,7 @@ sequences, and the time from the first of several prompts to the last first toke
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -306,10 +307,8 @@ def run_child(bench: Bench, plan: Plan, directory: Path, has_lora: bool, limit_s
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """Kill the process with its own children, which would keep the card's memory."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()
 
 

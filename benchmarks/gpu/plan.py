@@ -178,7 +178,7 @@ RUNS = (
         _part(
             "peer",
             8,
-            "vLLM 0.24.0 on the same card with the same weights: `over_loramux` of a decode of 64 and of 16 x 128 tokens",
+            "`over_loramux` of vLLM 0.24.0, with the same weights: a decode of 64 and a prefill of 16 x 128 tokens",
             (*_GPU_CODE, "benchmarks/gpu/vllm_child.py", "benchmarks/gpu/step.py"),
         ),
         command="python -m benchmarks.gpu --only peer --peers /tmp/vllm/peer --out build/gpu-{card}.json",
@@ -190,8 +190,8 @@ RUNS = (
         ),
         before=(
             "VENV/bin/python -m benchmarks.gpu.vllm_parts cut build/vllm, with the Python of the card's machine",
-            f"{VLLM_PARTS} calls of up to 64 MiB with one part each, as in `vllm_calls list build/vllm`; the last call is "
-            "the run",
+            f"{VLLM_PARTS} calls of up to 64 MiB with one part each, and a last one with the run: "
+            "python -m benchmarks.gpu.vllm_calls list build/vllm --run '...'",
         ),
         parts_mib=VLLM_MIB,
     ),

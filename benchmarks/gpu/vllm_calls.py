@@ -87,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, help in (("list", "print the calls"), ("rehearse", "make the calls in a folder")):
-        command = commands.add_parser(name, help=help)
+    for name, summary in (("list", "print the calls"), ("rehearse", "make the calls in a folder")):
+        command = commands.add_parser(name, help=summary)
         command.add_argument("parts", type=Path, help="folder in this checkout with the parts")
         if name == "rehearse":
             command.add_argument("folder", type=Path, help="new folder that stands in for the card's machine")

@@ -4,11 +4,13 @@
     python -m benchmarks.gpu.vllm_parts join build/vllm build/peer   # on the card's machine
     python -m benchmarks.gpu.vllm_parts check build/peer             # imports the copy and nothing else
 
-VENV is an environment outside this repository in which vLLM 0.24.0 and its requirements are installed. `cut` imports
-MODULES there. It packs the files of every package that the imports load, except torch, Triton and NVIDIA's libraries,
-which the card's machine has. Of vLLM's compiled libraries, it packs only LIBRARIES. VENV's Python must be of the
-version on the card's machine. Nothing of vLLM's is part of this repository. `check` needs Python, torch and Triton of the versions that `cut` used. Without a GPU's driver, it loads an
-empty replacement of `libcuda.so.1`, so it shows that the copy is complete, but runs no kernel.
+VENV is an environment outside this repository in which vLLM 0.24.0 and its requirements are installed, with the Python
+version of the card's machine. `cut` imports MODULES there. It packs the files of every package that the imports load,
+except torch and what torch requires, which the card's machine has. Of vLLM's compiled libraries, it packs only
+LIBRARIES. Nothing of vLLM's is part of this repository, and `cut` prints the licence of each package.
+
+`check` needs Python, torch and Triton of the versions that `cut` used. Without a GPU's driver, it loads an empty
+replacement of `libcuda.so.1`, so it shows that the copy is complete, but runs no kernel.
 """
 
 from __future__ import annotations

@@ -59,14 +59,15 @@ def test_a_part_that_fails_says_why_in_one_sentence(fail: Callable[[], None], se
     assert [row["case"] for row in result["rows"]] == ["first"], "earlier rows are kept"
 
 
+def part_of(name: str, num_bytes: float) -> Part:
+    return Part(name, 10.0, lambda bench: iter(()), lambda bench: iter([Need("case", {}, 1, {"pool": num_bytes}, 1.0)]))
+
+
 def test_a_card_that_is_too_small_fails_the_dry_run_of_the_parts_that_do_not_fit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     bench = bench_of(planned=PlannedCard(CARDS["l4"], 24 * 10**9, 120e12))
-    large, small = (
-        Part(name, 10.0, lambda bench: iter(()), lambda bench, size=size: iter([Need("case", {}, 1, {"pool": size}, 1.0)]))
-        for name, size in (("large", 30e9), ("small", 3e9))
-    )  # fmt: skip
+    large, small = (part_of("large", 30e9), part_of("small", 3e9))
     assert dry_run(bench, [large, small], Limits(total_s=100, warm_s=10), None) == 1
     said = capsys.readouterr().out
     assert "**Does not fit: large: case: 31.0 GB of 24 GB**" in said
