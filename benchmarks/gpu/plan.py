@@ -32,8 +32,8 @@ PROVIDED = ("torch", "triton")
 
 KERNELS = ("numba", "numpy", "safetensors", "msgspec")
 PRODUCT = ("loramux",)
-VLLM_MIB, VLLM_PARTS = 0, 0
-"""Size of vLLM 0.24.0's parts in MiB, and their number, as `vllm_parts.py` cut them."""
+VLLM_MIB, VLLM_PARTS = 196, 7
+"""Size of vLLM 0.24.0's parts in MiB, and their number, as `vllm_parts.py` cut them for Python 3.11."""
 
 
 _GPU_CODE = ("kernels/gpu", "engine/decoder", "engine/execution", "engine/device")

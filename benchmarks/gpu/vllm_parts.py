@@ -117,9 +117,10 @@ def files_of(package: str) -> Iterator[tuple[str, Path]]:
 def licence_of(package: str) -> str:
     """The licence that a package's metadata names."""
     found = distribution(package).metadata
-    classifiers = [one for one in found.get_all("Classifier", ()) if one.startswith("License :: ")]
-    named = found.get("License-Expression") or ", ".join(one.rpartition(" :: ")[2] for one in classifiers)
-    return named or (found.get("License") or "not named").strip().splitlines()[0][:60]
+    classifiers = [one for one in found.get_all("Classifier") or () if one.startswith("License :: ")]
+    named = [*(found.get_all("License-Expression") or ()), ", ".join(one.rpartition(" :: ")[2] for one in classifiers)]
+    named += [text.strip().partition("\n")[0][:60] for text in found.get_all("License") or ()]
+    return next(filter(None, named), "not named")
 
 
 def write_parts(files: Iterable[tuple[str, Path]], out: Path) -> list[Path]:

