@@ -54,6 +54,9 @@ CAMPAIGNS: Mapping[str, Campaign] = {
             _pytest(
                 "tests/conformance/test_parity.py",
                 "tests/conformance/test_gpu_engine.py",
+                "tests/conformance/test_activated.py",
+                "tests/conformance/test_trained_rows.py",
+                "tests/conformance/test_trained_vectors.py",
                 "tests/conformance/test_all_forms.py",
                 "tests/conformance/test_quantized_bases.py",
                 "tests/conformance/test_gguf_bases.py",
@@ -99,7 +102,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/platform/batches/test_kills.py",
                 "tests/conformance/test_staging_deaths.py",
                 "tests/conformance/test_end_to_end.py",
-                "tests/conformance/test_evals_served.py",
+                "tests/conformance/demo_server/test_evals_served.py",
                 "tests/admin/demo/test_demo.py",
                 marks=ALL,
             ),
