@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xdist.scheduler import LoadFileScheduling
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 TOGETHER = frozenset({"tests/conformance/demo_server"})
 """Folders whose files share a server."""
