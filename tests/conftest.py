@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -44,6 +44,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Extend `--dist loadfile`."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.folder_scheduling import FolderScheduling
+
+    return FolderScheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

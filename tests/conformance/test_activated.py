@@ -18,9 +18,8 @@ from loramux.engine.loop.engine import Engine
 from loramux.engine.protocol.messages import Add, Finished, PromptLogprob, SamplingParams, StatsRequest, StepOutput
 from loramux.engine.sequences.activation import activation
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, make_subject, run
-from tests.conformance.test_parity import ALONE
+from tests.conformance.test_gpu_engine import PATHS, gpu_path
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
-from tests.engine.device.gpu_backend import gpu_backend
 
 INVOCATIONS = {"one": (5,), "three": (7, 8, 7), "head": (9, 9), "five": (3, 4, 3, 4, 3)}
 PLANS = [
@@ -34,11 +33,13 @@ PLANS = [
 ]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 NUM_TOKENS = 5
+FREQUENT = ("llama", "gemma2")
+"""The families of every test run. One has windows and soft caps."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(family, marks=() if family in ALONE else pytest.mark.campaign) for family in FAMILIES],
+    params=[pytest.param(family, marks=() if family in FREQUENT else pytest.mark.campaign) for family in FAMILIES],
 )
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, SMALL_WINDOW)
@@ -223,9 +224,9 @@ def test_a_shared_prefix_changes_no_answer(subject: Subject, monkeypatch: pytest
     assembled.adapters.close()
 
 
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    return gpu_backend(monkeypatch)
+@pytest.fixture(params=PATHS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    return gpu_path(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Classifiers:
     generating: PackedAdapter
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.campaign), "gemma3"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Classifiers:
     directory = tmp_path_factory.mktemp(request.param)
     base = make_base(request.param, directory / "base", SMALL_SHAPE, SMALL_WINDOW)

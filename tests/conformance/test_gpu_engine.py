@@ -33,7 +33,7 @@ from loramux.kernels.tables import LoraCall, PoolViews
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
 from tests.engine.device.gpu_backend import capture_early, gpu_backend
-from tests.kernels.gpu.interpreted import import_kernels
+from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels
 
 PLANS = [
     AdapterPlan("r1", 1, ["v_proj"], alpha=2.0),
@@ -75,6 +75,20 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 )
 def graph_subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, SMALL_WINDOW)
+
+
+PATHS = ["gpu without kernels", pytest.param("gpu", marks=() if HAS_GPU else pytest.mark.campaign)]
+"""The GPU's path for tests that need little of its kernels: with reference kernels, and with the GPU's, which take much
+longer if they are interpreted. `tests/kernels/` compares the two.
+"""
+
+
+def gpu_path(name: str, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """The backend of an entry of PATHS. It captures shapes early."""
+    if name == "gpu":
+        return gpu_backend(monkeypatch)
+    capture_early(monkeypatch)
+    return plain_backend(HostAccelerator())
 
 
 def plain_backend(accelerator: Accelerator, compiles: bool = False) -> Backend:
@@ -130,11 +144,6 @@ def tokens_of(engine: Engine, adds: Iterable[Add]) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize(
-    "subject",
-    [pytest.param(one, marks=() if one in ("llama", "qwen2-moe") else pytest.mark.campaign) for one in FAMILIES],
-    indirect=True,
-)
 def test_a_mixed_batch_equals_transformers_and_peft(
     subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,14 +1,21 @@
-"""A server's traces, logs and metrics show everything about a request except private data."""
+"""A server's traces, logs and metrics show everything about a request except private data.
+
+The same server is then started again.
+"""
 
 from __future__ import annotations
 
 import json
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from openai import OpenAI
 
 from loramux.admin.client.client import AdminClient
 from loramux.admin.client.push import push_adapter
@@ -16,6 +23,7 @@ from tests.conformance.served import Deployment, deployment
 
 DEMO = Path(__file__).parents[2] / "admin" / "demo"
 CANARY = "xylophone-canary-7731"
+QUESTION = "What is the capital of France?"
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
@@ -24,13 +32,11 @@ class Seen:
     made: Deployment
     logs: str
     metrics: str
+    spans: list[dict[str, Any]]
     request_id: str
     key: str
-
-    @property
-    def spans(self) -> list[dict[str, Any]]:
-        lines = (self.made.data_dir / "traces.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+    answer: str
+    """The adapter's greedy answer to QUESTION."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +68,15 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
             for fault in ({"model": CANARY}, {"prompt": {CANARY: 1}}, {CANARY: 1}, {"max_tokens": 10**9}):
                 assert http.post("/v1/completions", json=body | fault, headers=headers).status_code in (400, 404)
             metrics = http.get(f"http://127.0.0.1:{made.admin_port}/metrics").text
-    return Seen(made, log_file.read_text(), metrics, done.headers["x-request-id"], key)
+        answer = answer_of(made.client(key))
+    spans = [json.loads(line) for line in (made.data_dir / "traces.jsonl").read_text().splitlines()]
+    return Seen(made, log_file.read_text(), metrics, spans, done.headers["x-request-id"], key, answer)
+
+
+def answer_of(client: OpenAI) -> str:
+    asked: Any = [{"role": "user", "content": QUESTION}]
+    answer = client.chat.completions.create(model="harbour/pirate", messages=asked, temperature=0, max_tokens=24)
+    return answer.choices[0].message.content or ""
 
 
 def test_one_trace_crosses_gateway_engine_and_store(seen: Seen) -> None:
@@ -111,3 +125,30 @@ def test_nothing_that_is_written_repeats_prompts_or_keys(seen: Seen) -> None:
     for text in written:
         for secret in (CANARY, seen.key, seen.key.rsplit("-", 1)[1], seen.made.admin_key):
             assert secret.encode() not in text
+
+
+def test_a_restart_keeps_everything_and_an_interrupt_drains(seen: Seen) -> None:
+    with seen.made.running() as server:
+        assert answer_of(seen.made.client(seen.key)) == seen.answer != ""
+        started = threading.Event()
+
+        def read_on() -> str | None:
+            reason = None
+            for chunk in seen.made.client(seen.key).completions.create(
+                model="pirate",
+                prompt="Arr",
+                max_tokens=200,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            ):
+                started.set()
+                reason = chunk.choices[0].finish_reason or reason
+            return reason
+
+        with ThreadPoolExecutor(1) as threads:
+            reading = threads.submit(read_on)
+            assert started.wait(30)
+            server.send_signal(signal.SIGINT)
+            assert reading.result() == "length"
+        assert server.wait(60) == 0

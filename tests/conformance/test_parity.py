@@ -33,14 +33,14 @@ ALONE = ("llama", "gemma2", "phi3-window")
 """Families that every test run also compares one request at a time. Together they cover every branch of the decoder."""
 
 STEPS = [
-    pytest.param(128, 24, id="chunks"),
+    pytest.param(128, 16, id="chunks"),
     pytest.param(64, 45, id="shorter chunks", marks=pytest.mark.campaign),
     pytest.param(24, 160, id="small chunks", marks=pytest.mark.campaign),
     pytest.param(700, 45, id="whole prompts", marks=pytest.mark.campaign),
 ]
 """Token rows per step, and answer lengths. The first request must still run when the last prompt is finished."""
 
-PROMPT_LENGTHS = [1, 7, 16, 17, 33, 64, 65, 100, 200, 333, 512, 600]
+PROMPT_LENGTHS = [1, 7, 16, 17, 33, 64, 65, 100, 129, 200, 270, 300]
 FEW_TOKENS = 6
 
 

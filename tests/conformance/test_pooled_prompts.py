@@ -25,7 +25,7 @@ PROMPTS = [(None, 1), ("r64", 2), ("r1", 5), (None, 90), ("r8", 33), ("r64", 70)
 """Adapter and length of each prompt. The longer ones exceed a step and, in gemma3, the window."""
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.campaign), "gemma3"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, SMALL_WINDOW)
 

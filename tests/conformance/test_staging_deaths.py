@@ -15,6 +15,8 @@ from loramux.adapter_store.tiers.staging_client import RESTART_S
 from tests.adapter_store.waiting import wait_until
 from tests.conformance.served import deployment
 
+pytestmark = pytest.mark.campaign
+
 DEMO = Path(__file__).parents[2] / "admin" / "demo"
 NAMES = ("pirate", "formal", "json")
 
@@ -69,7 +71,6 @@ def test_adapters_come_although_the_staging_process_dies_and_it_ends_with_its_en
     wait_until(lambda: not Path(f"/proc/{last}").exists())
 
 
-@pytest.mark.campaign
 def test_base_requests_do_not_wait_for_a_staging_process_that_hangs(served: Served) -> None:
     stopped = served.staging()
     os.kill(stopped, signal.SIGSTOP)

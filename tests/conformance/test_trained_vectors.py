@@ -19,9 +19,9 @@ from loramux.engine.loop.config import pack_target
 from loramux.engine.protocol.messages import StatsRequest
 from loramux.engine.sequences.layer_groups import LayerGroups
 from tests.conformance.parity import Recorder, run
+from tests.conformance.test_gpu_engine import PATHS, gpu_path
 from tests.conformance.test_trained_rows import TrainedSubject, check, requests_of
 from tests.conformance.tiny_models import SMALL_SHAPE, SMALL_WINDOW, make_base, pack_peft_directory
-from tests.engine.device.gpu_backend import gpu_backend
 
 # peft warns about tied weights, biases and merging, which this test never does.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -134,9 +134,9 @@ def test_a_batch_without_such_adapters_launches_nothing_for_them(
     assembled.adapters.close()
 
 
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    return gpu_backend(monkeypatch)
+@pytest.fixture(params=PATHS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    return gpu_path(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def test_wrong_answer_stops_the_run_before_measuring(
         return dict(zip(names, [answers[name] for name in reversed(names)], strict=True))
 
     monkeypatch.setattr(s_lora_setting, "answer_alone", exchanged)
+    monkeypatch.setattr(s_lora_check, "NUM_OTHERS", 12)
     out = tmp_path / "s_lora.json"
     assert run(scratch, "--policy", "greedy_dual", "--out", str(out)) == 1
     assert not out.exists()

@@ -17,7 +17,7 @@ from benchmarks.s_lora import setting as s_lora_setting
 from benchmarks.s_lora.run import Stream, Window
 from benchmarks.tables import open_console
 from benchmarks.tenants import cold_storm, flood
-from benchmarks.tenants import setting as flood_setting
+from benchmarks.tenants import setting as tenants_setting
 from benchmarks.tenants.figures import Target, compare, spread
 from benchmarks.tenants.setting import draw_tails
 from loramux.engine.protocol.messages import Add
@@ -72,7 +72,6 @@ def test_flood_writes_figures_of_polite_requests(
 
 
 @pytest.mark.campaign
-@pytest.mark.campaign
 @pytest.mark.parametrize("source", ["disk", "blobs"])
 def test_storm_loads_new_adapters_during_resident_streams(
     scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
@@ -115,7 +114,8 @@ def test_wrong_answer_stops_the_run_before_measuring(
     def refuse(*arguments: object) -> None:
         raise CheckError("an answer is wrong")
 
-    monkeypatch.setattr(s_lora_setting, "check_mixed", refuse)
+    # The S-LoRA benchmark's test runs the check itself.
+    monkeypatch.setattr(tenants_setting, "check_answers", refuse)
     out = tmp_path / "figures.json"
     assert run(module.main, scratch, *arguments, "--out", str(out)) == 1
     assert not out.exists()
@@ -203,10 +203,10 @@ def test_engine_without_a_whole_core_triggers_a_warning(capsys: pytest.CaptureFi
 
     observed = Window(0.0, 10.0)
     observed.before, observed.after = Snapshot(1.0), Snapshot(6.0)  # type: ignore[assignment]
-    flood_setting.say_disturbed(observed, open_console())
+    tenants_setting.say_disturbed(observed, open_console())
     assert "50% of a core" in capsys.readouterr().out
     observed.after = Snapshot(11.0)  # type: ignore[assignment]
-    flood_setting.say_disturbed(observed, open_console())
+    tenants_setting.say_disturbed(observed, open_console())
     assert not capsys.readouterr().out
 
 

@@ -165,7 +165,7 @@ def check_host(shape: tuple[str, int, int], params: SamplingParams) -> None:
     Definition(logits.double().numpy(), params, keeps_ties=False).check(found)
 
 
-HOST = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+HOST = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
 @HOST

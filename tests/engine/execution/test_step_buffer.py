@@ -56,7 +56,7 @@ batches = st.lists(
 
 
 @given(batches)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_batch_fits_its_shape(chunks: list[tuple[int, int, int]]) -> None:
     batch = a_batch(chunks)
     shape = shape_of(batch)
@@ -69,7 +69,7 @@ def test_every_batch_fits_its_shape(chunks: list[tuple[int, int, int]]) -> None:
 
 
 @given(st.lists(batches, min_size=2, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_device_reads_the_batch_followed_by_padding(
     steps: list[list[tuple[int, int, int]]],
 ) -> None:
@@ -119,7 +119,7 @@ def outer_of(batch: Batch) -> OuterSlots:
 
 
 @given(st.lists(batches, min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_outer_module_rows_fit_every_shape_with_outer_modules(steps: list[list[tuple[int, int, int]]]) -> None:
     buffer = StepBuffer(HostAccelerator(), MAX_TOKENS, MAX_SEQUENCES, MAX_PAGES)
     for seed, chunks in enumerate(steps):
@@ -223,7 +223,7 @@ def test_views_are_aligned_for_vector_loads(buffer: StepBuffer) -> None:
 
 
 @given(st.integers(1, 700), st.integers(1, 700), st.integers(0, 256), st.booleans(), st.integers(1, 700), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_captured_shape_of_a_served_batch_was_warmed_up(
     num_tokens: int, num_sequences: int, max_rank: int, is_decode: bool, num_adapters: int, has_affines: bool
 ) -> None:

@@ -23,13 +23,21 @@ bfloat16 weights.
 """
 
 
+QUICK = ("no-avx2", "avx2", "amx")
+"""The sets of every test run. The campaign `kernels` adds the others."""
+
+
 @pytest.fixture(scope="module")
-def signatures() -> Any:
-    """By instruction set, the signatures that the warm-up compiles and those that requests need."""
-    return json.loads(run_python("-m", "tests.kernels.cpu.signatures", *INSTRUCTION_SETS))
+def signatures(request: pytest.FixtureRequest) -> Any:
+    """By selected instruction set, the signatures that the warm-up compiles and those that requests need."""
+    items: list[Any] = [item for item in request.session.items if item.path == request.path]
+    selected = {item.callspec.params["name"] for item in items}
+    return json.loads(run_python("-m", "tests.kernels.cpu.signatures", *sorted(selected)))
 
 
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.campaign) for name in INSTRUCTION_SETS]
+)
 def test_warm_compiles_what_requests_need(signatures: Any, name: str) -> None:
     warm, requests = signatures[name]
     assert warm == requests

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conformance.served import Deployment, deployment
+from tests.conformance.served import Deployment
+from tests.demo_base import DEMO_BASE
 
-DEMO = Path(__file__).parents[2] / "admin" / "demo"
 SOURCES = {"pirate": "pirate", "formal": "formal", "json": "json", "stern": "formal"}
 """The demo's adapters that provide the weights of the four adapters."""
 PROMPT_TOKENS = 'loramux_engine_tokens_total{kind="prompt"}'
@@ -25,7 +24,7 @@ NUM_CONVERSATION, NUM_ANSWER, NUM_CHECKED, PAGE = 960, 12, 16, 16
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(DEMO / "base")
+    return AutoTokenizer.from_pretrained(DEMO_BASE)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory, invocations: dict[str,
     made = {}
     for name, source in SOURCES.items():
         directory = made[name] = tmp_path_factory.mktemp("adapters") / name
-        shutil.copytree(DEMO / "adapters" / source, directory)
+        shutil.copytree(DEMO_BASE.parent / "adapters" / source, directory)
         config = json.loads((directory / "adapter_config.json").read_text())
         config["alora_invocation_tokens"] = invocations[name]
         (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -48,13 +47,11 @@ def directories(tmp_path_factory: pytest.TempPathFactory, invocations: dict[str,
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, directories: dict[str, Path]) -> Iterator[Deployment]:
-    made = deployment(DEMO / "base", tmp_path_factory.mktemp("served") / "data", ("--dtype", "float32"), {})
-    with made.running():
-        made.json("tenants", "create", "acme")
-        for name, directory in directories.items():
-            made.json("adapters", "push", str(directory), "--tenant", "acme", "--name", name)
-        yield made
+def served(demo_server: Deployment, directories: dict[str, Path]) -> Deployment:
+    demo_server.json("tenants", "create", "scribe")
+    for name, directory in directories.items():
+        demo_server.json("adapters", "push", str(directory), "--tenant", "scribe", "--name", name)
+    return demo_server
 
 
 def conversation_of(tokenizer: Any) -> list[int]:
@@ -71,7 +68,7 @@ def conversation_of(tokenizer: Any) -> list[int]:
 def test_the_conversation_is_computed_once(
     served: Deployment, directories: dict[str, Path], invocations: dict[str, list[int]], tokenizer: Any
 ) -> None:
-    client = served.client(served.json("keys", "create", "--tenant", "acme")["secret"])
+    client = served.client(served.json("keys", "create", "--tenant", "scribe")["secret"])
     conversation = conversation_of(tokenizer)
 
     def answer(model: str, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
@@ -107,24 +104,24 @@ def test_the_conversation_is_computed_once(
     assert num_cached == NUM_CONVERSATION
     assert unasked[: NUM_CHECKED // 2] != answers["pirate"][: NUM_CHECKED // 2]
 
-    report = served.command("usage", "--tenant", "acme", "--group-by", "model", "--format", "json")
+    report = served.command("usage", "--tenant", "scribe", "--group-by", "model", "--format", "json")
     assert report.returncode == 0, report.stderr
     billed = {one["model"]: one for bucket in json.loads(report.stdout)["data"] for one in bucket["results"]}
     assert billed["demo-base"]["cached_tokens"] == 0
     for name in ("formal", "json", "stern"):
-        one = billed[f"acme/{name}@1"]
+        one = billed[f"scribe/{name}@1"]
         assert one["cached_tokens"] == NUM_CONVERSATION
         assert one["prompt_tokens"] == len(continued) + len(invocations[name])
         assert one["completion_tokens"] == NUM_CHECKED
 
 
 def test_a_version_shows_its_invocation_tokens(served: Deployment, invocations: dict[str, list[int]]) -> None:
-    shown = served.json("adapters", "show", "acme/stern@1")
+    shown = served.json("adapters", "show", "scribe/stern@1")
     assert shown["invocation_tokens"] == invocations["stern"]
-    versions = {name: served.json("adapters", "show", f"acme/{name}@1") for name in ("formal", "stern")}
+    versions = {name: served.json("adapters", "show", f"scribe/{name}@1") for name in ("formal", "stern")}
     # Equal weights with different invocations are different versions.
     assert versions["formal"]["digest"] != versions["stern"]["digest"]
-    done = served.command("adapters", "show", "acme/stern@1")
+    done = served.command("adapters", "show", "scribe/stern@1")
     assert " ".join(map(str, invocations["stern"])) in done.stdout
 
 
@@ -138,7 +135,7 @@ def computed_tokens(served: Deployment) -> int:
 
 def generated(directory: Path | None, prompt: list[int]) -> list[int]:
     """The greedy continuation by peft, which ignores the end-of-sequence token. None stands for the base."""
-    model: Any = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(DEMO_BASE, dtype=torch.float32)
     if directory is not None:
         model = PeftModel.from_pretrained(model, directory)
     ids = torch.tensor([prompt])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from tests.conformance.served import Deployment, deployment
+from tests.conformance.served import Deployment
 from tests.demo_base import DEMO_BASE
 
 ADAPTERS = ("pirate", "formal", "json")
@@ -28,16 +27,15 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment, OpenAI]]:
-    made = deployment(DEMO_BASE, tmp_path_factory.mktemp("structured") / "data", (), {})
-    with made.running():
-        made.json("tenants", "create", "acme")
-        for name in ADAPTERS:
-            pushed = made.command(
-                "adapters", "push", str(DEMO_BASE.parent / "adapters" / name), "--tenant", "acme", "--name", name
-            )
-            assert pushed.returncode == 0, pushed.stderr
-        yield made, made.client(made.json("keys", "create", "--tenant", "acme")["secret"])
+def server(demo_server: Deployment) -> tuple[Deployment, OpenAI]:
+    made = demo_server
+    made.json("tenants", "create", "forms")
+    for name in ADAPTERS:
+        pushed = made.command(
+            "adapters", "push", str(DEMO_BASE.parent / "adapters" / name), "--tenant", "forms", "--name", name
+        )
+        assert pushed.returncode == 0, pushed.stderr
+    return made, made.client(made.json("keys", "create", "--tenant", "forms")["secret"])
 
 
 def ask(client: OpenAI, model: str, seed: int, *, max_tokens: int = 200, **fields: Any) -> Any:
@@ -51,7 +49,7 @@ def ask(client: OpenAI, model: str, seed: int, *, max_tokens: int = 200, **field
 
 
 def billed(made: Deployment) -> int:
-    done = made.command("usage", "--tenant", "acme", "--format", "json")
+    done = made.command("usage", "--tenant", "forms", "--format", "json")
     assert done.returncode == 0, done.stderr
     return sum(
         result["completion_tokens"] for bucket in json.loads(done.stdout)["data"] for result in bucket["results"]
@@ -60,7 +58,7 @@ def billed(made: Deployment) -> int:
 
 def test_every_adapter_of_a_batch_follows_the_schema(server: tuple[Deployment, OpenAI]) -> None:
     _, client = server
-    models = ["demo-base", *(f"acme/{name}" for name in ADAPTERS)] * 3
+    models = ["demo-base", *(f"forms/{name}" for name in ADAPTERS)] * 3
 
     def one(seed: int) -> Any:
         return ask(client, models[seed], seed, response_format=FORMAT)
@@ -73,10 +71,10 @@ def test_every_adapter_of_a_batch_follows_the_schema(server: tuple[Deployment, O
 
 def test_free_requests_answer_the_same_next_to_constrained_ones(server: tuple[Deployment, OpenAI]) -> None:
     _, client = server
-    alone = [ask(client, "acme/pirate", seed).choices[0].message.content for seed in range(4)]
+    alone = [ask(client, "forms/pirate", seed).choices[0].message.content for seed in range(4)]
     with ThreadPoolExecutor(8) as pool:
-        constrained = [pool.submit(ask, client, "acme/formal", seed, response_format=FORMAT) for seed in range(4)]
-        free = [pool.submit(ask, client, "acme/pirate", seed) for seed in range(4)]
+        constrained = [pool.submit(ask, client, "forms/formal", seed, response_format=FORMAT) for seed in range(4)]
+        free = [pool.submit(ask, client, "forms/pirate", seed) for seed in range(4)]
         assert [one.result().choices[0].message.content for one in free] == alone
         for one in constrained:
             jsonschema.validate(json.loads(one.result().choices[0].message.content), SCHEMA)
@@ -96,7 +94,7 @@ def test_choices_streams_and_log_probabilities_follow_the_schema(server: tuple[D
 def test_the_bill_counts_what_was_generated(server: tuple[Deployment, OpenAI]) -> None:
     made, client = server
     before = billed(made)
-    answers = [ask(client, "acme/json", seed, response_format=FORMAT) for seed in range(3)]
+    answers = [ask(client, "forms/json", seed, response_format=FORMAT) for seed in range(3)]
     assert billed(made) - before == sum(one.usage.completion_tokens for one in answers)
 
 
@@ -117,10 +115,10 @@ def test_forbidden_tokens_are_never_generated(server: tuple[Deployment, OpenAI],
 
     def texts(**fields: Any) -> list[str]:
         if not is_streamed:
-            answer = ask(client, "acme/pirate", 3, extra_body=fields, **asked)
+            answer = ask(client, "forms/pirate", 3, extra_body=fields, **asked)
             return [one.message.content or "" for one in answer.choices]
         found = ["", ""]
-        for chunk in ask(client, "acme/pirate", 3, stream=True, extra_body=fields, **asked):
+        for chunk in ask(client, "forms/pirate", 3, stream=True, extra_body=fields, **asked):
             for choice in chunk.choices:
                 found[choice.index] += choice.delta.content or ""
         return found

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from loramux.admin.client.client import AdminClient
 from loramux.admin.client.push import push_adapter
 from tests.adapter_store.waiting import wait_until
-from tests.conformance.served import Deployment, deployment
+from tests.conformance.served import Deployment
+from tests.demo_base import DEMO_BASE
 
-DEMO = Path(__file__).parents[2] / "admin" / "demo"
 PROMPT = "What should I do on a rainy day?"
 SCHEMA = {
     "type": "object",
@@ -104,17 +103,22 @@ class Stand:
 
 
 @pytest.fixture(scope="module")
-def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    made = deployment(DEMO / "base", tmp_path_factory.mktemp("accounts") / "data", (), {})
-    with made.running():
-        with AdminClient(f"http://127.0.0.1:{made.admin_port}", made.admin_key) as operator:
-            operator.post("tenants", {"slug": "harbour"})
-            key = operator.post("api_keys", {"tenant": "harbour"})["secret"]
-            push_adapter(operator, DEMO / "adapters" / "pirate", "harbour", "pirate")
-        answer = Stand(made, key, "", 0).call("completions", {"prompt": PROMPT, "return_token_ids": True, **LONG})
-        assert answer.status_code == 200, answer.text
-        (choice,) = answer.json()["choices"]
-        yield Stand(made, key, choice["text"][30:36], choice["token_ids"][20])
+def stand(demo_server: Deployment) -> Stand:
+    made = demo_server
+    with AdminClient(f"http://127.0.0.1:{made.admin_port}", made.admin_key) as operator:
+        operator.post("tenants", {"slug": "harbour"})
+        key = operator.post("api_keys", {"tenant": "harbour"})["secret"]
+        push_adapter(operator, DEMO_BASE.parent / "adapters" / "pirate", "harbour", "pirate")
+    answer = Stand(made, key, "", 0).call("completions", {"prompt": PROMPT, "return_token_ids": True, **LONG})
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    return Stand(made, key, choice["text"][30:36], choice["token_ids"][20])
+
+
+@pytest.fixture(scope="module")
+def at_start(stand: Stand) -> Accounts:
+    """The sums before the first test of this module. Other modules' evals are not billed."""
+    return stand.accounts()
 
 
 def answered(path: str, *, can_stream: bool = True, **body: Any) -> Callable[[Stand], None]:
@@ -250,7 +254,7 @@ KINDS: dict[str, Callable[[Stand], None]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_committed_token_is_billed_or_discarded(stand: Stand, name: str) -> None:
+def test_every_committed_token_is_billed_or_discarded(stand: Stand, at_start: Accounts, name: str) -> None:
     before = stand.accounts()
     KINDS[name](stand)
     # The engine's last report may still be on its way to the gateway.
@@ -264,7 +268,7 @@ def test_every_committed_token_is_billed_or_discarded(stand: Stand, name: str) -
         assert spent.discarded == 0
 
 
-def test_the_sums_of_all_kinds_are_equal(stand: Stand) -> None:
-    total = stand.accounts()
+def test_the_sums_of_all_kinds_are_equal(stand: Stand, at_start: Accounts) -> None:
+    total = stand.accounts() - at_start
     assert total.billed + total.discarded == total.committed
     assert total.discarded > 20

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loramux.admin.demo.prompts import DEMO_PROMPTS
 from tests.conformance.served import Deployment, deployment
+from tests.demo_base import DEMO_BASE
 
-DEMO = Path(__file__).parents[2] / "admin" / "demo"
+ADAPTERS = DEMO_BASE.parent / "adapters"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    made = deployment(DEMO / "base", tmp_path_factory.mktemp("served") / "data", ("--dtype", "float32"), {})
-    with made.running():
-        push(made)
-        yield made
+def served(demo_server: Deployment) -> Deployment:
+    push(demo_server)
+    return demo_server
 
 
 def push(made: Deployment) -> None:
     made.json("tenants", "create", "acme")
     for adapter in ("json", "pirate"):
         # Both are versions of one adapter, so that they can be compared.
-        made.json("adapters", "push", str(DEMO / "adapters" / adapter), "--tenant", "acme", "--name", "parcels")
+        made.json("adapters", "push", str(ADAPTERS / adapter), "--tenant", "acme", "--name", "parcels")
 
 
 def write(path: Path, cases: list[dict[str, Any]]) -> str:
@@ -61,9 +59,9 @@ def test_adapter_is_better_than_another_at_its_own_task(served: Deployment, tmp_
 
 def test_likelihood_is_the_models_own(served: Deployment, tmp_path: Path) -> None:
     reference = '{"answer":'
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
-    base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, DEMO / "adapters" / "json")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_BASE)
+    base = AutoModelForCausalLM.from_pretrained(DEMO_BASE, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, ADAPTERS / "json")
     cases, expected = [], []
     for prompt in DEMO_PROMPTS[:3]:
         text = tokenizer.apply_chat_template(asked(prompt), tokenize=False, add_generation_prompt=True)
@@ -80,7 +78,7 @@ def test_likelihood_is_the_models_own(served: Deployment, tmp_path: Path) -> Non
 
 @pytest.mark.campaign
 def test_killed_servers_eval_continues_beside_other_requests(tmp_path: Path) -> None:
-    made = deployment(DEMO / "base", tmp_path / "data", (), {})
+    made = deployment(DEMO_BASE, tmp_path / "data", (), {})
     cases = [{"messages": asked(prompt), "contains": "{", "max_tokens": 32} for prompt in DEMO_PROMPTS * 8]
     with made.running() as server:
         push(made)
