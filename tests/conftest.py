@@ -20,6 +20,7 @@ from tests.demo_base import DEMO_BASE
 
 if TYPE_CHECKING:
     from loramux.migrations.database import Database
+    from tests.postgres import MigratedDatabases
 
 # Set these before torch is imported. They make idle OpenMP threads go to sleep quickly, as in the engine process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -107,11 +108,18 @@ def postgres_template(postgres_server: str) -> str:
     return name
 
 
-@pytest.fixture
-def migrated_postgres_url(postgres_server: str, postgres_template: str) -> Iterator[str]:
-    from tests.postgres import new_database
+@pytest.fixture(scope="session")
+def migrated_databases(postgres_server: str, postgres_template: str) -> Iterator[MigratedDatabases]:
+    from tests.postgres import MigratedDatabases
 
-    with new_database(postgres_server, postgres_template) as url:
+    databases = MigratedDatabases(postgres_server, postgres_template)
+    yield databases
+    databases.close()
+
+
+@pytest.fixture
+def migrated_postgres_url(migrated_databases: MigratedDatabases) -> Iterator[str]:
+    with migrated_databases.lent() as url:
         yield url
 
 

@@ -1,4 +1,4 @@
-"""A real PostgreSQL server, and new databases on it."""
+"""A real PostgreSQL server, and databases on it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,50 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psycopg
+
+_SCHEMA = """
+SELECT (SELECT array_agg(version_num ORDER BY 1) FROM alembic_version),
+    (SELECT md5(string_agg(concat_ws(' ', oid, relname, relkind, relacl, relpersistence), ',' ORDER BY oid))
+        FROM pg_class WHERE relnamespace = 'public'::regnamespace),
+    (SELECT md5(string_agg(concat_ws(' ', attrelid, attname, atttypid, attnotnull), ',' ORDER BY attrelid, attnum))
+        FROM pg_attribute WHERE attrelid IN (SELECT oid FROM pg_class WHERE relnamespace = 'public'::regnamespace)),
+    (SELECT md5(string_agg(concat_ws(' ', oid, tgname, tgenabled), ',' ORDER BY oid)) FROM pg_trigger),
+    (SELECT md5(string_agg(concat_ws(' ', oid, proname, prosrc), ',' ORDER BY oid))
+        FROM pg_proc WHERE pronamespace = 'public'::regnamespace),
+    (SELECT md5(string_agg(concat_ws(' ', oid, conname), ',' ORDER BY oid)) FROM pg_constraint),
+    (SELECT md5(string_agg(concat_ws(' ', indexrelid, indisvalid), ',' ORDER BY indexrelid)) FROM pg_index),
+    (SELECT count(*) FROM pg_namespace WHERE nspname NOT LIKE 'pg_temp%' AND nspname NOT LIKE 'pg_toast_temp%'),
+    (SELECT array_agg(setconfig) FROM pg_db_role_setting),
+    (SELECT datconnlimit FROM pg_database WHERE datname = current_database())
+"""
+"""Returns a row that changes with the schema."""
+
+_DISCONNECT_OTHERS = """
+SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity
+WHERE datname = current_database() AND pid <> pg_backend_pid()
+"""
+
+_EMPTY = """
+DO $$
+DECLARE
+    name text;
+    has_rows boolean;
+    used text[] := '{}';
+BEGIN
+    FOR name IN
+        SELECT format('%I', relname) FROM pg_class
+        WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace AND relname <> 'alembic_version'
+    LOOP
+        EXECUTE 'SELECT EXISTS (SELECT FROM ' || name || ')' INTO has_rows;
+        IF has_rows THEN
+            used := used || name;
+        END IF;
+    END LOOP;
+    IF used <> '{}' THEN
+        EXECUTE 'TRUNCATE ' || array_to_string(used, ', ') || ' CASCADE';
+    END IF;
+END $$
+"""
 
 
 @contextmanager
@@ -32,6 +76,51 @@ def running_server() -> Iterator[str]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+class MigratedDatabases:
+    """Databases with the schema of the database `template`, which has no rows.
+
+    A database is emptied after its use and used again under another name, which takes a tenth of the time of copying
+    the template. It is dropped instead if its schema or settings have changed.
+    """
+
+    def __init__(self, server: str, template: str) -> None:
+        self._server = server
+        self._template = template
+        self._free: list[str] = []
+        self._connection = psycopg.connect(server, autocommit=True)
+        with psycopg.connect(_url(server, template)) as connection:
+            self._schema = connection.execute(_SCHEMA).fetchone()
+
+    @contextmanager
+    def lent(self) -> Iterator[str]:
+        """Yield the URL of an empty database that nothing else uses."""
+        name = f"test_{uuid.uuid4().hex}"
+        if self._free:
+            # Whatever still has the old URL cannot connect.
+            self._connection.execute(f"ALTER DATABASE {self._free.pop()} RENAME TO {name}".encode())
+        else:
+            create_database(self._server, name, self._template)
+        yield _url(self._server, name)
+        if self._is_emptied(name):
+            self._free.append(name)
+        else:
+            self._connection.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _is_emptied(self, name: str) -> bool:
+        try:
+            with psycopg.connect(_url(self._server, name), autocommit=True) as connection:
+                connection.execute(_DISCONNECT_OTHERS)
+                if connection.execute(_SCHEMA).fetchone() != self._schema:
+                    return False
+                connection.execute(_EMPTY)
+        except psycopg.Error:
+            return False
+        return True
+
+
 @contextmanager
 def new_database(server: str, template: str) -> Iterator[str]:
     """Yield the URL of a copy of the database `template`. Drop the copy after the block."""
@@ -43,6 +132,10 @@ def new_database(server: str, template: str) -> Iterator[str]:
 def create_database(server: str, name: str, template: str = "template1") -> str:
     """Create a database on the server and return its URL."""
     _on_server(server, f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY file_copy")
+    return _url(server, name)
+
+
+def _url(server: str, name: str) -> str:
     return server.replace("/postgres?", f"/{name}?", 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Templates:
         return self._environment.get_template(template).render(**values)
 
 
+@cache
 def _static_version() -> str:
     """A version string that changes when any static file does, so that browsers can cache the files for a long time."""
     digest = hashlib.sha256()

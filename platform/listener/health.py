@@ -37,7 +37,7 @@ class HealthDocument(TypedDict):
     reason: NotRequired[str]
 
 
-router = APIRouter()
+router = APIRouter(generate_unique_id_function=lambda route: route.name)
 """The routes of every app, built only once. `add_health` adds them and what they check."""
 
 _UNWELL: Responses = {503: {"model": HealthDocument, "description": "Not live or not ready."}}
@@ -94,7 +94,7 @@ def add_health(
     writes. `tells_why` adds the reasons to `ready`, for operators.
     """
     app.state.health = _Health(engine, _Ping(database), trouble, tells_why)
-    app.include_router(router)
+    app.router.routes.extend(router.routes)
 
 
 class _Ping:

@@ -48,6 +48,7 @@ from loramux.platform.quotas.stock import StockLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.adapter_store.base_tokenizer import base_vocabulary
 from tests.migrated import migrated_sqlite
+from tests.shared_forks import shared_forks
 
 MODEL_SOURCE = "hf://acme/the-base@" + 40 * "a"
 ADMIN_KEY = "a-key-of-more-than-thirty-two-characters"
@@ -80,7 +81,8 @@ def open_admin_side(
     registry = AdapterRegistry(database, reserved_names=("the-base",), limits=StockLimits())
     blobs = blobs or LocalBlobStore(directory / "blobs")
     # Validate at normal priority, so that other tests on a busy machine do not starve the validator.
-    validator = SubprocessValidator(niceness=0)
+    with shared_forks():
+        validator = SubprocessValidator(niceness=0)
     vocabulary = base_vocabulary(target.vocab_size or 70)
     ingest = Ingest(
         registry,

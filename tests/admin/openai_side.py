@@ -22,12 +22,15 @@ from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from tests.admin.admin_side import AdminSide
 from tests.admin.running_server import start_server
 from tests.platform.gateways import batches_in_memory
+from tests.shared_forks import shared_forks
 
 CONTEXT = 256
 
 
 @contextmanager
 def open_services(database: Database, demo_base: Path) -> Iterator[GatewayServices]:
+    with shared_forks():
+        templates, grammars = TenantTemplates(read_special_tokens(demo_base)), GrammarChecker(demo_base, 1024, (1,))
     with ThreadPoolExecutor(4) as executor:
         services = GatewayServices.compose(
             database=database,
@@ -35,8 +38,8 @@ def open_services(database: Database, demo_base: Path) -> Iterator[GatewayServic
             registry=AdapterRegistry(database),
             engine=ScriptedEngine(max_model_len=CONTEXT),
             tokenizer=ModelTokenizer.load(demo_base),
-            templates=TenantTemplates(read_special_tokens(demo_base)),
-            grammars=GrammarChecker(demo_base, 1024, (1,)),
+            templates=templates,
+            grammars=grammars,
             model=ModelInfo(served_name="the-base", max_model_len=CONTEXT, vocab_size=1024, created_s=1_700_000_000),
             executor=executor,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import delete
+from sqlalchemy import delete, text
 
 from loramux.migrations.database import Database
 from loramux.migrations.schema import metadata
@@ -23,7 +23,13 @@ class FakeClock:
         self.now_us += round(seconds * 1_000_000)
 
 
+_USED = text(" UNION ALL ".join(f"SELECT '{name}' WHERE EXISTS (SELECT 1 FROM \"{name}\")" for name in metadata.tables))
+"""Selects the names of the tables that have rows."""
+
+
 def empty(database: Database) -> None:
     with database.write() as connection:
+        used = set(connection.execute(_USED).scalars())
         for table in reversed(metadata.sorted_tables):
-            connection.execute(delete(table))
+            if table.name in used:
+                connection.execute(delete(table))

@@ -39,6 +39,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from tests.demo_base import DEMO_BASE
 from tests.platform.ready_adapters import add_ready_adapter, digest_of
+from tests.shared_forks import shared_forks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +108,17 @@ async def open_gateway(
     """
     engine = ScriptedEngine(max_model_len=max_model_len) if routed is None else routed[1]
     api_keys = ApiKeys(database, "the operator's key of 32 characters")
+    with shared_forks():
+        templates = TenantTemplates(read_special_tokens(DEMO_BASE), tokenizer.chat_template)
+        grammars = GrammarChecker(DEMO_BASE, 1024, (1,))
     services = GatewayServices.compose(
         database=database,
         api_keys=api_keys,
         registry=AdapterRegistry(database, base_id=None if draw is None else draw.own),
         engine=engine if routed is None else routed[0],
         tokenizer=tokenizer,
-        templates=TenantTemplates(read_special_tokens(DEMO_BASE), tokenizer.chat_template),
-        grammars=GrammarChecker(DEMO_BASE, 1024, (1,)),
+        templates=templates,
+        grammars=grammars,
         model=ModelInfo(
             hidden_size=3,
             served_name="base",

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,17 @@ from typer.testing import CliRunner
 from loramux.admin.cli import app
 from tests.adapter_store.expert_base import stacked_files
 from tests.demo_base import DEMO_BASE
+from tests.shared_forks import shared_forks
 
 DEMO = DEMO_BASE.parent
 PIRATE = DEMO / "adapters" / "pirate"
 TOOLS = DEMO / "tools"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_validation_process() -> Iterator[None]:
+    with shared_forks():
+        yield
 
 
 def check(*arguments: object) -> Any:
