@@ -5,11 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
+from benchmarks.gpu import table_bytes
 from benchmarks.gpu.cards import CARDS
+from benchmarks.gpu.table_step import TritonLaunch
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,6 +34,27 @@ def test_scarcest_resource_limits_programs_per_multiprocessor(
     card: str, registers: int, shared_bytes: int, num_warps: int, expected: int
 ) -> None:
     assert CARDS[card].resident_programs(registers, shared_bytes, num_warps) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_resident", "elements_loaded"),
+    [
+        pytest.param(100, 10 * (8 + 8), id="all-share"),
+        pytest.param(4, 10 * (4 + 4 + 4 + 8), id="tiles-of-one-expert-share"),
+        pytest.param(3, 10 * (4 + 6 + 4 + 2 + 3 + 3 + 3 + 1), id="waves-split-tiles"),
+        pytest.param(1, 10 * (5 * 4 + 2 * 8), id="none-share"),
+    ],
+)
+def test_programs_of_one_wave_share_their_loads(
+    num_resident: int, elements_loaded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tiles of one expert and two of another, with two columns of programs each. One expert has no pairs."""
+    monkeypatch.setattr(table_bytes, "_pairs_by_expert", lambda step: np.array([3, 0, 5]))
+    arguments = {"ROWS": 2, "BLOCK_N": 2, "IN": 10, "OUT": 4, "x_ptr": torch.empty(0, dtype=torch.bfloat16)}
+    launch = TritonLaunch("_multiply", (2, 5, 1), arguments, None)
+    written = 8 * 4
+    moved = table_bytes.shared_bytes(launch, cast(Any, None), num_resident)
+    assert moved == 2 * (elements_loaded + written)
 
 
 def steps_of(model: str, card: str, directory: Path, *options: str) -> dict[str, Any]:
@@ -81,6 +106,8 @@ def test_tiny_mixture_table_is_complete(card: str, tmp_path: Path) -> None:
     decode = "decode, batch 64, context 1024: "
     base, attention = steps[decode + "base only"], steps[decode + "16 adapters, rank 16, attention"]
     experts = steps[decode + "16 adapters, rank 16, attention and experts"]
+    shared = base["experts"]
+    assert shared["least_mb"] <= shared["shared_mb"] <= shared["asked_mb"]
     assert attention["launches"] - base["launches"] == 2 * 2 * 2, "a shrink and an expand for each of two groups"
     assert experts["launches"] - attention["launches"] == 5 * 2, "the grouping of pairs, two shrinks and two expands"
 
@@ -99,11 +126,26 @@ def test_tiny_hybrid_table_is_complete(card: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("card", ["a100", "h200", "b200", "5090"])
+def test_rows_are_rounded_without_spilling_registers(card: str, tmp_path: Path) -> None:
+    steps = steps_of("tiny", card, tmp_path, "--weights", "fp8, inputs in fp8")
+    rows = [row for row in steps["prefill, 16 prompts of 128: base only"]["rows"] if row["kernel"] == "_round_rows"]
+    assert sum(row["launches"] for row in rows) == 2 * 4, "qkv, o, gate/up and down in each layer"
+    assert not any(row["program"]["spilled_bytes"] for row in rows)
+    decode = steps["decode, batch 64, context 1024: base only"]["rows"]
+    assert not any(row["kernel"] == "_round_rows" for row in decode)
+
+
+PRODUCTS = ("_multiply_codes", "_dequantize_codes", "_round_rows")
+"""Kernels of which a linear layer with a quantised weight launches one."""
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8", "fp8, inputs in fp8"])
 @pytest.mark.parametrize("model", ["tiny", "tiny-experts"])
 def test_table_of_quantised_weights_counts_products_by_codes(model: str, weights: str, tmp_path: Path) -> None:
     steps = steps_of(model, "h200", tmp_path, "--weights", weights)
     for step in steps.values():
-        # Large steps dequantise the weights of linears, but not the experts' weights.
-        rows = [row for row in step["rows"] if row["kernel"] in ("_multiply_codes", "_dequantize_codes")]
+        # Large steps dequantise the weights of linears or round their inputs, but not those of experts.
+        rows = [row for row in step["rows"] if row["kernel"] in PRODUCTS]
         assert sum(row["launches"] for row in rows) == 2 * 4, "qkv, o, gate/up and down in each layer"
