@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,7 +50,7 @@ from loramux.engine.architectures.weight_shapes import weight_shapes
 from loramux.engine.loop.loaded_base import DTYPES
 from loramux.engine.protocol.messages import SamplingParams, TokenLogprobs
 
-ROOT = Path(__file__).parents[2]
+CHILD_FILES = ("vllm_child.py", "random_weights.py")
 NUM_PREFILLS, NUM_WARM_PREFILLS = 9, 3
 NUM_CHECKED = 4
 CHECKED_PROMPT = 24
@@ -69,6 +70,10 @@ VLLM_SETTINGS = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    # The machine may have no network, and vLLM's group of one process looks for an address.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
 }
 
 
@@ -281,7 +286,12 @@ def run_child(bench: Bench, plan: Plan, directory: Path, has_lora: bool, limit_s
     job = job_of(bench, plan, directory, has_lora)
     file, log = directory / "job.json", directory / "vllm.log"
     file.write_text(json.dumps(asdict(job)))
-    paths = (str(bench.peers.resolve()), str(ROOT), os.environ.get("PYTHONPATH", ""))
+    # The child sees only its own modules of this checkout, whose other folders have names of packages.
+    own = directory / "own" / "benchmarks" / "gpu"
+    own.mkdir(parents=True, exist_ok=True)
+    for name in CHILD_FILES:
+        shutil.copy(Path(__file__).with_name(name), own / name)
+    paths = (str(bench.peers.resolve()), str(directory / "own"), os.environ.get("PYTHONPATH", ""))
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_CACHE_ROOT": str(directory / "cache")}
     command = [sys.executable, "-m", "benchmarks.gpu.vllm_child", str(file)]
     started = time.monotonic()
@@ -291,7 +301,7 @@ def run_child(bench: Bench, plan: Plan, directory: Path, has_lora: bool, limit_s
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | VLLM_SETTINGS | variables,
-            cwd=ROOT,
+            cwd=directory,
             start_new_session=True,
         )
         try:
