@@ -51,6 +51,20 @@ class InvalidRequest(ApiError):
     code = "invalid_value"
 
 
+def context_exceeded(max_tokens: int, found: str, param: str, instead: str = "") -> InvalidRequest:
+    """Return the error for a prompt, or a prompt and its answer, that exceed the context.
+
+    `found` says what is too long. Clients look for the first words and for "Please reduce the length", as in OpenAI's
+    and vLLM's errors.
+    """
+    return InvalidRequest(
+        f"This model's maximum context length is {max_tokens} tokens; {found}. "
+        f"Please reduce the length of the input prompt{instead}.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
 class Unauthenticated(ApiError):
     """The key is missing or invalid."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from loramux.platform.errors import RateLimited
 
@@ -22,6 +23,9 @@ class TenantSlots:
         self._code = code
         self._running: Counter[str] = Counter()
 
+    def num_held(self, tenant_id: str) -> int:
+        return self._running[tenant_id]
+
     @contextmanager
     def held(self, tenant_id: str) -> Iterator[None]:
         """Count a piece of work until the context ends. Raises RateLimited."""
@@ -34,3 +38,30 @@ class TenantSlots:
             self._running[tenant_id] -= 1
             if not self._running[tenant_id]:
                 del self._running[tenant_id]
+
+
+class TenantQueues:
+    """At most `most` pieces of work for each tenant at a time, and up to `most_waiting` others that wait in order.
+
+    `what` and `code` are those of `TenantSlots`.
+    """
+
+    def __init__(self, most: int, most_waiting: int, what: str, code: str) -> None:
+        self._most = most
+        self._entered = TenantSlots(most + most_waiting, what, code)
+        self._turns: dict[str, asyncio.Semaphore] = {}
+
+    @asynccontextmanager
+    async def turn(self, tenant_id: str) -> AsyncIterator[None]:
+        """Wait until the work may start, and count it until the context ends. Raises RateLimited."""
+        try:
+            with self._entered.held(tenant_id):
+                async with self._turns.setdefault(tenant_id, asyncio.Semaphore(self._most)):
+                    yield
+        finally:
+            if not self.num_entered(tenant_id):
+                self._turns.pop(tenant_id, None)
+
+    def num_entered(self, tenant_id: str) -> int:
+        """Return the number of pieces of work that run or wait."""
+        return self._entered.num_held(tenant_id)

@@ -25,7 +25,7 @@ from loramux.platform.ledger.prices import BATCHES
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.openai_api.chat import CHAT
 from loramux.platform.openai_api.completions import COMPLETIONS
-from loramux.platform.pooling_api.embeddings import EMBEDDINGS
+from loramux.platform.pooling_api.embeddings import EMBEDDING_LINES
 from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.quotas.metrics import METRICS, Kind
 from loramux.platform.requests.answers import Answer
@@ -38,7 +38,7 @@ from loramux.platform.responses_api.responses import RESPONSES
 ENDPOINTS: Mapping[str, AnyEndpoint] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
-    "/v1/embeddings": EMBEDDINGS,
+    "/v1/embeddings": EMBEDDING_LINES,
     "/v1/responses": RESPONSES,
 }
 

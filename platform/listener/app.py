@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from loramux.platform.batches import batches, files
 from loramux.platform.batches.services import BatchServices
-from loramux.platform.listener import models
+from loramux.platform.listener import invocations, models
 from loramux.platform.listener.cross_origin import CrossOrigin
 from loramux.platform.listener.direct_routes import DirectRoutes
 from loramux.platform.listener.error_forms import error_form
@@ -21,7 +21,7 @@ from loramux.platform.listener.openapi_route import ListenerDocument
 from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
 from loramux.platform.messages_api import messages
-from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, stored_chats, tokenization
+from loramux.platform.openai_api import batch_chat, chat, completions, load, stored_chats, tokenization
 from loramux.platform.pooling_api import classification, embeddings, pooling, reranking, scores
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response

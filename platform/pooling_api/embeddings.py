@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -11,7 +12,13 @@ from starlette.responses import Response
 from loramux.engine.sequences.embedding import embedding_of
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Plan, Target
-from loramux.platform.pooling_api.pooled_answer import VectorOf, VectorsAnswer
+from loramux.platform.pooling_api.pooled_answer import (
+    RawVectorsAnswer,
+    VectorForm,
+    VectorOf,
+    VectorsAnswer,
+    vectors_answer,
+)
 from loramux.platform.pooling_api.pooled_documents import EmbeddingsDocument
 from loramux.platform.pooling_api.pooled_plan import prompts_plan
 from loramux.platform.pooling_api.pooled_request import (
@@ -24,7 +31,7 @@ from loramux.platform.pooling_api.pooled_request import (
 )
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.endpoint import PooledEndpoint, Received
-from loramux.platform.requests.openapi import GENERATION_ERRORS, errors, takes
+from loramux.platform.requests.openapi import GENERATION_ERRORS, answers_vectors, errors, takes
 from loramux.platform.requests.request_life import serve
 from loramux.platform.requests.services import GatewayServices
 
@@ -32,6 +39,7 @@ MAX_NUMBERS = 1 << 22
 """Maximum number of numbers in one answer. As base64, they take 22 MB."""
 
 NAME = "embeddings"
+FORM = VectorForm(prefix="embd", kind="embedding", field="embedding")
 
 router = APIRouter()
 
@@ -40,8 +48,7 @@ router = APIRouter()
     "/v1/embeddings",
     tags=["inference"],
     openapi_extra=takes(EmbeddingRequest, EmbeddingChat),
-    response_model=EmbeddingsDocument,
-    responses=errors(*GENERATION_ERRORS),
+    responses={**answers_vectors(EmbeddingsDocument), **errors(*GENERATION_ERRORS)},
 )
 async def create_embeddings(request: Request, caller: Caller, services: Services) -> Response:
     """Make a vector of each input (text or token ids), or of a conversation."""
@@ -72,16 +79,24 @@ async def embedding_plan(
 
 async def _plan(
     services: GatewayServices, target: Target, received: Received[AnyEmbedding]
-) -> tuple[Plan, VectorsAnswer]:
-    body = received.body
+) -> tuple[Plan, VectorsAnswer | RawVectorsAnswer]:
     plan, vector_of = await embedding_plan(services, NAME, target, received)
-    return plan, VectorsAnswer(
-        request_id=received.request_id,
-        model=body.model,
-        created_s=int(time.time()),
-        vector_of=vector_of,
-        is_base64=body.encoding_format == "base64",
-    )
+    return plan, vectors_answer(received, len(plan.prompts), vector_of, FORM)
 
 
 EMBEDDINGS = PooledEndpoint(name=NAME, parse=parses(EmbeddingRequest, EmbeddingChat), plan=_plan)
+
+
+def _parse_line(document: dict[str, Any]) -> AnyEmbedding:
+    body = EMBEDDINGS.parse(document)
+    if body.is_raw:
+        raise InvalidRequest(
+            "the answer to a line of a batch is a document: use the encoding format float or base64",
+            param="encoding_format",
+            code="unsupported_parameter",
+        )
+    return body
+
+
+EMBEDDING_LINES = replace(EMBEDDINGS, parse=_parse_line)
+"""The endpoint for lines of batches."""

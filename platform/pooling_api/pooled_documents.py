@@ -15,7 +15,7 @@ class PooledUsageDocument(TypedDict):
 
 
 class EmbeddingDocument(TypedDict):
-    """The vector of one input: numbers, or little-endian float32 in base64."""
+    """The vector of one input: numbers, or bytes in base64."""
 
     object: Literal["embedding"]
     index: int
@@ -96,7 +96,7 @@ class RankingDocument(TypedDict):
 
 
 class PooledDocument(TypedDict):
-    """The vector, or the classes' probabilities, of one input: numbers, or little-endian float32 in base64."""
+    """The vector, or the classes' probabilities, of one input: numbers, or bytes in base64."""
 
     index: int
     object: Literal["pooling"]

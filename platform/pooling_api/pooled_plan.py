@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.engine.protocol.messages import SamplingParams
-from loramux.platform.errors import InvalidRequest
+from loramux.platform.errors import InvalidRequest, context_exceeded
 from loramux.platform.generation.plan import Plan, Target, TextRules
 from loramux.platform.pooling_api.pooled_request import AnyPrompts, InputFields, PooledRequest
 from loramux.platform.requests.chat_preparation import render_chat
 from loramux.platform.requests.endpoint import Prompts, Received
-from loramux.platform.requests.planning import check_generates, end_user_label
+from loramux.platform.requests.planning import check_generates, check_truncation, end_user_label
 from loramux.platform.requests.request_life import activated
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.tracing import traced
@@ -81,11 +81,7 @@ async def pooled_plan(
     if num_labels is None:
         check_generates(target)
     body = received.body
-    if (body.truncate_prompt_tokens or 0) > services.max_model_len:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens must not exceed the context of {services.max_model_len} tokens",
-            param="truncate_prompt_tokens",
-        )
+    check_truncation(services.max_model_len, body.truncate_prompt_tokens)
     if names is None:
         names = [param] if len(texts) == 1 else [f"{param}[{index}]" for index in range(len(texts))]
     check_text_sizes(services, texts, param)
@@ -189,11 +185,7 @@ def _check(services: GatewayServices, prompts: Prompts, names: Sequence[str], pa
         if not prompt:
             raise InvalidRequest(f"{where} has no tokens", param=_field(where))
         if len(prompt) > most:
-            raise InvalidRequest(
-                f"This model's maximum context length is {most} tokens; {where} has {len(prompt)}.",
-                param=_field(where),
-                code="context_length_exceeded",
-            )
+            raise context_exceeded(most, f"{where} has {len(prompt)}", _field(where))
     total, most = sum(map(len, prompts)), services.settings.max_request_tokens
     if total > most:
         raise InvalidRequest(f"{param} has {total} tokens in total, but at most {most} are allowed", param=param)

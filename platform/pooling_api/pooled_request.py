@@ -15,6 +15,7 @@ from loramux.platform.bodies.sampling_fields import INT64, MAX_MODEL_NAME, MAX_P
 from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.bodies.unsupported_fields import Neutral
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.pooling_api.vector_bytes import ByteOrder, NumberFormat
 
 
 class PooledRequest(StrictModel):
@@ -77,19 +78,39 @@ class ConversationFields(PooledRequest):
 
 
 class VectorFields(PooledRequest):
-    """What a body with vectors in its answer says about them."""
+    """What a body with vectors in its answer says about them.
 
-    encoding_format: Literal["float", "base64"] | None = None
+    `bytes` and `bytes_only` ask for vectors one after the other, not for a JSON document. With `bytes`, the header
+    `metadata` describes them.
+    """
+
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
     dimensions: int | None = Field(None, ge=1, lt=INT64)
 
     # vLLM's extensions.
     normalize: bool | None = None
     use_activation: bool | None = None
+    embed_dtype: NumberFormat | None = None
+    endianness: ByteOrder | None = None
 
     def check(self) -> None:
         super().check()
+        if self.is_in_digits:
+            for name, neutral in (("embed_dtype", ("float32",)), ("endianness", ("native", "little"))):
+                if getattr(self, name) not in (None, *neutral):
+                    raise InvalidRequest(f"{name} is for the encoding formats base64, bytes and bytes_only", param=name)
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
             raise InvalidRequest("normalize and use_activation mean the same, but differ", param="use_activation")
+
+    @property
+    def is_in_digits(self) -> bool:
+        """Whether the answer contains vectors as lists of numbers."""
+        return self.encoding_format in (None, "float")
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the answer is not a JSON document."""
+        return self.encoding_format in ("bytes", "bytes_only")
 
     @property
     def normalizes(self) -> bool | None:

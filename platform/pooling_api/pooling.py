@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import numpy as np
@@ -16,17 +15,24 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Plan, Target
 from loramux.platform.pooling_api.classification import classification_plan
 from loramux.platform.pooling_api.embeddings import embedding_plan
-from loramux.platform.pooling_api.pooled_answer import VectorOf, VectorsAnswer
+from loramux.platform.pooling_api.pooled_answer import (
+    RawVectorsAnswer,
+    VectorForm,
+    VectorOf,
+    VectorsAnswer,
+    vectors_answer,
+)
 from loramux.platform.pooling_api.pooled_documents import PoolingDocument
 from loramux.platform.pooling_api.pooled_plan import classifier_of
 from loramux.platform.pooling_api.pooled_request import AnyPooling, PoolingChat, PoolingRequest, parses
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.endpoint import PooledEndpoint, Received
-from loramux.platform.requests.openapi import GENERATION_ERRORS, errors, takes
+from loramux.platform.requests.openapi import GENERATION_ERRORS, answers_vectors, errors, takes
 from loramux.platform.requests.request_life import serve
 from loramux.platform.requests.services import GatewayServices
 
 NAME = "pooling"
+FORM = VectorForm(prefix="pool", kind="pooling", field="data")
 
 router = APIRouter()
 
@@ -35,8 +41,7 @@ router = APIRouter()
     "/pooling",
     tags=["inference"],
     openapi_extra=takes(PoolingRequest, PoolingChat),
-    response_model=PoolingDocument,
-    responses=errors(*GENERATION_ERRORS),
+    responses={**answers_vectors(PoolingDocument), **errors(*GENERATION_ERRORS)},
 )
 async def create_pooled(request: Request, caller: Caller, services: Services) -> Response:
     """Return the embedding of each input, or the probabilities of its classes if the model is a classifier."""
@@ -45,7 +50,7 @@ async def create_pooled(request: Request, caller: Caller, services: Services) ->
 
 async def _plan(
     services: GatewayServices, target: Target, received: Received[AnyPooling]
-) -> tuple[Plan, VectorsAnswer]:
+) -> tuple[Plan, VectorsAnswer | RawVectorsAnswer]:
     body = received.body
     vector_of: VectorOf
     if body.task == "classify" or (body.task is None and classifier_of(target) is not None):
@@ -54,16 +59,7 @@ async def _plan(
         vector_of = partial(_probabilities, activation=activation)
     else:
         plan, vector_of = await embedding_plan(services, NAME, target, received)
-    return plan, VectorsAnswer(
-        request_id=received.request_id,
-        model=body.model,
-        created_s=int(time.time()),
-        vector_of=vector_of,
-        is_base64=body.encoding_format == "base64",
-        prefix="pool",
-        kind="pooling",
-        field="data",
-    )
+    return plan, vectors_answer(received, len(plan.prompts), vector_of, FORM)
 
 
 def _check_no_embedding_fields(body: AnyPooling) -> None:

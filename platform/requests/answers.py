@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
@@ -21,6 +22,22 @@ class WholeAnswer(Protocol):
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
         """Return the body of a response that is not streamed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawBody:
+    """The body of a response that is no document, and the headers that describe it."""
+
+    content: bytes
+    headers: Mapping[str, str]
+
+
+@runtime_checkable
+class RawAnswer(Protocol):
+    """Builds the response bodies of requests that ask for bytes."""
+
+    def raw(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> RawBody:
+        """Return the body of the response."""
 
 
 class Answer(WholeAnswer, Protocol):

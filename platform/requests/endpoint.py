@@ -11,7 +11,7 @@ from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 from loramux.platform.generation.plan import Plan, Reasoning, Target
 from loramux.platform.grammars.constraint import Constraint
-from loramux.platform.requests.answers import Answer, WholeAnswer
+from loramux.platform.requests.answers import Answer, RawAnswer, WholeAnswer
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.tool_calls.harmony import Channels
 from loramux.platform.tool_calls.parsers import find_parser
@@ -109,7 +109,7 @@ class PooledEndpoint(Generic[P]):
     name: str
     parse: Callable[[dict[str, Any]], P]
     """Validates a JSON object as the body, without the checks of `Body.check`. Raises InvalidRequest."""
-    plan: Callable[[GatewayServices, Target, Received[P]], Awaitable[tuple[Plan, WholeAnswer]]]
+    plan: Callable[[GatewayServices, Target, Received[P]], Awaitable[tuple[Plan, WholeAnswer | RawAnswer]]]
     """Tokenises a body's prompts, and creates the plan and the object that builds the response's body. Raises
     InvalidRequest."""
 

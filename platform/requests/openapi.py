@@ -75,11 +75,30 @@ def answers_bytes() -> Responses:
     return {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 
 
-def answers(document: type | UnionType, event: str = "") -> Responses:
-    """For `responses`: generated output, as a JSON document or as a stream of events, the first of the type `event`."""
+def answers_vectors(document: type) -> Responses:
+    """For `responses`: vectors, as a JSON document or as bytes."""
+    return {200: {"model": document, **_vectors_as_bytes()}}
+
+
+def answers(document: type | UnionType, event: str = "", *, has_vectors: bool = False) -> Responses:
+    """For `responses`: generated output, as a JSON document or as a stream of events, the first of the type `event`.
+    With `has_vectors`, a response can also consist of vectors as bytes.
+    """
     example = f'event: {event}\ndata: {{"type": "{event}"}}' if event else 'data: {"object": "chat.completion.chunk"}'
     stream: Json = {"schema": {"type": "string"}, "example": f"{example}\n\n"}
-    return {200: {"model": document, "content": {"text/event-stream": stream}}}
+    answer = _vectors_as_bytes() if has_vectors else {"content": {}}
+    answer["content"]["text/event-stream"] = stream
+    return {200: {"model": document, **answer}}
+
+
+def _vectors_as_bytes() -> Json:
+    described: Json = {
+        "description": "If `encoding_format` is `bytes`: where each vector is, and the rest of the document, as JSON.",
+        "required": False,
+        "schema": {"type": "string"},
+    }
+    content: Json = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    return {"content": content, "headers": {"metadata": described}}
 
 
 def answers_events(kind: str) -> Responses:

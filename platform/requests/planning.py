@@ -9,7 +9,7 @@ import msgspec
 
 from loramux.engine.protocol.messages import ThinkingBudget
 from loramux.platform.bodies.generation_request import GenerationRequest
-from loramux.platform.errors import InvalidRequest
+from loramux.platform.errors import InvalidRequest, context_exceeded
 from loramux.platform.generation.plan import CHUNK_TOKENS, Plan, Target, TextRules
 from loramux.platform.requests.endpoint import B, Endpoint, Prepared, Prompts, Received
 from loramux.platform.requests.services import GatewayServices
@@ -43,9 +43,15 @@ def check_untokenised(services: GatewayServices, target: Target, body: Generatio
             param=_multiplier(body),
         )
     body.check_vocabulary(target.vocab_size)
-    if (body.truncate_prompt_tokens or 0) > services.max_model_len:
+    check_truncation(services.max_model_len, body.truncate_prompt_tokens)
+
+
+def check_truncation(max_model_len: int, truncate_prompt_tokens: int | None) -> None:
+    """Raise InvalidRequest if prompts would still exceed the context."""
+    if (truncate_prompt_tokens or 0) > max_model_len:
         raise InvalidRequest(
-            f"truncate_prompt_tokens must not exceed the context of {services.max_model_len} tokens",
+            f"truncate_prompt_tokens must not exceed the context of {max_model_len} tokens. "
+            "Please request a smaller truncation size.",
             param="truncate_prompt_tokens",
         )
 
@@ -159,11 +165,8 @@ def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts, m
     remaining = max_model_len - longest
     if remaining < 1 or (asked is not None and asked > remaining and not body.fits_context):
         wanted = "" if asked is None else f" and asks for {asked} more"
-        raise InvalidRequest(
-            f"This model's maximum context length is {max_model_len} tokens; the prompt has {longest}{wanted}.",
-            param=body.PROMPT if remaining < 1 else "max_tokens",
-            code="context_length_exceeded",
-        )
+        param, instead = (body.PROMPT, "") if remaining < 1 else ("max_tokens", " or max_tokens")
+        raise context_exceeded(max_model_len, f"the prompt has {longest}{wanted}", param, instead)
     if asked is not None:
         return min(asked, remaining)
     default = body.DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens

@@ -23,7 +23,7 @@ from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, exceeded_headers, rate_limit_headers
 from loramux.platform.requests import sse
-from loramux.platform.requests.answers import Answer
+from loramux.platform.requests.answers import Answer, RawAnswer
 from loramux.platform.requests.endpoint import (
     AnyEndpoint,
     B,
@@ -53,13 +53,20 @@ async def serve(request: Request, services: GatewayServices, caller: Principal, 
 
 
 async def serve_received(
-    request: Request, services: GatewayServices, caller: Principal, endpoint: AnyEndpoint, received: Received[Body]
+    request: Request,
+    services: GatewayServices,
+    caller: Principal,
+    endpoint: AnyEndpoint,
+    received: Received[Body],
+    target: Target | None = None,
 ) -> Response:
-    """Handle a request whose body has been read and checked. See `serve`."""
+    """Handle a request whose body has been read and checked, and whose model has been resolved if `target` is given.
+    See `serve`.
+    """
     settings = services.settings
     body = received.body.shown_as(with_usage=settings.forces_usage, by_token_id=settings.names_tokens_by_id)
     received = replace(received, body=body)
-    plan, shape = await planned(services, caller, endpoint, received)
+    plan, shape = await planned(services, caller, endpoint, received, target)
     started_s = time.monotonic()
     headers = await reserve(services, plan, received.body)
     generation = services.run.requests.start(plan, partial(run_and_settle, services))
@@ -72,10 +79,16 @@ async def serve_received(
 
 
 async def planned(
-    services: GatewayServices, caller: Principal, endpoint: AnyEndpoint, received: Received[Any]
+    services: GatewayServices,
+    caller: Principal,
+    endpoint: AnyEndpoint,
+    received: Received[Any],
+    target: Target | None = None,
 ) -> tuple[Plan, Answer]:
-    """Return a request's plan, and the object that builds its response. Raises what the steps below raise."""
-    target = await resolve(services, caller, received.body.model, received.body.user)
+    """Return a request's plan, and the object that builds its response. The model is resolved unless `target` is given.
+    Raises what the steps below raise.
+    """
+    target = target or await resolve(services, caller, received.body.model, received.body.user)
     if isinstance(endpoint, PooledEndpoint):
         plan, answer = await endpoint.plan(services, target, received)
         # Nothing else of the answer is used, because these bodies have no stream.
@@ -216,6 +229,9 @@ async def answer(
         return Response(status_code=CLIENT_CLOSED)
     if isinstance(endpoint, Endpoint) and endpoint.keep is not None:
         await endpoint.keep(shape, collected, generation.usage)
+    if isinstance(endpoint, PooledEndpoint) and isinstance(shape, RawAnswer):
+        raw = await services.compute(shape.raw, collected, generation.usage)
+        return Response(raw.content, headers={**headers, **raw.headers}, media_type="application/octet-stream")
     if not body.has_long_answer:
         return json_response(shape.whole(collected, generation.usage), headers=headers)
     document = await services.compute(shape.whole, collected, generation.usage)

@@ -31,7 +31,7 @@ from loramux.platform.errors import (
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.requests.store_errors import api_error
 from loramux.platform.runtime_adapters.load_sources import LoadSources
-from loramux.platform.tenant_slots import TenantSlots
+from loramux.platform.tenant_slots import TenantQueues
 from loramux.platform.threads import call_on
 
 LOAD_SCOPES = ("tenant:develop", "tenant:admin")
@@ -39,6 +39,8 @@ VALIDATION_WAIT_S = 600.0
 """How long a call waits for the verdict on its version, in seconds."""
 MAX_LOADS = 4
 """Maximum number of a tenant's loads that one server runs at once. Each waits for a verdict and asks the database."""
+MAX_WAITING_LOADS = 60
+"""Maximum number of a tenant's loads that wait for their turn."""
 WARM_WAIT_S = 60.0
 """How long a call waits for the engine to load the adapter, in seconds."""
 RETRY_S = 5.0
@@ -78,8 +80,8 @@ class RuntimeAdapters:
         self._executor = executor
         self.max_resident = max_resident
         """Maximum number of adapters in the engine at a time."""
-        what = "adapters of this tenant are already being loaded"
-        self._loads = TenantSlots(MAX_LOADS, what, "too_many_loads")
+        what = "adapters of this tenant are already being loaded, or wait for it"
+        self._loads = TenantQueues(MAX_LOADS, MAX_WAITING_LOADS, what, "too_many_loads")
         self._aliases = AdapterAliases(services.database)
         self._states = VersionStates(services.database, registry)
 
@@ -93,7 +95,7 @@ class RuntimeAdapters:
         tenant_id, slug = _tenant_of(principal)
         adapter_name = _adapter_name(principal, name)
         url = self._sources.url(slug, path, "lora_path")
-        with self._loads.held(tenant_id):
+        async with self._loads.turn(tenant_id):
             return await self._load(principal, name, adapter_name, url, replaces=replaces)
 
     async def _load(

@@ -14,7 +14,7 @@ from loramux.adapter_store.formats.version_files.tokenizer_files import DEFAULT
 from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.engine.text.extended_tokenizer import extended_tokenizer, renamed_ids
 from loramux.engine.text.text_tokenizer import TextTokenizer, load_tokenizer
-from loramux.platform.errors import InvalidRequest
+from loramux.platform.errors import context_exceeded
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError, read_json, read_special_tokens
 
 
@@ -83,11 +83,7 @@ class ModelTokenizer(TextTokenizer):
 
     def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
-            raise InvalidRequest(
-                f"This model's maximum context length is {max_tokens} tokens; {len(text)} characters cannot fit.",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise context_exceeded(max_tokens, f"{len(text)} characters cannot fit", param)
 
 
 def read_tokenizer_info(model_dir: Path, template: ChatTemplate | None) -> dict[str, Any]:

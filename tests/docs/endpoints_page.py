@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from loramux.platform.requests.openapi import operations
 from tests.admin.admin_side import TARGET, open_admin_side
 from tests.admin.openai_side import open_services, whole_app
 from tests.demo_base import DEMO_BASE
+
+MAX_SHOWN = 2
+"""Maximum number of forms of a body whose fields are listed. Others are named by the calls that take them."""
 
 _TABLE = ("| call | what | takes | refuses with |", "|---|---|---|---|")
 
@@ -82,12 +85,13 @@ def endpoints_page() -> str:
         admin = ADMIN_DOCUMENT.of(create_admin_app(side.services))
         openai = OPENAI_DOCUMENT.of(whole_app(services, side))
     sections: dict[str, list[str]] = defaultdict(list)
+    homes = _homes(openai)
     for path, operation, method in _guarded(admin, ADMIN_DOCUMENT.public):
         tag = (operation.get("tags") or [path.removeprefix("/admin/v1/").partition("/")[0]])[0]
         sections[tag.replace("_", " ")].append(_row(path, method, operation, admin["components"]["schemas"]))
     parts = [HEAD, *_TABLE]
     for path, operation, method in _guarded(openai, OPENAI_DOCUMENT.public):
-        parts.append(_row(path, method, operation, openai["components"]["schemas"]))
+        parts.append(_row(path, method, operation, openai["components"]["schemas"], homes))
     parts += ["", HEALTH, ADMIN_HEAD]
     for tag in sorted(sections):
         parts += [f"### {tag}\n", *_TABLE, *sections[tag], ""]
@@ -98,11 +102,32 @@ def _guarded(document: dict[str, Any], public: frozenset[str]) -> Iterator[tuple
     return (found for found in operations(document) if found[0] not in public)
 
 
-def _row(path: str, method: str, operation: dict[str, Any], schemas: dict[str, Any]) -> str:
+def _homes(document: dict[str, Any]) -> dict[str, str]:
+    """Return the first call that takes each body, by the reference to its schema."""
+    homes: dict[str, str] = {}
+    for path, operation, method in operations(document):
+        forms = _forms(operation)
+        for form in forms if len(forms) <= MAX_SHOWN else ():
+            homes.setdefault(form.get("$ref", ""), f"`{method.upper()} {path}`")
+    return homes
+
+
+def _forms(operation: dict[str, Any]) -> list[dict[str, Any]]:
+    schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    forms: list[dict[str, Any]] = schema.get("anyOf", [schema])
+    return forms
+
+
+def _row(
+    path: str, method: str, operation: dict[str, Any], schemas: dict[str, Any], homes: Mapping[str, str] | None = None
+) -> str:
     taken = [_shown(one) for one in operation.get("parameters", []) if one["in"] == "query"]
     taken += [f"`{one['name']}` header" for one in operation.get("parameters", []) if one["name"] == "If-Match"]
     body = operation.get("requestBody", {}).get("content", {})
-    if "application/json" in body:
+    if homes is not None and len(forms := _forms(operation)) > MAX_SHOWN:
+        calls = list(dict.fromkeys(homes[form["$ref"]] for form in forms))
+        taken.append(f"the JSON of {', '.join(calls[:-1])} or {calls[-1]}")
+    elif "application/json" in body:
         taken.append(_body(body["application/json"]["schema"], schemas))
     elif body:
         taken.append("the raw bytes")

@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.tables import open_console
 from tests.strangers.outcomes import KINDS, Comparison, Outcome, compare, load
 from tests.strangers.sdists import unpacked
-from tests.strangers.stand import Served, served
+from tests.strangers.stand import BASES, Served, served
 from tests.strangers.suite import run
 from tests.strangers.vendors import VENDORS, Vendor
 
@@ -32,8 +32,9 @@ def main() -> int:
     console = open_console()
     vendors = [vendor for vendor in VENDORS if arguments.only in (None, vendor.name)]
     folders = {vendor.name: unpacked(vendor.requirement, vendor.patterns, ENVIRONMENT) for vendor in vendors}
+    bases = tuple(name for name in BASES if any(name in vendor.bases for vendor in vendors))
     ran: dict[str, list[Outcome]] = {}
-    with tempfile.TemporaryDirectory() as scratch, served(Path(scratch)) as stand:
+    with tempfile.TemporaryDirectory() as scratch, served(Path(scratch), bases) as stand:
         for vendor in vendors:
             ran[vendor.name] = _run(vendor, folders[vendor.name], stand, tuple(arguments.tests), console)
     if arguments.out:

@@ -18,10 +18,13 @@ from tests.conformance.served import deployment
 
 DEMO = Path(__file__).parents[2] / "admin" / "demo"
 CHAT = (DEMO / "base", DEMO / "adapters" / "pirate")
+CONTEXTS = {f"chat-{length}": length for length in (100, 128, 512)}
+"""The contexts, in tokens, of servers for tests that shorten the context. Their names are those of the base `chat`."""
 BASES = {
     "chat": CHAT,
     "telling": CHAT,
     "tools": (DEMO / "tools" / "base", DEMO / "tools" / "adapters" / "concierge"),
+    **dict.fromkeys(CONTEXTS, CHAT),
 }
 # One of vLLM's tests calls its server below this path, and others start it with options.
 SETTINGS = {
@@ -52,7 +55,7 @@ class Served:
     context: int
     vocabulary: int
     classifiers: dict[int, str]
-    """The adapter with each number of classes, of the base `chat` only."""
+    """The adapter with each number of classes, of the base `chat` and those with shorter contexts only."""
 
     @property
     def url(self) -> str:
@@ -98,6 +101,8 @@ def _one(name: str, scratch: Path) -> Iterator[Served]:
     source, adapter = BASES[name]
     base = _greedy(source, scratch / "base")
     settings = TELLING if name == "telling" else SETTINGS
+    if name in CONTEXTS:
+        settings = {**settings, "LORAMUX_MAX_MODEL_LEN": str(CONTEXTS[name])}
     made = deployment(base, scratch / "data", ("--dtype", "float32"), settings)
     config: dict[str, Any] = json.loads((base / "config.json").read_text())
     with made.running(scratch / "server.log"):
@@ -107,7 +112,7 @@ def _one(name: str, scratch: Path) -> Iterator[Served]:
         key = made.json("keys", "create", "--tenant", TENANT, *scopes)["secret"]
         pushed = made.json("adapters", "push", str(adapter), "--tenant", TENANT, "--name", adapter.name)
         classifiers = {}
-        for labels in CLASSES if name == "chat" else ():
+        for labels in CLASSES if name.startswith("chat") else ():
             folder = _classifier(source, scratch / f"classifier-{len(labels)}", labels)
             pushed_classifier = made.json("adapters", "push", str(folder), "--tenant", TENANT, "--name", folder.name)
             classifiers[len(labels)] = pushed_classifier["model"]
@@ -119,7 +124,7 @@ def _one(name: str, scratch: Path) -> Iterator[Served]:
             model="demo-base",
             adapter=pushed["model"],
             adapter_folder=str(adapter),
-            context=config["max_position_embeddings"],
+            context=CONTEXTS.get(name, config["max_position_embeddings"]),
             vocabulary=config["vocab_size"],
             classifiers=classifiers,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.strangers.stand import BASES
+
 HERE = Path(__file__).parent
 STAND_IN = HERE / "stand_in"
 
@@ -17,6 +19,8 @@ class Vendor:
     """The files of the sdist that the suite needs."""
     plugin: str | None
     tests: tuple[str, ...]
+    bases: tuple[str, ...]
+    """The servers that the suite calls."""
     options: tuple[str, ...] = field(default=())
     """Options of pytest."""
 
@@ -45,6 +49,7 @@ VENDORS = (
             "tests/entrypoints/serve/instrumentator/test_basic.py",
             "tests/entrypoints/serve/lora/test_lora_adapters.py",
         ),
+        tuple(BASES),
         # Evaluations download data, some tests start tool servers, and the last file tests only vLLM itself. The load
         # is tested with a longer answer than the demo's model gives.
         (
@@ -67,6 +72,7 @@ VENDORS = (
         ("sglang/test/kits/*", "sglang/test/tool_call_test_runner.py"),
         None,
         (str(STAND_IN / "served_kits.py"),),
+        ("chat", "tools"),
     ),
     Vendor(
         "openai",
@@ -78,6 +84,7 @@ VENDORS = (
             "tests/api_resources/test_completions.py",
             "tests/api_resources/test_models.py",
         ),
+        ("tools",),
         ("-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=session"),
     ),
 )

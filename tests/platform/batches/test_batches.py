@@ -107,16 +107,24 @@ async def test_lines_let_requests_without_a_token_go_first(lab: BatchLab, monkey
 
 async def test_batch_of_embeddings_is_answered_and_charged(lab: BatchLab) -> None:
     url = "/v1/embeddings"
-    bodies = [{"model": "base", "input": [[4], [1, 2, 3]]}, {"model": "base", "input": [[2] * 300]}]
+    bodies = [
+        {"model": "base", "input": [[4], [1, 2, 3]]},
+        {"model": "base", "input": [[2] * 300]},
+        {"model": "base", "input": "a", "encoding_format": "bytes_only"},
+    ]
     lines = [{"custom_id": str(n), "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
     batch = await lab.create(lines, endpoint=url)
     async with lab.running():
         batch = await lab.finished(batch)
-    [answer], [error] = await lab.outputs(batch)
+    [answer], refused = await lab.outputs(batch)
     body = answer["response"]["body"]
     assert [one["index"] for one in body["data"]] == [0, 1]
     assert body["data"][0]["embedding"] == pytest.approx([0.6, 0.0, -0.8])
-    assert error["response"]["body"]["error"]["code"] == "context_length_exceeded"
+    errors = [error["response"]["body"]["error"] for error in refused]
+    assert [(error["param"], error["code"]) for error in errors] == [
+        ("input", "context_length_exceeded"),
+        ("encoding_format", "unsupported_parameter"),
+    ]
     [event] = lab.gateway.usage()
     assert (event.endpoint, event.completion_tokens) == ("batches", 0)
     assert event.prompt_tokens == body["usage"]["prompt_tokens"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from typing import Any
 
@@ -115,10 +116,15 @@ async def test_pooling_returns_what_the_model_is_for(classifiers: Gateway) -> No
     body = {"model": "mood", "input": "a", "task": "classify", "use_activation": False, "encoding_format": "base64"}
     [one] = (await classifiers.http.post("/pooling", json=body)).json()["data"]
     assert np.frombuffer(base64.b64decode(one["data"]), "<f4").tolist() == [1.0, 2.0, 3.0]
+    raw = await classifiers.http.post("/pooling", json={**body, "encoding_format": "bytes", "embed_dtype": "bfloat16"})
+    assert json.loads(raw.headers["metadata"])["data"] == [
+        {"index": 0, "embed_dtype": "bfloat16", "endianness": "little", "start": 0, "end": 6, "shape": [3]}
+    ]
+    assert (np.frombuffer(raw.content, "<u2").astype("<u4") << 16).view("<f4").tolist() == [1.0, 2.0, 3.0]
     for model, task in (("mood", "embed"), ("base", "classify")):
         refused = await classifiers.http.post("/pooling", json={"model": model, "input": "a", "task": task})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "wrong_task")
-    assert [event.endpoint for event in classifiers.usage()] == ["pooling"] * 2
+    assert [event.endpoint for event in classifiers.usage()] == ["pooling"] * 3
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import struct
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +71,45 @@ async def test_base64_holds_little_endian_floats(gateway: Gateway) -> None:
     body = {"model": "base", "input": "Yes", "encoding_format": "base64"}
     [one] = (await gateway.http.post("/v1/embeddings", json=body)).json()["data"]
     assert struct.unpack("<3f", base64.b64decode(one["embedding"])) == pytest.approx((0.6, 0.0, -0.8))
+
+
+async def test_base64_holds_numbers_in_the_format_and_order_asked_for(gateway: Gateway) -> None:
+    body = {"model": "base", "input": "Yes", "encoding_format": "base64", "endianness": "big", "embed_dtype": "float16"}
+    [one] = (await gateway.http.post("/v1/embeddings", json=body)).json()["data"]
+    assert struct.unpack(">3e", base64.b64decode(one["embedding"])) == pytest.approx((0.6, 0.0, -0.8), rel=1e-3)
+
+
+async def test_bytes_are_described_by_a_header_as_in_vllm(gateway: Gateway) -> None:
+    body = {"model": "base", "input": ["Yes", "No"], "encoding_format": "bytes", "embed_dtype": "fp8_e5m2"}
+    response = await gateway.http.post("/v1/embeddings", json=body)
+    assert response.headers["content-type"] == "application/octet-stream"
+    metadata = json.loads(response.headers["metadata"])
+    [event] = gateway.usage()
+    item = {"embed_dtype": "fp8_e5m2", "endianness": "little", "shape": [3]}
+    assert metadata == {
+        "id": response.headers["x-request-id"].replace("req_", "embd-"),
+        "created": metadata["created"],
+        "model": "base",
+        "data": [{"index": 0, "start": 0, "end": 3, **item}, {"index": 1, "start": 3, "end": 6, **item}],
+        "usage": {"prompt_tokens": event.prompt_tokens, "total_tokens": event.prompt_tokens},
+    }
+    # The upper bytes of float16: 0.625, 0 and -0.75.
+    assert response.content == bytes([0x39, 0x00, 0xBA]) * 2
+
+
+async def test_bytes_alone_have_no_description_and_can_be_many(gateway: Gateway) -> None:
+    gateway.engine.script = lambda add: Script(token_ids=(), state=(float(add.prompt[-1]), 0.0, 0.0))
+    body = {"model": "base", "input": [[2], [3]] * 300, "encoding_format": "bytes_only", "normalize": False}
+    response = await gateway.http.post("/v1/embeddings", json={**body, "dimensions": 1})
+    assert "metadata" not in response.headers
+    assert struct.unpack("<600f", response.content) == (2.0, 3.0) * 300
+    body = {"model": "base", "input": [[2]] * 512, "encoding_format": "bytes"}
+    described = await gateway.http.post("/v1/embeddings", json=body)
+    assert len(described.headers["metadata"]) < 65_000
+    failing = Script(token_ids=(), error="not_finite")
+    gateway.engine.script = lambda add: failing
+    refused = await gateway.http.post("/v1/embeddings", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (500, "not_finite")
 
 
 async def test_the_files_of_the_base_choose_and_the_request_decides_about_the_length(raw: Gateway) -> None:
@@ -175,7 +215,23 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "dimensions of 0": ({"input": "a", "dimensions": 0}, "dimensions", "invalid_value"),
     "too many dimensions": ({"input": "a", "dimensions": 4}, "dimensions", "invalid_value"),
     "another encoding": ({"input": "a", "encoding_format": "hex"}, "encoding_format", "invalid_value"),
-    "bfloat16": ({"input": "a", "embed_dtype": "bfloat16"}, "embed_dtype", "unsupported_parameter"),
+    "bfloat16 in digits": ({"input": "a", "embed_dtype": "bfloat16"}, "embed_dtype", "invalid_value"),
+    "big-endian digits": (
+        {"input": "a", "encoding_format": "float", "endianness": "big"},
+        "endianness",
+        "invalid_value",
+    ),
+    "an unknown dtype": (
+        {"input": "a", "encoding_format": "base64", "embed_dtype": "int8"},
+        "embed_dtype",
+        "invalid_value",
+    ),
+    "an unknown order": (
+        {"input": "a", "encoding_format": "bytes", "endianness": "middle"},
+        "endianness",
+        "invalid_value",
+    ),
+    "too many to describe": ({"input": [[1]] * 513, "encoding_format": "bytes"}, "encoding_format", "invalid_value"),
     "a temperature": ({"input": "a", "temperature": 1}, "temperature", "unknown_parameter"),
     "a conflict": ({"input": "a", "normalize": True, "use_activation": False}, "use_activation", "invalid_value"),
     "truncation to 0": ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),

@@ -25,6 +25,7 @@ from loramux.platform.accounts.audit_log import AuditFilter, AuditLog
 from loramux.platform.listener.app import create_openai_app
 from loramux.platform.runtime_adapters.load_sources import LoadSources
 from loramux.platform.runtime_adapters.runtime_adapters import MAX_LOADS, RuntimeAdapters
+from loramux.platform.tenant_slots import TenantQueues
 from tests.adapter_store.adapter_files import AdapterFiles, AdapterMaker
 from tests.adapter_store.ingest.ingest_world import DirectValidator
 from tests.adapter_store.small_base import make_target
@@ -46,6 +47,7 @@ class Lab:
     make: AdapterMaker
     key: str
     """A developer's key of acme."""
+    adapters: RuntimeAdapters
 
     def write(self, name: str, seed: int = 0, **options: Any) -> Path:
         return write_adapter(self.directory / name, self.make(seed=seed, **options))
@@ -110,7 +112,7 @@ async def lab(gateway: Gateway, threads: ThreadPoolExecutor, tmp_path: Path) -> 
     app = create_openai_app(gateway.services, None, adapters)
     key = gateway.key_of("acme", *DEVELOP)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
-        yield Lab(gateway, http, registry, validator, root / "acme", AdapterMaker(target), key)
+        yield Lab(gateway, http, registry, validator, root / "acme", AdapterMaker(target), key, adapters)
     worker.stop()
 
 
@@ -243,17 +245,24 @@ async def test_a_policy_can_be_loaded_before_its_first_step(lab: Lab) -> None:
     assert await lab.answered_by("policy") == "acme/policy@1"
 
 
-async def test_a_tenant_has_few_loads_at_once(lab: Lab) -> None:
+async def test_a_tenants_further_loads_wait_and_their_number_is_limited(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queues = TenantQueues(MAX_LOADS, 2, "adapters are being loaded", "too_many_loads")
+    monkeypatch.setattr(lab.adapters, "_loads", queues)
     let_go = threading.Event()
     lab.validator.meanwhile = lambda: assert_set(let_go)
-    paths = [lab.write(f"{number}", seed=number) for number in range(MAX_LOADS)]
+    paths = [lab.write(f"{number}", seed=number) for number in range(MAX_LOADS + 2)]
     loads = [asyncio.ensure_future(lab.load(f"policy-{number}", path)) for number, path in enumerate(paths)]
-    await until(lambda: lab.num_adapters == MAX_LOADS)
+    tenant_id = lab.gateway.tenant.id
+    await until(lambda: (queues.num_entered(tenant_id), lab.num_adapters) == (MAX_LOADS + 2, MAX_LOADS))
+    # The two others wait, and have created nothing.
     refused = await lab.load("policy", paths[0])
     assert code_of(refused) == (429, "too_many_loads")
     assert refused.headers["retry-after"]
+    assert lab.num_adapters == MAX_LOADS
     let_go.set()
-    assert [response.status_code for response in await asyncio.gather(*loads)] == [200] * MAX_LOADS
+    assert [response.status_code for response in await asyncio.gather(*loads)] == [200] * len(paths)
     assert (await lab.load("policy", paths[0])).status_code == 200
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from renaming_proxy import RenamingProxy, Target
-from served_base import ServedBase, served_base
+from served_base import ServedBase, is_served, served_base
 
 DUMMY_KEY = "token-abc123"
 REASONING, TOKENIZER_INFO = "--reasoning-parser", "--enable-tokenizer-info-endpoint"
@@ -38,8 +38,11 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _base(options: Mapping[str, list[str]]) -> str:
     if TELLING & options.keys():
         return "telling"
-    needs_context = int(options.get("--max-model-len", ["0"])[0]) > served_base("chat").context
-    return "tools" if needs_context or TOOLS & options.keys() else "chat"
+    length = int(options.get("--max-model-len", ["0"])[0])
+    if length > served_base("chat").context or TOOLS & options.keys():
+        return "tools"
+    shorter = f"chat-{length}"
+    return shorter if is_served(shorter) else "chat"
 
 
 def _names(model: str, options: Mapping[str, list[str]], base: ServedBase) -> dict[str, str]:

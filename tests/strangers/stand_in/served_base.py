@@ -27,7 +27,11 @@ class ServedBase:
 
 
 def served_base(name: str) -> ServedBase:
-    """Return the base `chat`, which only answers, the same with more in its answers (`telling`), or `tools`, which
-    thinks and calls functions.
+    """Return the base `chat`, which only answers, the same with more in its answers (`telling`) or with a context of
+    100 tokens (`chat-100`), or `tools`, which thinks and calls functions.
     """
     return ServedBase(**json.loads(os.environ[STAND])[name])
+
+
+def is_served(name: str) -> bool:
+    return name in json.loads(os.environ[STAND])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import remote_server
+import vector_decoding
 from absent_modules import absent, allow_absent
 from served_base import served_base
 
@@ -160,6 +161,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
             "vllm.entrypoints.pooling.scoring.protocol": {"ScoreResponse": Answer, "RerankResponse": Answer},
             "tests.models.utils": {"check_embeddings_close": _check_embeddings_close},
             "tests.models.language.pooling.embed_utils": {"float_embeddings": _float_embeddings},
+            "vllm.entrypoints.pooling.utils": vars(vector_decoding),
+            "vllm.utils.serial_utils": vars(vector_decoding),
             "vllm.version": {"__version__": VLLM_VERSION, "_prev_minor_version": lambda: VLLM_VERSION},
         },
     )
