@@ -211,7 +211,7 @@ class BatchClaim:
         ]
         table = batch_lines.c
         own = (table.line == bindparam("own_line"), table.request_id == bindparam("own_request_id"))
-        values = {name: bindparam(f"new_{name}") for name in ("status", "answer", "usage")}
+        values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in ("status", "answer", "usage")}
         change = update(batch_lines).where(table.batch_id == batch_id, *own, table.status.is_(None)).values(values)
         with self._database.write() as connection:
             self._change(connection, batch_id, counted)

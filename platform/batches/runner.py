@@ -226,7 +226,7 @@ class _BatchRun:
             for entry, (read, found) in zip(entries, planned, strict=False):
                 task = asyncio.create_task(self._run_line(read, found, entry))
                 # A task that is cancelled before it begins runs nothing.
-                task.add_done_callback(lambda _, entry=entry: entry.leave())
+                task.add_done_callback(partial(_leave, entry))
                 self._tasks.add(task)
             unused.pop_all()
         for entry in entries[len(lines) :]:
@@ -352,3 +352,7 @@ class _BatchRun:
             # A lost claim is noticed when the next answer is stored.
             with suppress(ClaimLost, *TROUBLE, NotFound):
                 self._state = await self._services.call(self._claim.renew, self._batch.id)
+
+
+def _leave(entry: Entry, _: asyncio.Task[None]) -> None:
+    entry.leave()
