@@ -33,7 +33,7 @@ from loramux.kernels.tables import LoraCall, PoolViews
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
 from tests.engine.device.gpu_backend import capture_early, gpu_backend
-from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels
+from tests.kernels.gpu.interpreted import FOR_GPUS, import_kernels
 
 PLANS = [
     AdapterPlan("r1", 1, ["v_proj"], alpha=2.0),
@@ -77,7 +77,7 @@ def graph_subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, SMALL_WINDOW)
 
 
-PATHS = ["gpu without kernels", pytest.param("gpu", marks=() if HAS_GPU else pytest.mark.campaign)]
+PATHS = ["gpu without kernels", pytest.param("gpu", marks=FOR_GPUS)]
 """The GPU's path for tests that need little of its kernels: with reference kernels, and with the GPU's, which take much
 longer if they are interpreted. `tests/kernels/` compares the two.
 """

@@ -197,7 +197,7 @@ class Life:
 @pytest.mark.parametrize(
     ("family", "num_events", "is_gpu"),
     [
-        pytest.param("llama", 30, False, id="llama"),
+        pytest.param("llama", 16, False, id="llama"),
         *(
             pytest.param(family, count, False, id=f"{family}-cpu-campaign", marks=pytest.mark.campaign)
             for family, count in FAMILIES.items()

@@ -8,6 +8,7 @@ import torch
 
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
+from tests.kernels.gpu.interpreted import HAS_GPU
 from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, plain_attention, store
 
 NUM_LAYERS = 2
@@ -81,7 +82,12 @@ def test_long_contexts_equal_a_plain_softmax(
     dtype: torch.dtype,
     make_kernels: Callable[..., Any],
     make_poisoned_pool: Callable[..., PoolViews],
+    request: pytest.FixtureRequest,
 ) -> None:
+    if request.node.callspec.params["make_kernels"] == "gpu" and not HAS_GPU:
+        # Interpreted kernels do not choose other code for longer contexts.
+        contexts = [-(-length // 5) for length in contexts]
+        num_queries = [min(pair) for pair in zip(num_queries, contexts, strict=True)]
     spec = AttentionSpec(8, 2, 32, 0.2, sliding_window)
     check_attention(contexts, num_queries, spec, dtype, make_kernels, make_poisoned_pool)
 

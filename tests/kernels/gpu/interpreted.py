@@ -19,6 +19,8 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+FOR_GPUS: Any = () if HAS_GPU else pytest.mark.campaign
+"""The mark of cases that only a GPU runs outside of campaigns, because the interpreter is slow."""
 TRITON_MODULES = (
     "adapter_pairs",
     "addresses",

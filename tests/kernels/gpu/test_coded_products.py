@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from loramux.kernels.gpu.code_layout import placed_bytes
-from loramux.kernels.gpu.coded_products import TARGET_PROGRAMS
 from loramux.kernels.gpu.coded_weights import place_codes
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 from loramux.kernels.reference.quantized import multiply_codes
 from tests.kernels.cpu.codebooks import FP8, MXFP4, NF4, Shift, random_weight
-from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
+from tests.kernels.gpu.interpreted import DEVICE, FOR_GPUS, HAS_GPU, import_kernels, run_interpreted
 
 CODEBOOKS: dict[str, tuple[np.ndarray, Shift | None]] = {
     "int8": (INT8, None),
@@ -35,6 +35,22 @@ SHAPES = [(33, 192, 64), (70, 130, 130), (40, 96, 32), (130, 48, 16), (40, 512, 
 """Outputs, inputs and inputs per group. Some do not fill whole tiles, or have an odd number of groups. All have so few
 outputs that several programs share the inputs.
 """
+
+
+def in_turn(*cases: tuple[Any, ...]) -> list[Any]:
+    """Parameters of each codebook with each case. If the interpreter runs them, each codebook has one case in turn, and
+    the campaign has the others.
+    """
+    return [
+        pytest.param(
+            name,
+            *case,
+            id="-".join(map(str, (name, *case))),
+            marks=() if place == number % len(cases) else FOR_GPUS,
+        )
+        for number, name in enumerate(CODEBOOKS)
+        for place, case in enumerate(cases)
+    ]
 
 
 @pytest.fixture
@@ -64,8 +80,7 @@ def check(module: ModuleType, weight: QuantizedWeight, x: torch.Tensor, bias: to
     assert ((y.double().cpu() - expected).abs() <= precision * (sizes + expected.abs() + 1e-3)).all()
 
 
-@pytest.mark.parametrize(("out_features", "in_features", "group"), SHAPES)
-@pytest.mark.parametrize("name", CODEBOOKS)
+@pytest.mark.parametrize(("name", "out_features", "in_features", "group"), in_turn(*SHAPES))
 def test_equals_the_dequantized_product(
     name: str, out_features: int, in_features: int, group: int, module: ModuleType
 ) -> None:
@@ -79,9 +94,10 @@ def test_equals_the_dequantized_product_in_half_precision(name: str, dtype: torc
     check(module, random_weight(*CODEBOOKS[name], 33, 128, 32), torch.randn(3, 128).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize(("out_features", "in_features", "group"), SHAPES[:3])
-@pytest.mark.parametrize("name", CODEBOOKS)
+@pytest.mark.parametrize(
+    ("name", "out_features", "in_features", "group", "dtype"),
+    in_turn(*((*shape, dtype) for shape in SHAPES[:3] for dtype in (torch.float32, *HALVES))),
+)
 def test_large_steps_dequantize_a_weight_in_parts(
     name: str,
     out_features: int,
@@ -114,8 +130,9 @@ def test_large_steps_can_add_the_product(
 
 
 @pytest.mark.parametrize("name", ["fp8", "uint4-zeros", "uint4-halves"])
-def test_many_outputs_are_not_split(name: str, module: ModuleType) -> None:
-    weight = random_weight(*CODEBOOKS[name], 64 * TARGET_PROGRAMS, 32, 32)
+def test_many_outputs_are_not_split(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_kernels("coded_products")[0], "TARGET_PROGRAMS", 8)
+    weight = random_weight(*CODEBOOKS[name], 64 * 8, 32, 32)
     check(module, weight, torch.randn(2, 32), torch.randn(weight.out_features))
 
 
