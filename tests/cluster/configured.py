@@ -1,7 +1,7 @@
 """Deploys a configuration of Ray Serve, as an operator for Kubernetes does.
 
 `python -m tests.cluster.configured ADDRESS DOCUMENT`. DOCUMENT is the configuration as JSON. It is checked with Ray's
-own schema.
+own schema. The replicas start after this program has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main(address: str, document: str) -> None:
 
     configuration = ServeDeploySchema.model_validate(json.loads(document))
     client = serve_start(proxy_location=configuration.proxy_location)
-    client.deploy_apps(configuration, _blocking=True)
+    client.deploy_apps(configuration)
     disconnect()
 
 
