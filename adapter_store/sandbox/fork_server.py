@@ -6,6 +6,7 @@ Forks share no request data: the forking process reads only a request's time lim
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -245,6 +246,9 @@ def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
     # SIGCHLD wakes up the waits below.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    # A collection in a fork would write to the headers of all objects, and so copy the memory that they share.
+    gc.collect()
+    gc.freeze()
     while select.select([link], [], [], idle_s)[0]:
         message, files, _, _ = socket.recv_fds(link, _REQUEST.size, 3)
         if not message:

@@ -21,6 +21,11 @@ The base's weights are on the order of a few hundredths, so a change thousands o
 diverged.
 """
 
+_CERTAIN_SQUARES = MAX_WEIGHT**2 / 2
+"""If the sum of a block's squares, in float32, is below this, then every weight is finite and at most `MAX_WEIGHT`.
+
+A single larger weight would exceed it, because rounding reduces a sum of a million squares by less than a tenth.
+"""
 _NUM_PROBES = 4
 _BLOCK_ELEMENTS = 1 << 20
 """Number of weights checked at a time. Checking a whole head at once would take hundreds of megabytes."""
@@ -115,8 +120,11 @@ def _norm(name: str, weights: npt.NDArray[np.float32]) -> float:
     squares = 0.0
     for begin in range(0, flat.size, _BLOCK_ELEMENTS):
         block = flat[begin : begin + _BLOCK_ELEMENTS]
-        check_values(name, block)
         # The sum of the squares of a million values up to 65504 is well below float32's limit, and the check tolerates
         # rounding.
-        squares += float(np.dot(block, block))
+        with np.errstate(over="ignore", invalid="ignore"):
+            of_block = float(np.dot(block, block))
+        if not of_block < _CERTAIN_SQUARES:
+            check_values(name, block)
+        squares += of_block
     return math.sqrt(squares)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import resource
 import sys
 import traceback
@@ -158,4 +159,7 @@ def _rejected(error: AdapterRejected) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    # Without the interpreter's own end, which visits every object and so copies most of the forking process's memory.
+    os._exit(code)

@@ -6,6 +6,7 @@ with WeightsPush("http://127.0.0.1:8001", key, "acme/policy") as policy:
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -34,7 +35,7 @@ Weights: TypeAlias = Mapping[str, Any] | Path | str
 Wait: TypeAlias = Literal["ready", "resident"]
 Running: TypeAlias = Literal["finish", "stop"]
 
-_Files: TypeAlias = dict[str, tuple[str, bytes]]
+_Files: TypeAlias = dict[str, tuple[str, io.BytesIO]]
 _Call: TypeAlias = dict[str, Any]
 """Arguments of httpx's `request`."""
 _Steps: TypeAlias = Generator[_Call | float, httpx.Response | None, PushedVersion]
@@ -210,10 +211,14 @@ def _options(url: str, key: str, timeout_s: float) -> dict[str, Any]:
 
 def _files(weights: Weights, config: object) -> _Files:
     if isinstance(weights, str | Path):
-        return {path.name: (path.name, path.read_bytes()) for path in adapter_files(Path(weights))}
-    if config is None:
+        contents = {path.name: path.read_bytes() for path in adapter_files(Path(weights))}
+    elif config is None:
         raise ValueError("weights from memory need their configuration")
-    return {_CONFIG: (_CONFIG, _config_bytes(config)), _TENSORS: (_TENSORS, _tensor_bytes(weights))}
+    else:
+        contents = {_CONFIG: _config_bytes(config), _TENSORS: _tensor_bytes(weights)}
+    # httpx sends a file in small chunks. It would pass bytes on as one chunk, and httpcore copies the rest of a chunk
+    # after each call to the socket.
+    return {name: (name, io.BytesIO(content)) for name, content in contents.items()}
 
 
 def _config_bytes(config: object) -> bytes:

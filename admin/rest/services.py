@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,6 +183,8 @@ class EngineServices:
     """The directory of the engine's disk tier, from which purged weights are deleted."""
     live: LiveRequests = field(default_factory=NoLiveRequests)
     """The requests running in this process."""
+    load_elsewhere: Callable[[str, Collection[str], float], Awaitable[None]] | None = None
+    """`RoutedEngine.load_elsewhere`. None if this server does not share requests."""
 
 
 @dataclass(frozen=True, slots=True)

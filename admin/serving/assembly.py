@@ -322,6 +322,7 @@ def open_admin(
         adapters=AdapterServices.over(database, stores.registry, stores.ingest, export, stores.vocabulary),
         usage=UsageServices.over(database),
         engine=EngineServices(
+            load_elsewhere=None if sharing is None else sharing.engine.load_elsewhere,
             client=gateway.engine,
             loads=gateway.run.loads,
             requests=RequestsInFlight(database),

@@ -2,7 +2,8 @@
 
 A trainer pushes new versions of some adapters, one every few seconds, from memory to `loramux serve`. The alias
 `default` moves once the engine has the version (`wait=resident`). Meanwhile, streams on other adapters run. Rounds with
-and without pushes alternate. The run prints the time of a push by stage, and the gaps between the streams' tokens.
+and without pushes alternate. The run prints the time of a push by stage, and the gaps between the streams' tokens. A
+round without pushes sends all other requests of a round with pushes, whose prompts delay the streams too.
 
 Before a push, during it and after it, the same prompt is sent to the adapter's name, so a prefix cache that is keyed by
 names would answer with the K/V of an older version. Every answer must have the log-probabilities that peft computes in
@@ -22,7 +23,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +103,12 @@ class World:
         """The adapters that are pushed in turn."""
         self._clients: list[WeightsPush] = []
         self._numbers = itertools.count()
+        self._seeds = itertools.count(2)
         self._timing = ""
         self._lock = threading.Lock()
         self._http = httpx.Client(base_url=f"{api.url}/", headers=api.headers, timeout=120.0, trust_env=False)
         self._prompt = prompt(arguments.shape)
+        self._last_s = 0.0
 
     def add(self, name: str, url: str, key: str) -> Policy:
         policy = Policy(name, WeightsPush(url, key, f"{TENANT}/{name}"))
@@ -121,25 +126,16 @@ class World:
         number = next(self._numbers)
         variant = number % len(self.variants)
         tensors = own(self.variants[variant].tensors, number)
-        if policy.newest:
-            self.check(policy)
         # The next number, unless the push fails.
         policy.variants[policy.newest + 1] = variant
-        has_returned = threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            during = pool.submit(self._keep_asking, policy, has_returned) if policy.newest else None
-            try:
-                began_s = time.perf_counter()
-                pushed = policy.client.push(tensors, self.config, alias="default", wait="resident")
-                taken_s = time.perf_counter() - began_s
-            finally:
-                has_returned.set()
-            if during is not None:
-                during.result()
+        with self._asked(policy, is_moving=True):
+            began_s = time.perf_counter()
+            pushed = policy.client.push(tensors, self.config, alias="default", wait="resident")
+            self._last_s = taken_s = time.perf_counter() - began_s
         if pushed.version != policy.newest + 1:
             raise CheckError(f"the push became version {pushed.version} instead of {policy.newest + 1}")
         policy.newest = pushed.version
-        first_s = self._first_token(policy)
+        first_s = self._first_token(policy, self._prompt)
         self.check(policy)
         stages = {name: float(ms) for name, ms in re.findall(r"([a-z]+);dur=([0-9.]+)", self._timing)}
         stages["client"] = taken_s * 1e3 - sum(stages.values())
@@ -148,13 +144,21 @@ class World:
             self.figures.stages_ms[stage].append(ms)
         self.figures.totals_s.append(taken_s + first_s)
 
+    def only_ask(self, policy: Policy) -> None:
+        """Send the requests of a push, for as long as the last push took, without the push. Raises CheckError."""
+        with self._asked(policy, is_moving=False):
+            time.sleep(self._last_s)
+        # After a push, the prompt is in no prefix cache either.
+        self._first_token(policy, random_prompt(self.arguments.shape, next(self._seeds)))
+        self.check(policy)
+
     def check(self, policy: Policy, is_moving: bool = False) -> None:
         """Ask an adapter by its name. Raises CheckError if a wrong version answers, or a version answers wrongly.
 
         While the alias `is_moving`, the version before is right too.
         """
         allowed = {policy.newest, policy.newest + 1} if is_moving else {policy.newest}
-        answer = self._http.post("completions", json=self._body(policy))
+        answer = self._http.post("completions", json=self._body(policy, self._prompt))
         number = self._version(policy, answer)
         if number not in allowed:
             raise CheckError(f"version {number} of {policy.name} answered instead of {sorted(allowed)}")
@@ -170,13 +174,30 @@ class World:
                 f"version {number} of {policy.name} answers with a log-probability that is {worst:.3f} off"
             )
 
-    def _keep_asking(self, policy: Policy, has_returned: threading.Event) -> None:
-        while not has_returned.wait(0.05):
-            self.check(policy, is_moving=True)
+    @contextmanager
+    def _asked(self, policy: Policy, is_moving: bool) -> Iterator[None]:
+        """Check the answers before the block, and again and again while it runs. Raises CheckError."""
+        if not policy.newest:
+            yield
+            return
+        self.check(policy)
+        has_ended = threading.Event()
 
-    def _first_token(self, policy: Policy) -> float:
+        def keep_asking() -> None:
+            while not has_ended.wait(0.05):
+                self.check(policy, is_moving)
+
+        with ThreadPoolExecutor(1) as pool:
+            during = pool.submit(keep_asking)
+            try:
+                yield
+            finally:
+                has_ended.set()
+            during.result()
+
+    def _first_token(self, policy: Policy, prompt: Sequence[int]) -> float:
         began_s = time.perf_counter()
-        body = self._body(policy) | {"stream": True}
+        body = self._body(policy, prompt) | {"stream": True}
         with self._http.stream("POST", "completions", json=body) as response:
             if self._version(policy, response) != policy.newest:
                 raise CheckError(f"an older version of {policy.name} answered after the push")
@@ -193,8 +214,8 @@ class World:
         assert found is not None
         return int(found[1])
 
-    def _body(self, policy: Policy) -> dict[str, Any]:
-        ask = Ask(model=f"{TENANT}/{policy.name}", prompt=self._prompt, num_tokens=1)
+    def _body(self, policy: Policy, prompt: Sequence[int]) -> dict[str, Any]:
+        ask = Ask(model=f"{TENANT}/{policy.name}", prompt=tuple(prompt), num_tokens=1)
         more = {"logprobs": NUM_TOP, "return_tokens_as_token_ids": True, "ignore_eos": True}
         return ask.body("completions") | more
 
@@ -202,9 +223,13 @@ class World:
         self._timing = response.headers.get("server-timing", self._timing)
 
 
-def prompt(shape: str) -> tuple[int, ...]:
-    dice = random.Random(1)
+def random_prompt(shape: str, seed: int) -> tuple[int, ...]:
+    dice = random.Random(seed)
     return tuple(dice.randrange(FIRST_WORD, ALL_SHAPES[shape].vocab_size) for _ in range(PROMPT_TOKENS))
+
+
+def prompt(shape: str) -> tuple[int, ...]:
+    return random_prompt(shape, seed=1)
 
 
 def own(tensors: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
@@ -265,18 +290,18 @@ def measure(world: World, streamed: Sequence[str], run: Run) -> dict[str, Any]:
     seconds = per_round * arguments.every
     p99s: dict[str, list[float]] = {"quiet": [], "pushes": []}
 
-    def push_all() -> None:
+    def each_due(work: Callable[[Policy], None]) -> None:
         began_s = time.perf_counter()
         for number in range(per_round):
             time.sleep(max(0.0, began_s + number * arguments.every - time.perf_counter()))
-            world.push(next(due))
+            work(next(due))
 
     for policy in world.policies:
         world.push(policy)
     world.figures = Figures(num_answers=world.figures.num_answers, worst=world.figures.worst)
     for number in range(arguments.rounds):
         for way in ("quiet", "pushes") if number % 2 == 0 else ("pushes", "quiet"):
-            work = push_all if way == "pushes" else (lambda: None)
+            work = partial(each_due, world.push if way == "pushes" else world.only_ask)
             p99s[way].append(percentile(gaps_beside(world, streamed, seconds, work), 99))
             run.console.print(f"round {number + 1}, {way}: p99 gap {p99s[way][-1] * 1e3:.1f} ms")
     began_s, began_cpu = time.perf_counter(), cpu_s()

@@ -94,7 +94,8 @@ class FormParser:
         return _part(header[2:])
 
     def _taken(self, num_bytes: int) -> bytes:
-        taken = bytes(self._buffer[:num_bytes])
+        with memoryview(self._buffer) as view:
+            taken = bytes(view[:num_bytes])
         del self._buffer[:num_bytes]
         return taken
 

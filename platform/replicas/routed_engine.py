@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
 import structlog
 
@@ -142,6 +142,16 @@ class RoutedEngine:
     async def call(self, message: EngineCall[AnswerT], timeout_s: float) -> AnswerT:
         return await self._local.call(message, timeout_s)
 
+    async def load_elsewhere(self, digest: str, predecessors: Collection[str], timeout_s: float) -> None:
+        """Have the other servers that hold one of `predecessors` load an adapter, and wait until they have.
+
+        A server that fails to, or that takes longer than `timeout_s`, loads the adapter when a request needs it.
+        """
+        held = {digest_prefix(one) for one in predecessors}
+        others = (view for view in self._own.views if not view.is_local and not view.is_draining)
+        engines = [self._engines[view.id] for view in others if not held.isdisjoint(view.holds)]
+        await asyncio.gather(*(_load(engine, digest, timeout_s) for engine in engines))
+
     async def close(self) -> None:
         await self._local.close()
 
@@ -167,14 +177,9 @@ class RoutedEngine:
             self._leave(route)
 
     def _prefetch(self, prefetch: Prefetch) -> None:
-        engine = self._engines[prefetch.replica_id]
-
-        async def load() -> None:
-            # If requests still need the adapter, the router asks for it again.
-            with contextlib.suppress(EngineUnavailable, TimeoutError):
-                await engine.call(Load(digest=prefetch.digest), PREFETCH_WAIT_S)
-
-        task = asyncio.create_task(load(), name="prefetch")
+        # If a load fails and requests still need the adapter, the router asks for it again.
+        load = _load(self._engines[prefetch.replica_id], prefetch.digest, PREFETCH_WAIT_S)
+        task = asyncio.create_task(load, name="prefetch")
         self._prefetching.add(task)
         task.add_done_callback(self._prefetching.discard)
 
@@ -296,3 +301,8 @@ class RoutedEngine:
         if route.replica_id != self._local_id:
             is_lost = end.code in LOST_CODES
             self._count_forwarded("lost" if is_lost else "failed" if end.reason == "error" else "completed")
+
+
+async def _load(engine: EngineClient, digest: str, timeout_s: float) -> None:
+    with contextlib.suppress(EngineUnavailable, TimeoutError):
+        await engine.call(Load(digest=digest), timeout_s)

@@ -41,6 +41,11 @@ from loramux.kernels.layout import (
     part_layout,
 )
 
+_BLOCK_COLUMNS = 128
+"""Number of columns of B transposed that are copied at a time, few enough for their rows to stay in the processor's
+first cache.
+"""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
@@ -109,10 +114,12 @@ def pack(
         payload = np.zeros((layout.num_pages, num_layers, target.geometry.page_bytes), np.uint8)
         pages = payload.view(target.storage_dtype)  # [num_pages, num_layers, E]
         first, page_elements = layout.num_outer_pages, target.geometry.adapter_elements
+        own_stream = np.empty(layout.num_pages * page_elements, pages.dtype)
         parts.sort(key=lambda part: -1 if part.place.layer is None else part.place.layer)
         for layer, members in groupby(parts, lambda part: part.place.layer):
             is_outer = layer is None
-            stream = pages[:first].reshape(-1) if is_outer else np.zeros(layout.num_pages * page_elements, pages.dtype)
+            stream = pages[:first].reshape(-1) if is_outer else own_stream
+            stream.fill(0)
             for _, same_key in groupby(members, lambda part: part.place.key):
                 stack = _StackedB(file, target.dtype)
                 for part in same_key:
@@ -265,7 +272,9 @@ def _write(
             np.copyto(at, rows, where=rows != 0)
         else:
             first = 0 if place.shape.is_embedding else part.ranks.start
-            at[first : first + len(rows)] = rows
+            into = at[first : first + len(rows)]
+            for begin in range(0, rows.shape[1], _BLOCK_COLUMNS):
+                into[:, begin : begin + _BLOCK_COLUMNS] = rows[:, begin : begin + _BLOCK_COLUMNS]
 
 
 def _affine(

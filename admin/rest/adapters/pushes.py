@@ -34,6 +34,9 @@ router = APIRouter(prefix="/adapters/{adapter_id}/push", tags=["versions"])
 LARGE_PUSH_BYTES = 256 << 20
 """Pushes of more bytes are validated one at a time, so that they cannot occupy all turns."""
 
+ELSEWHERE_TIMEOUT_S = 5.0
+"""Maximum time, in seconds, that a push waits for other servers to load the version."""
+
 _BINARY = {"type": "string", "format": "binary"}
 _FORM: dict[str, Any] = {
     "requestBody": {
@@ -54,7 +57,10 @@ _FORM: dict[str, Any] = {
 AliasName = Annotated[str | None, Query(max_length=63, description="The alias to point at the version.")]
 Wait = Annotated[
     Literal["ready", "resident"],
-    Query(description="`resident`: the engine has loaded the version before the alias moves and the call returns."),
+    Query(
+        description="`resident`: the engine has loaded the version before the alias moves and the call returns. Other "
+        "servers that hold the alias's earlier version load it too, within 5 s."
+    ),
 ]
 Running = Annotated[
     Literal["finish", "stop"],
@@ -122,9 +128,9 @@ async def push(
     times = StageTimes()
     version = await _published(services, caller, adapter, request, not untrained, when_loadable, times)
     if wait == "resident":
-        if loading:
-            await asyncio.wait(loading)
-        await warm(services, caller, adapter.id, [version.number])
+        if not await _is_loaded(loading):
+            await warm(services, caller, adapter.id, [version.number])
+        await _load_elsewhere(services, version, before)
         times.end("load")
     document: PushedDocument = {
         **describe_version(version),
@@ -144,6 +150,27 @@ async def push(
     times.end("alias")
     response.headers["server-timing"] = times.header()
     return document
+
+
+async def _is_loaded(loading: list[asyncio.Task[AdapterState]]) -> bool:
+    """Wait for the load that began before the store's acknowledgement, if any, and return whether it succeeded."""
+    if not loading:
+        return False
+    await asyncio.wait(loading)
+    (load,) = loading
+    return not load.cancelled() and load.exception() is None and load.result().state == "resident"
+
+
+async def _load_elsewhere(services: AdminServices, version: AdapterVersion, before: Iterable[int]) -> None:
+    """Have the other servers that hold the alias's versions of `before` load the new version too."""
+    load = services.engine.load_elsewhere
+    if load is None:
+        return
+    get_version = services.adapters.registry.get_version
+    earlier = [await services.call(get_version, version.adapter_id, number) for number in before]
+    predecessors = [one.digest for one in earlier if one is not None and one.digest is not None]
+    assert version.digest is not None
+    await load(version.digest, predecessors, ELSEWHERE_TIMEOUT_S)
 
 
 class StageTimes:

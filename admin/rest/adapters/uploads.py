@@ -163,15 +163,16 @@ async def _next_bytes(body: AsyncIterator[bytes], deadline_s: float) -> bytes:
     parts: list[bytes] = []
     size = 0
     try:
-        while size < READ_BYTES:
-            with anyio.fail_after(CHUNK_TIMEOUT_S):
+        with anyio.fail_after(CHUNK_TIMEOUT_S) as scope:
+            while size < READ_BYTES:
                 chunk = await anext(body, None)
-            if chunk is None:
-                break
-            if time.monotonic() > deadline_s:
-                raise InvalidRequest(f"the body took longer than {UPLOAD_TIMEOUT_S:g} s", code="body_timeout")
-            parts.append(chunk)
-            size += len(chunk)
+                if chunk is None:
+                    break
+                if time.monotonic() > deadline_s:
+                    raise InvalidRequest(f"the body took longer than {UPLOAD_TIMEOUT_S:g} s", code="body_timeout")
+                parts.append(chunk)
+                size += len(chunk)
+                scope.deadline = anyio.current_time() + CHUNK_TIMEOUT_S
     except TimeoutError:
         raise InvalidRequest("the body stopped arriving", code="body_timeout") from None
     except ClientDisconnect:

@@ -53,6 +53,11 @@ def test_requests_of_any_size_are_received(open_server: Open) -> None:
     assert open_server("print(len(request))").run(b"x" * 3_000_000, ForkLimits(10)).stdout == b"3000000\n"
 
 
+def test_collections_in_a_fork_leave_shared_objects_alone(open_server: Open) -> None:
+    ended = open_server("import gc\nprint(gc.get_freeze_count() > 1000)").run(b"", ForkLimits(10))
+    assert ended.stdout == b"True\n", ended.stderr
+
+
 def test_exit_status_of_a_fork_is_reported(open_server: Open) -> None:
     server = open_server("sys.exit('the reason') if request == 'fail' else os.abort()")
     failed = server.run(b"fail", ForkLimits(10))

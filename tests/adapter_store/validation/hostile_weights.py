@@ -252,6 +252,7 @@ NUMBERS = [
     _bfloat16("infinity in bfloat16", "not_finite", Q_A, 0x7F80),
     _bfloat16("minus infinity in bfloat16", "not_finite", Q_A, 0xFF80),
     _bfloat16("largest bfloat16", "norm_too_large", Q_A, 0x7F7F),
+    _bfloat16("next bfloat16 after the largest weight", "norm_too_large", Q_A, 0x4780),
     _tensor("all NaN in the head", "not_finite", HEAD + "lora_B.weight", np.full((70, 4), np.nan, np.float32), **OUTER),
     _value("largest float32", "norm_too_large", Q_A, float(np.finfo(np.float32).max)),
     _value("a weight above float16", "norm_too_large", Q_B, 65505.0),

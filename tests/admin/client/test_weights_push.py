@@ -109,6 +109,17 @@ def test_a_busy_server_gets_the_push_again(
     assert pauses == [weights_push.MAX_PAUSE_S] * 2
 
 
+def test_a_push_is_sent_in_small_chunks_as_often_as_needed() -> None:
+    """httpcore copies the rest of a chunk after each call to the socket, which may take a small part of it."""
+    files = weights_push._files({"a": np.zeros(1 << 20, np.float32)}, CONFIG)
+    request = httpx.Request("PUT", "http://host/", files=files)
+    assert isinstance(request.stream, httpx.SyncByteStream)
+    chunks, again = list(request.stream), list(request.stream)
+    assert max(map(len, chunks)) <= 1 << 20
+    assert sum(map(len, chunks)) == int(request.headers["content-length"]) > 4 << 20
+    assert chunks == again
+
+
 @pytest.mark.parametrize(
     ("weights", "config"),
     [

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from loramux.engine.protocol.messages import Add, Finished, SequenceOutput
+from loramux.engine.protocol.messages import Add, AnswerT, EngineCall, Finished, SequenceOutput
 from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
@@ -383,6 +383,24 @@ def test_draining_replica_holds_nothing_for_new_requests(fleet: Fleet) -> None:
     assert fleet.engine.holds_elsewhere(digest)
     fleet.engine.update([views[0], views[2]], {"other": fleet.other})
     assert not fleet.engine.holds_elsewhere(digest)
+
+
+class NotLoadingEngine(ScriptedEngine):
+    async def call(self, message: EngineCall[AnswerT], timeout_s: float) -> AnswerT:
+        raise TimeoutError
+
+
+async def test_servers_that_hold_a_predecessor_load_an_adapter(fleet: Fleet) -> None:
+    new, old, older = map(digest_of, ("new", "old", "older"))
+    hung, draining = NotLoadingEngine(), ScriptedEngine()
+    views = [view("local", int(old[:16], 16)), view("peer", int(older[:16], 16)), view("other", int(new[:16], 16) + 1)]
+    views += [view("hung", int(old[:16], 16)), view("draining", int(old[:16], 16), is_draining=True)]
+    engines = {"peer": fleet.peer, "other": fleet.other, "hung": hung, "draining": draining}
+    fleet.engine.update(views, engines)
+    await fleet.engine.load_elsewhere(new, [old, older], 1.0)
+    assert list(fleet.peer.resident) == [new]
+    for engine in (fleet.local, fleet.other, draining):
+        assert not engine.resident
 
 
 def test_requests_that_can_share_pages_have_the_same_prefix_key() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -364,19 +364,26 @@ async def test_the_engine_loads_a_version_before_the_store_has_its_bytes(
     tier = DiskTier(tmp_path / "tier", 1 << 30, target.pack_key)
     ingest.pushes._open_tier = lambda: tier
     adapter_id = await new_adapter(http)
-    put, seen = type(admin_side.blobs).put, dict[str, bool]()
+    put, seen = type(admin_side.blobs).put_final, dict[str, bool]()
+    loads, load = list[str](), type(admin_side.services.engine.loads).load
 
-    def slow(self: Any, key: str, source: Any, deadline_s: float | None = None) -> bool:
+    def slow(self: Any, key: str, source: Any) -> bool:
         # Before the store has the canonical file, the engine loads the version from the disk.
         if key.startswith("adapters/"):
             wait_until(lambda: bool(admin_side.engine.resident))
         seen[key.partition("/")[0]] = bool(admin_side.engine.resident)
-        return bool(put(self, key, source, deadline_s))
+        return bool(put(self, key, source))
+
+    def noted(self: Any, digest: str, *arguments: Any) -> Any:
+        loads.append(digest)
+        return load(self, digest, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(admin_side.blobs), "put", slow)
+        patch.setattr(type(admin_side.blobs), "put_final", slow)
+        patch.setattr(type(admin_side.services.engine.loads), "load", noted)
         pushed = await send(http, adapter_id, form_of(make_adapter()), wait="resident")
     assert pushed.status_code == 200, pushed.text
+    assert loads == [pushed.json()["digest"]], "the engine was asked once"
     assert list(admin_side.engine.resident) == [pushed.json()["digest"]]
     assert seen["adapters"]
     held = tier.hold(pushed.json()["digest"])
@@ -394,6 +401,24 @@ async def test_the_engine_loads_a_version_before_the_store_has_its_bytes(
     assert again.status_code == 200, again.text
     stages = [stage.partition(";")[0] for stage in again.headers["server-timing"].split(", ")]
     assert stages == ["receive", "wait", "validate", "store", "ready", "load"]
+
+
+async def test_servers_with_the_alias_load_its_new_version_before_it_moves(
+    http: httpx.AsyncClient, admin_side: AdminSide, make_adapter: Callable[..., Path]
+) -> None:
+    adapter_id = await new_adapter(http)
+    first = (await send(http, adapter_id, form_of(make_adapter()), alias="default")).json()
+    alias, calls = f"/admin/v1/adapters/{adapter_id}/aliases/default", list[tuple[str, list[str], int]]()
+
+    async def load_elsewhere(digest: str, predecessors: Collection[str], timeout_s: float) -> None:
+        target = (await http.get(alias)).json()["targets"][0]["version"]
+        calls.append((digest, list(predecessors), target))
+
+    # The record is frozen, and a test cannot replace the services of a running app.
+    object.__setattr__(admin_side.services.engine, "load_elsewhere", load_elsewhere)
+    second = (await send(http, adapter_id, form_of(make_adapter()), alias="default", wait="resident")).json()
+    assert second["alias"]["targets"] == [{"version": 2, "weight": 100}]
+    assert calls == [(second["digest"], [first["digest"]], 1)]
 
 
 async def test_an_engine_that_cannot_load_leaves_the_alias(
