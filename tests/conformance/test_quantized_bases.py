@@ -21,7 +21,7 @@ from loramux.kernels.cpu.instructions.compiled import cpu_features
 from loramux.kernels.cpu.instructions.integer_blocks import IS_SUPPORTED
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, run
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, AdapterPlan, add_adapters, pack_peft_directory
-from tests.engine.device.gpu_backend import gpu_backend
+from tests.engine.device.gpu_backend import gpu_backend, has_fp8_products
 from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels
 from tests.quantized_layouts import LAYOUTS, quantize_directory
 
@@ -159,6 +159,7 @@ def test_a_gpu_keeps_the_codes_of_every_layout(layout: str, tmp_path: Path, monk
 
 
 @pytest.mark.skipif(HAS_GPU, reason="a GPU's engine rounds only bfloat16")
+@pytest.mark.skipif(not has_fp8_products(torch.device("cpu")), reason="this torch has no such products on a CPU")
 def test_a_gpu_rounds_inputs_of_fp8_weights_in_large_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference rounds no inputs. The decodes have one row each, so they multiply by codes."""
     subject = make_quantized(tmp_path, "ct-fp8-channel", PLANS[:1])

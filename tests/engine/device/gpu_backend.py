@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear, open_backend
@@ -16,6 +17,17 @@ def capture_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture a shape's graph as soon as its kernels are loaded, so that short answers replay graphs."""
     monkeypatch.setattr(graph_executor, "STEPS_BEFORE_CAPTURE", 1)
     monkeypatch.setattr(graph_executor, "STEPS_BEFORE_OWN_GRAPH", 0)
+
+
+def has_fp8_products(device: torch.device) -> bool:
+    """True if torch multiplies FP8 numbers with a scale per row on `device`: on a CPU, only newer versions do."""
+    codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.ones(16, 1, device=device)
+    try:
+        torch._scaled_mm(codes, codes.T, scales, scales.T, out_dtype=torch.bfloat16)
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def gpu_backend(monkeypatch: pytest.MonkeyPatch, rounds_inputs: bool = False) -> Backend:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.accelerator import HostAccelerator
@@ -23,6 +24,7 @@ from tests.engine.device.fake_gpu import (
     fake_driver,
     start_engine,
 )
+from tests.engine.device.gpu_backend import has_fp8_products
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 
@@ -88,7 +90,8 @@ def cases() -> Iterator[Any]:
             marks = () if is_quick else pytest.mark.campaign
             yield pytest.param(*model, names_target, {}, id=f"{version}-{name}", marks=marks)
     # Steps that are not captured gather pages for prefills. Those of 512 rows dequantise weights or round inputs.
-    yield pytest.param(LLAMA, CodedZeroWeights(), 17, True, {"max_batch_tokens": 1040}, id="large-steps")
+    num_kernels = 16 + has_fp8_products(torch.device("cpu"))
+    yield pytest.param(LLAMA, CodedZeroWeights(), num_kernels, True, {"max_batch_tokens": 1040}, id="large-steps")
 
 
 @pytest.mark.parametrize(("model", "weights", "num_kernels", "names_target", "limits"), list(cases()))

@@ -14,13 +14,14 @@ from loramux.engine.device.backend import AddingLinear
 from loramux.kernels.gpu.coded_weights import place_codes
 from loramux.kernels.quantized import INT8, QuantizedWeight
 from loramux.kernels.reference.quantized import multiply_codes, round_to_fp8
+from tests.engine.device.gpu_backend import has_fp8_products
 from tests.kernels.cpu.codebooks import FP8, random_weight
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
 
 scaled_products, coded_linear = import_kernels("scaled_products", "coded_linear")
 
 needs_products = pytest.mark.skipif(
-    HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="torch multiplies FP8 on newer GPUs"
+    not has_fp8_products(DEVICE), reason="torch multiplies FP8 on newer GPUs and, in newer versions, on CPUs"
 )
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PRECISION = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
