@@ -18,7 +18,7 @@ import torch
 from loramux.kernels.layout import AFFINE, NO_AFFINE, LinearShape, PageGeometry
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews, Segments
-from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
+from tests.kernels.gpu.interpreted import DEVICE, FOR_GPUS, HAS_GPU, import_kernels
 
 RANKS = (0, 1, 3, 31, 64, 128)
 NUM_SLOTS = 5
@@ -46,9 +46,9 @@ BATCHES: dict[str, Batch] = {
     "mixed-decode": (MIXED, 13, 16),
     "mixed-single-rows": (MIXED, 13, 1),
 }
-SHAPES = pytest.mark.parametrize(
-    ("num_segments", "max_rows"), [(5, 16), (9, 16), (9, 1)], ids=["tiles", "decode-tiles", "single-rows"]
-)
+TILES = {"tiles": (5, 16), "decode-tiles": (9, 16), "single-rows": (9, 1)}
+"""Numbers of segments, and the maximum number of rows in one."""
+SHAPES = pytest.mark.parametrize(("num_segments", "max_rows"), TILES.values(), ids=TILES)
 
 ONE = (64,)
 THREE = (64, 63, 200)
@@ -180,7 +180,13 @@ def run_case(
     assert torch.equal(y_wide[:, [0, -2, -1]], before[:, [0, -2, -1]])
 
 
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(batch, id=name, marks=FOR_GPUS if name == "one-adapter-40-single-rows" else ())
+        for name, batch in BATCHES.items()
+    ],
+)
 def test_equals_dense_matrices(
     batch: Batch,
     shrink: Callable[..., None],
@@ -196,9 +202,17 @@ WRITTEN_BATCHES: dict[str, Batch] = {
     "large-all-base": ([-1] * 300, 3, 64),
     "base-last": ([3] * 260 + [-1], 18, 16),
 }
+RARELY_WRITTEN = ("empty", "one-adapter", "one-base", "large-all")
+"""Beginnings of the names of batches that the interpreter runs only in campaigns."""
 
 
-@pytest.mark.parametrize("batch", WRITTEN_BATCHES.values(), ids=WRITTEN_BATCHES.keys())
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(batch, id=name, marks=FOR_GPUS if name.startswith(RARELY_WRITTEN) else ())
+        for name, batch in WRITTEN_BATCHES.items()
+    ],
+)
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -249,7 +263,9 @@ LARGE_BATCHES: dict[str, Batch] = {
 
 
 @pytest.mark.parametrize("batch", LARGE_BATCHES.values(), ids=LARGE_BATCHES.keys())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=FOR_GPUS)], ids=["float32", "float16"]
+)
 def test_large_segments_equal_dense_matrices(
     dtype: torch.dtype,
     batch: Batch,
@@ -261,15 +277,20 @@ def test_large_segments_equal_dense_matrices(
 
 
 @pytest.mark.parametrize(
-    ("pool_dtype", "x_dtype"),
+    ("num_segments", "max_rows", "pool_dtype", "x_dtype"),
     [
-        pytest.param(torch.float16, torch.float16, id="float16"),
-        pytest.param(torch.bfloat16, torch.bfloat16, id="bfloat16"),
-        pytest.param(torch.bfloat16, torch.float32, id="bfloat16-pool-float32-rows"),
-        pytest.param(torch.float32, torch.float16, id="float32-pool-float16-rows"),
+        pytest.param(*sizes, *dtypes, id=f"{kind}-{name}", marks=() if number % 3 == place else FOR_GPUS)
+        for place, (kind, sizes) in enumerate(TILES.items())
+        for number, (name, dtypes) in enumerate(
+            {
+                "float16": (torch.float16, torch.float16),
+                "bfloat16": (torch.bfloat16, torch.bfloat16),
+                "bfloat16-pool-float32-rows": (torch.bfloat16, torch.float32),
+                "float32-pool-float16-rows": (torch.float32, torch.float16),
+            }.items()
+        )
     ],
 )
-@SHAPES
 def test_every_pair_of_dtypes_equals_dense_matrices(
     num_segments: int,
     max_rows: int,
@@ -455,7 +476,8 @@ class CompiledForHopper:
 def run_alone(request: pytest.FixtureRequest) -> None:
     """Run a test in its own process, because a process that has interpreted kernels can no longer compile them."""
     test = f"{__file__}::{request.node.name}"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "campaign or not campaign", test]
+    options = ["-p", "no:cacheprovider", "-p", "no:schemathesis", "--noconftest", "-m", "campaign or not campaign"]
+    command = [sys.executable, "-m", "pytest", *options, test]
     done = subprocess.run(command, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
