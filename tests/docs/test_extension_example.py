@@ -62,6 +62,7 @@ def extensions_in_doctor(site: Path) -> list[dict[str, str]]:
     return [finding for finding in findings if finding["check"] == "extensions"]
 
 
+@pytest.mark.campaign
 def test_doctor_lists_extensions(site: Path) -> None:
     found = extensions_in_doctor(site)
     assert {finding["grade"] for finding in found} == {"ok"}
@@ -123,6 +124,7 @@ def test_broken_extension_stops_the_start(
     assert "Traceback" not in errors
 
 
+@pytest.mark.campaign
 def test_name_offered_by_two_distributions_stops_the_start(site: Path, tmp_path: Path) -> None:
     entries = {"loramux.eviction_policies": {"lfu": "other_extension:Policy"}}
     other = write_distribution(tmp_path / "site", "other-dist", entries, other_extension="raise KeyError")

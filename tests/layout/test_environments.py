@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import zipfile
 from pathlib import Path
@@ -39,10 +40,11 @@ def installed(root: Path) -> str:
 
 def test_environment_follows_its_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed install is tried again, and one without a change installs nothing."""
-    (root / "tool.txt").write_text("absent==1\n")
-    for _ in range(2):
-        with pytest.raises(SystemExit, match="pip"):
-            create(STRANGER, root)
+    wheels = os.environ["PIP_FIND_LINKS"]
+    monkeypatch.setenv("PIP_FIND_LINKS", str(root / "absent"))
+    with pytest.raises(SystemExit, match="pip"):
+        create(STRANGER, root)
+    monkeypatch.setenv("PIP_FIND_LINKS", wheels)
     for version in ("1", "2"):
         (root / "tool.txt").write_text(f"stranger=={version}\n")
         create(STRANGER, root)

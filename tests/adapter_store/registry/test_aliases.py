@@ -92,20 +92,20 @@ def test_alias_accepts_only_ready_versions(named: Named) -> None:
 
 def test_weights_split_requests_and_each_text_keeps_its_version(named: Named) -> None:
     named.aliases.set(named.adapter.id, "default", {1: 90, 3: 10})
-    before = named.drawn(600)
-    assert named.drawn(600) == before
-    # Version 3 is expected 60 times, with a standard deviation of 7.3.
-    assert 30 < Counter(before.values())[3] < 95
+    before = named.drawn(200)
+    assert named.drawn(200) == before
+    # Version 3 is expected 20 times, with a standard deviation of 4.2, and later 60 times, with one of 6.5.
+    assert 1 <= Counter(before.values())[3] < 45
     assert set(before.values()) == {1, 3}
     named.aliases.set(named.adapter.id, "default", {1: 70, 3: 30})
-    after = named.drawn(600)
-    assert 130 < Counter(after.values())[3] < 235
+    after = named.drawn(200)
+    assert 25 < Counter(after.values())[3] < 100
     assert all(after[text] == 3 for text, version in before.items() if version == 3), (
         "a growing canary keeps its callers"
     )
     # Different aliases draw independently, so that the new version does not always go to the same callers.
     named.aliases.set(named.adapter.id, "beta", {1: 70, 3: 30})
-    assert named.drawn(600, "beta") != after
+    assert named.drawn(200, "beta") != after
 
 
 def test_rollback_can_be_undone(named: Named) -> None:

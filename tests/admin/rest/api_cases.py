@@ -55,6 +55,9 @@ KINDS = (
 CALLS_EACH = 3
 """Number of times that a campaign sends each case. Generating a case takes far longer than sending it."""
 
+INVALID_EVERY = 3
+"""A short run sends invalid data to every third operation."""
+
 
 def call_all(
     document: Mapping[str, Any],
@@ -69,7 +72,8 @@ def call_all(
     """Call all operations with valid and invalid data, making about `num_calls` calls in total.
 
     Each case is sent unchanged, then with `known` names filled in, and then with another key. The first of `keys` must
-    have the most rights. Unless `is_thorough`, each case is sent in only one of these forms.
+    have the most rights. Unless `is_thorough`, each case is sent in only one of these forms, and only one in
+    INVALID_EVERY operations gets invalid data, which takes hypothesis longest to generate.
 
     Raises the errors of failed checks. `cases` then contains the calls made so far.
     """
@@ -88,8 +92,9 @@ def call_all(
                 # A short run has only enough cases for calls that pass authentication.
                 num_cases = max(round(each * kind.share), 0 if kind.is_guarded else 1)
                 operation = found[kind.is_guarded][at]
+                has_turn = is_thorough or kind.mode.is_positive or at % INVALID_EVERY == 0
                 is_possible = kind.is_guarded or kind.mode.is_positive or _can_be_wrong(document, operation)
-                if num_cases > 0 and is_possible:
+                if num_cases > 0 and has_turn and is_possible:
                     with_keys = () if kind.is_guarded else keys
                     visitor = _Visitor(operation, session, names, with_keys, is_thorough, cases)
                     visitor.visit(kind.mode, num_cases, number)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,8 +17,10 @@ from loramux.platform.listener.app import OPENAI_DOCUMENT
 from tests.adapter_store.validation.hostile import TARGET
 from tests.admin.admin_side import open_admin_side
 from tests.admin.openai_side import open_services, served, whole_app
-from tests.admin.rest.api_cases import Cases, call_all
 from tests.admin.rest.api_stock import ApiStock
+
+if TYPE_CHECKING:
+    from tests.admin.rest.api_cases import Cases
 
 CASES = int(os.environ.get("LORAMUX_API_CASES", "20000"))
 SEED = int(os.environ.get("LORAMUX_API_SEED", "1"))
@@ -41,6 +44,8 @@ def test_a_few_calls_of_every_operation_are_answered_as_documented(
 @pytest.mark.campaign
 @pytest.mark.parametrize("listener", ["admin", "openai"])
 def test_many_calls_are_answered_as_documented(listener: str, tmp_path: Path, demo_base: Path) -> None:
+    from tests.admin.rest.api_cases import Cases
+
     cases = Cases()
     try:
         _run(listener, tmp_path, demo_base, CASES * 9 // 10 if listener == "admin" else CASES // 10, cases=cases)
@@ -58,6 +63,9 @@ def _run(
     is_thorough: bool = True,
     cases: Cases | None = None,
 ) -> Cases:
+    # Every process that collects the tests would import schemathesis, which takes most of a second.
+    from tests.admin.rest.api_cases import call_all
+
     with open_admin_side(directory, TARGET) as side, open_services(side.services.database, demo_base) as services:
         stock = ApiStock(side)
         if listener == "admin":

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -130,11 +131,44 @@ def test_stopped_server_drains_and_the_next_one_reports_its_usage(
 
 def refusal(*arguments: object, lacking: str = "", **variables: str) -> str:
     process = serve(*arguments, lacking=lacking, **variables)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=150)
     assert process.returncode == 2, errors
     assert output == ""
     assert "Traceback" not in errors
     return errors
+
+
+SEVERAL_STARTS = """
+import json, sys
+from typer.testing import CliRunner
+from loramux.admin.cli import app
+
+for line in sys.stdin:
+    done = CliRunner().invoke(app, ["serve", *json.loads(line)])
+    print(json.dumps([done.exit_code, done.stdout, done.stderr]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def refused() -> Iterator[Callable[..., str]]:
+    """Returns what a server that is refused prints. All are started in one process, which imports everything once."""
+    command = [sys.executable, "-c", SEVERAL_STARTS]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def refused(*arguments: object) -> str:
+            process.stdin.write(json.dumps([str(argument) for argument in arguments]) + "\n")
+            process.stdin.flush()
+            code, output, errors = json.loads(process.stdout.readline())
+            assert (code, output) == (2, ""), errors
+            assert "Traceback" not in errors
+            return str(errors)
+
+        yield refused
+        process.stdin.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the measures need Linux")
@@ -151,10 +185,10 @@ def test_missing_required_sandbox_is_refused(demo_base: Path, tmp_path: Path, me
     assert not (tmp_path / "data").exists()
 
 
-def test_port_in_use_is_refused(demo_base: Path, tmp_path: Path) -> None:
+def test_port_in_use_is_refused(refused: Callable[..., str], demo_base: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        errors = refusal("--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", port)
+        errors = refused("--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", port)
     assert errors == (
         f"loramux: cannot listen on 127.0.0.1 port {port}: address already in use; choose another with --admin-port\n"
     )
@@ -171,12 +205,12 @@ def test_port_in_use_is_refused(demo_base: Path, tmp_path: Path) -> None:
     ],
 )
 def test_invalid_setup_is_refused_with_one_sentence(
-    demo_base: Path, tmp_path: Path, arguments: tuple[str, ...], said: str
+    refused: Callable[..., str], demo_base: Path, tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     given = [str(demo_base) if argument == "MODEL" else argument for argument in arguments]
     if "--data-dir" not in given:
         given += ["--data-dir", str(tmp_path / "data")]
-    assert said in refusal(*given, "--port", 0, "--admin-port", 0)
+    assert said in refused(*given, "--port", 0, "--admin-port", 0)
 
 
 def test_a_model_without_weights_is_refused(demo_base: Path, tmp_path: Path) -> None:
@@ -189,8 +223,10 @@ def test_a_model_without_weights_is_refused(demo_base: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(count_gpus() > 0, reason="this machine has a GPU")
-def test_a_missing_gpu_is_refused_with_one_sentence(demo_base: Path, tmp_path: Path) -> None:
-    errors = refusal(
+def test_a_missing_gpu_is_refused_with_one_sentence(
+    refused: Callable[..., str], demo_base: Path, tmp_path: Path
+) -> None:
+    errors = refused(
         "--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0, "--device", "cuda"
     )
     assert errors == (

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +11,8 @@ import pytest
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.messages import Add, Finished, Load, SamplingParams, SequenceOutput, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineUnavailable
-from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine
+from loramux.platform.engine_link.local_engine import LocalEngine, Supervision
+from tests.platform.engine_link.supervised_engine import PATIENCE_S
 
 
 def configuration(model: Path, tmp_path: Path) -> EngineConfig:
@@ -27,7 +27,8 @@ def configuration(model: Path, tmp_path: Path) -> EngineConfig:
 
 @asynccontextmanager
 async def running(config: EngineConfig) -> AsyncIterator[LocalEngine]:
-    engine = LocalEngine(config)
+    # No engine is started again, because a start takes seconds. test_process_life.py does that.
+    engine = LocalEngine(config, Supervision(first_delay_s=3600))
     await engine.start()
     try:
         yield engine
@@ -49,13 +50,7 @@ async def collect(engine: LocalEngine, message: Add) -> tuple[list[int], Finishe
     raise AssertionError("a stream ended without Finished")
 
 
-async def until_ready(engine: LocalEngine) -> None:
-    async with asyncio.timeout(60):
-        while not engine.is_ready:  # noqa: ASYNC110  a restart has no event that a test could wait for
-            await asyncio.sleep(0.05)
-
-
-def test_engine_serves_dies_and_restarts(demo_base: Path, tmp_path: Path) -> None:
+def test_engine_serves_and_ends_with_its_parent_process(demo_base: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(configuration(demo_base, tmp_path)) as engine:
             results = await asyncio.gather(*(collect(engine, add(f"s{i}", 5 + i)) for i in range(6)))
@@ -81,46 +76,23 @@ def test_engine_serves_dies_and_restarts(demo_base: Path, tmp_path: Path) -> Non
             assert isinstance(rest[-1], Finished)
             assert (rest[-1].reason, 0 < rest[-1].completion_tokens < 900) == ("abort", True)
 
-            # A killed engine's streams end with the tokens received so far. New requests are refused until it restarts.
+            # An engine ends when its parent is gone. Its streams end with the tokens received so far, and new requests
+            # are refused.
             stream = engine.submit(add("doomed", 900))
             await anext(stream)
-            assert engine.pid is not None
-            os.kill(engine.pid, signal.SIGKILL)
+            process, pid = engine._process, engine.pid
+            assert process is not None
+            assert process._process.stdin is not None
+            process._process.stdin.close()
             rest = [item async for item in stream]
             assert isinstance(rest[-1], Finished)
             assert (rest[-1].reason, rest[-1].code) == ("error", "engine_unavailable")
             assert rest[-1].completion_tokens >= 1
+            async with asyncio.timeout(PATIENCE_S):
+                assert await process.wait() == 0
             with pytest.raises(EngineUnavailable):
                 engine.submit(add("early"))
-            await until_ready(engine)
-            assert (await collect(engine, add("again")))[0][:5] == results[0][0]
-            pid = engine.pid
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-    asyncio.run(scenario())
-
-
-def test_unusable_model_fails_the_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async def scenario() -> None:
-        engine = LocalEngine(configuration(tmp_path / "nowhere", tmp_path))
-        with pytest.raises(EngineStartError, match=r"did not start: .* does not exist"):
-            await engine.start()
-
-    asyncio.run(scenario())
-    assert "does not exist" in capfd.readouterr().err
-
-
-def test_engine_ends_with_its_parent_process(demo_base: Path, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        engine = LocalEngine(configuration(demo_base, tmp_path))
-        await engine.start()
-        assert engine._process is not None
-        process = engine._process._process
-        assert process.stdin is not None
-        process.stdin.close()
-        async with asyncio.timeout(10.0):
-            assert await process.wait() == 0
-        await engine.close()
 
     asyncio.run(scenario())

@@ -26,7 +26,8 @@ def engine_on(card: str, model: Path, tmp_path: Path) -> LocalEngine:
         max_sequences=2,
     )
     command = (sys.executable, str(Path(__file__).parent / "fake_card_engine.py"), card)
-    return LocalEngine(config, Supervision(first_delay_s=0.05), command)
+    # No engine is started again, because a start takes seconds. test_supervision.py does that.
+    return LocalEngine(config, Supervision(first_delay_s=3600), command)
 
 
 def test_full_gpu_fails_the_start_with_one_sentence(
@@ -39,14 +40,13 @@ def test_full_gpu_fails_the_start_with_one_sentence(
     assert capfd.readouterr().err.splitlines() == [said]
 
 
-def test_lost_gpu_ends_every_stream_and_the_engine_restarts(
+def test_lost_gpu_ends_every_stream_and_the_engine(
     demo_base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = "the GPU failed: CUDA error: the device fell off the bus"
 
     async def scenario() -> None:
         async with running(engine_on("lost", demo_base, tmp_path)) as engine:
-            pid = engine.pid
             streams = [
                 engine.submit(add("beside", max_tokens=900)),
                 engine.submit(add("losing", 5, LOSING_TOKEN)),
@@ -55,11 +55,10 @@ def test_lost_gpu_ends_every_stream_and_the_engine_restarts(
             with capture_logs() as logged:
                 ends = await asyncio.gather(*map(end_of, streams))
                 assert [end.code for end in ends] == ["engine_unavailable"] * 3
-                await until(lambda: engine.is_ready and engine.pid != pid)
+                await until(lambda: any(entry["event"] == "engine died" for entry in logged))
             assert [entry["reason"] for entry in logged if entry["event"] == "engine died"] == [
                 f"exit code {EXIT_DEVICE_FAILED}: {said}"
             ]
-            assert (await end_of(engine.submit(add("again")))).reason == "length"
 
     asyncio.run(scenario())
     assert capfd.readouterr().err.splitlines() == [said]
