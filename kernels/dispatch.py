@@ -248,7 +248,7 @@ def select_kernels(
 ) -> Kernels:
     """Kernels for `device` that read and write `pool` and support all of `shapes`.
 
-    `pdl` lets an expand start before its shrink has ended, on GPUs that support it (compute capability 9 or later).
+    `pdl` lets kernels start before the previous one has ended, on GPUs that support it (compute capability 9 or later).
     With `fuses`, kernels for a GPU multiply linear layers and their adapters together (`Kernels.lora_linear`).
     Raises ValueError, naming the limit, if the device has no kernels or its kernels do not support the pool or a shape.
     """

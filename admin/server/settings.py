@@ -291,7 +291,7 @@ class Settings(ModelSettings):
     eviction_policy: str = "lru"
     num_threads: Annotated[int, Field(ge=1)] | None = None
     pdl: bool = True
-    """Overlap launches of LoRA kernels (programmatic dependent launch), on GPUs of compute capability 9.0 or later."""
+    """Overlap the launches of kernels (programmatic dependent launch), on GPUs of compute capability 9.0 or later."""
     fused_lora: bool = False
     """Multiply a linear layer and its adapters in one kernel in steps of up to 128 tokens, on a GPU. For bases with
     float weights. Not measured yet. The kernel multiplies each row with every adapter of the step, by 0 for the

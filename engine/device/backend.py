@@ -158,7 +158,7 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16, fuse
 
     On a CPU, the inputs of linear layers that keep their weights quantised are rounded to `activation_bits`, 16 or 8.
 
-    `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later. Other GPUs ignore it.
+    `pdl` lets launches of kernels overlap on GPUs of compute capability 9.0 or later. Other GPUs ignore it.
     `fused_lora` makes a GPU multiply float linear layers and their adapters together in small steps.
     """
     # Make other threads release the interpreter lock sooner, so that the thread that submits steps gets it quickly.

@@ -70,8 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_tier_bytes: int = 1 << 30
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
     pdl: bool = True
-    """Overlap the launches of LoRA kernels (programmatic dependent launch) on GPUs of compute capability 9.0 or later.
-    """
+    """Overlap the launches of kernels (programmatic dependent launch) on GPUs of compute capability 9.0 or later."""
     fused_lora: bool = False
     """Multiply float linear layers and their adapters in one kernel in steps of up to 128 tokens, on a GPU."""
     num_loaders: int = 4

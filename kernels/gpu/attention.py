@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.gpu.attention_plan import PAGE_TOKENS, PARTIAL_PAD, AttentionPlan
+from loramux.kernels.gpu.launches import overlapping
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 
 COMBINED_ELEMENTS = 2048
@@ -42,6 +43,8 @@ def paged_attention(
     counters: torch.Tensor,
     out: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> None:
     """`out[t] = softmax(soft_cap(q[t] kᵀ * scale) + mask) v` over the context of row `t`'s sequence.
 
@@ -57,7 +60,8 @@ def paged_attention(
     The batch is read on the device, so a captured graph can be replayed after the batch's tensors are overwritten in
     place. Sequences without query rows, and rows that belong to no sequence, are padding and are skipped. No page or
     pool element is read beyond the end of a context or before the first key that any of its rows sees.
-    `check_attention` defines what is supported.
+    `check_attention` defines what is supported. With `pdl`, the launch may overlap with the previous kernel
+    (`launches.py`).
     """
     group_size = spec.num_heads // spec.num_kv_heads
     num_tokens, num_sequences = q.shape[0], batch.seq_lens.shape[0]
@@ -84,10 +88,10 @@ def paged_attention(
             PARTIAL_PAD=PARTIAL_PAD, MIN_TILES=tiling.min_tiles,
             NUM_LAYERS=kv.shape[1], NUM_KV_HEADS=spec.num_kv_heads, PAGE_TOKENS=PAGE_TOKENS,
             BLOCK_M=tiling.block_m, SOFT_CAP=(spec.soft_cap or 0.0) * math.log2(math.e),
-            IS_SPLIT=tiling.num_splits > 1, HAS_SINKS=sinks is not None,
+            IS_SPLIT=tiling.num_splits > 1, HAS_SINKS=sinks is not None, PDL=pdl,
             PAIRS=num_pairs, BLOCK_SPLITS=COMBINED_ELEMENTS // (num_pairs * block_d),
             DOT_TYPE=tl.float32 if IS_INTERPRETED and q.dtype is torch.bfloat16 else _DOT_TYPES[q.dtype],
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlapping(pdl),
         )  # fmt: skip
 
 
@@ -250,6 +254,7 @@ def _attend(
     SOFT_CAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
@@ -265,6 +270,8 @@ def _attend(
     sequence, row, num_queries, first_position = _tile_of(
         tl.program_id(0), cu_q_ptr, seq_lens_ptr, num_sequences, BLOCK_Q, MIN_ROWS, MAX_ROWS
     )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if num_queries == 0:
         return
     first_tile, last_tile, split_tiles = _keys_of(first_position, num_queries, num_splits, TILE_N, MIN_TILES, WINDOW)

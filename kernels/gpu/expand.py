@@ -18,6 +18,7 @@ from loramux.kernels.gpu.launches import (
     TILE_ROWS,
     expert_list,
     is_decode_shaped,
+    overlapping,
     segment_grid,
     tile_rows,
     whole_grid,
@@ -433,7 +434,7 @@ def lora_expand(
     rows = tile_rows(segments)
     plan = _plan(group, page_elements, num_rows, num_segments, max_rank, rows)
     halves_v = pool.adapter.dtype is torch.bfloat16 and y.dtype is not torch.float32
-    launch = {"launch_pdl": True} if pdl else {}
+    launch = overlapping(pdl)
     expand_kernel[plan.num_blocks, *segment_grid(num_columns)](
         planes, y, pool.adapter, tables.page_table, tables.off, tables.rank, tables.scale,
         segments.rows, segments.starts, segments.slots, expert_list(segments),

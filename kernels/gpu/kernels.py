@@ -169,7 +169,7 @@ class GpuKernels(GpuLora):
         batch: AttentionBatch,
     ) -> None:
         rotates_k = batch.contiguous is not None and batch.contiguous.pages is None
-        rotate_and_store(q, k, v, cos, sin, self._pool, layer, batch, rotates_k=rotates_k)
+        rotate_and_store(q, k, v, cos, sin, self._pool, layer, batch, rotates_k=rotates_k, pdl=self._pdl)
 
     def max_gathered_pages(self, spec: AttentionSpec) -> int:
         return 0 if self._contiguous_attention is None else max_gathered_pages(spec, self._pool.kv.dtype)
@@ -196,7 +196,8 @@ class GpuKernels(GpuLora):
                     return
                 plan = replace(plan, long=None)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
-        paged_attention(q, self._pool, layer, batch, spec, plan, workspace, self._counters_of(num_counters), out, sinks)
+        counters = self._counters_of(num_counters)
+        paged_attention(q, self._pool, layer, batch, spec, plan, workspace, counters, out, sinks, pdl=self._pdl)
 
     def _counters_of(self, count: int) -> torch.Tensor:
         """At least `count` counters, all zero between launches. A captured graph keeps using the ones of its capture,
@@ -234,19 +235,19 @@ class GpuKernels(GpuLora):
         return lora_linear(self._pool, x, weight, bias, planes, call, slots, plan, self._fused_counters, pdl=self._pdl)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps, pdl=self._pdl)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(x, residual, weight, eps, pdl=self._pdl)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(gate_up)
+        return silu_and_mul(gate_up, pdl=self._pdl)
 
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return gelu_and_mul(gate_up)
+        return gelu_and_mul(gate_up, pdl=self._pdl)
 
     def clamped_silu_and_mul(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-        return clamped_silu_and_mul(gate_up, alpha, limit)
+        return clamped_silu_and_mul(gate_up, alpha, limit, pdl=self._pdl)
 
     def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
         return route(logits, spec, bias)

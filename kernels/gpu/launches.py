@@ -1,4 +1,10 @@
-"""Launch parameters of the GPU's LoRA kernels: tile and grid sizes, and whether launches can overlap."""
+"""Launch parameters of the GPU's kernels: tile and grid sizes of the LoRA kernels, and whether launches can overlap.
+
+A kernel with `pdl` may start when all programs of the previous kernel have ended or called `gdc_launch_dependents`
+(programmatic dependent launch). Every one of its programs calls `gdc_wait`, which returns when the previous kernel has
+ended. Before that, it reads only what no kernel of a step writes: weights, tables, adapter pages and the step's inputs.
+So when it has ended, all earlier kernels have ended too.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +46,11 @@ def supports_pdl(device: torch.device) -> bool:
     """True if a launch on `device` may overlap the end of the previous launch (programmatic dependent launch)."""
     has_calls = IS_COMPILED and hasattr(tl.extra.cuda, "gdc_wait")
     return has_calls and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlapping(pdl: bool) -> dict[str, bool]:
+    """Triton's launch option with which a kernel may start before the previous one has ended."""
+    return {"launch_pdl": True} if pdl else {}
 
 
 def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:

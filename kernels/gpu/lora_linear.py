@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.gpu.addresses import IS_COMPILED, chunk_addresses, dot_dtype, pick, prefetch
-from loramux.kernels.gpu.launches import power_of_two_within
+from loramux.kernels.gpu.launches import overlapping, power_of_two_within
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
 
@@ -405,7 +405,7 @@ def lora_linear(
     if plan.num_splits > 1:
         sums = torch.empty(plan.num_splits, num_rows, total_out, dtype=torch.float32, device=x.device)
     halves_v = pool.adapter.dtype is torch.bfloat16 and x.dtype is not torch.float32
-    launch = {"launch_pdl": True} if pdl else {}
+    launch = overlapping(pdl)
     lora_linear_kernel[plan.num_blocks, plan.num_splits](
         x, weight, weight if bias is None else bias, y, sums, counters, planes,
         pool.adapter, tables.page_table, tables.off, tables.rank, tables.scale, slots, adapters,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loramux.kernels.gpu.launches import overlapping
 from loramux.kernels.tables import AttentionBatch, PoolViews
 
 
@@ -20,6 +21,7 @@ def rotate_and_store(
     batch: AttentionBatch,
     *,
     rotates_k: bool = False,
+    pdl: bool = False,
 ) -> None:
     """Rotate `(a, b)`, the halves of the first `2 * n` elements of each head of q and k, to
     `(a cos - b sin, b cos + a sin)`; store v and the rotated k of row `t` at `batch.kv_slots[t]`.
@@ -32,6 +34,8 @@ def rotate_and_store(
       and stored as `[num_kv_heads, page_tokens, head_dim]` in their page, K in the first half of its elements and V in
       the second, as `attention.py` reads them.
     - A row with a negative slot is padding; it is neither rotated nor stored.
+    - With `pdl`, the launch may overlap with the previous kernel and with the next one, which must wait for it
+      (`launches.py`).
     """
     # If k and v are None, empty views of q take their place. The kernel never reads them.
     keys, values = (q[:, :0] if rows is None else rows for rows in (k, v))
@@ -47,11 +51,11 @@ def rotate_and_store(
         _rotate_and_store[(num_rows,)](
             q, keys, values, cos, sin, kv, batch.kv_slots, q.stride(0), keys.stride(0), values.stride(0), layer,
             NUM_Q=num_q, NUM_KV=num_kv, HEAD_DIM=head_dim, HALF=half,
-            NUM_LAYERS=kv.shape[1], PAGE_TOKENS=pool.geometry.page_tokens, ROTATES_K=rotates_k, BLOCK=block,
+            NUM_LAYERS=kv.shape[1], PAGE_TOKENS=pool.geometry.page_tokens, ROTATES_K=rotates_k, PDL=pdl, BLOCK=block,
             BLOCK_Q=triton.next_power_of_2(num_q), BLOCK_KV=triton.next_power_of_2(max(1, num_kv)),
             BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
             BLOCK_V=triton.next_power_of_2(max(1, num_kv * head_dim)),
-            num_warps=min(8, triton.next_power_of_2(max(1, block * num_q // 256))),
+            num_warps=min(8, triton.next_power_of_2(max(1, block * num_q // 256))), **overlapping(pdl),
         )  # fmt: skip
 
 
@@ -91,6 +95,7 @@ def _rotate_and_store(
     NUM_LAYERS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     ROTATES_K: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -99,8 +104,13 @@ def _rotate_and_store(
 ) -> None:
     """Process all heads of one row. The grid is `(T,)`."""
     row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        # Let attention look up its sequence and pages. It waits for this grid before it reads q, K or V.
+        tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(kv_slots_ptr + row)
     if slot < 0:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
     WIDTH: tl.constexpr = NUM_KV * HEAD_DIM
     PLANE: tl.constexpr = WIDTH * PAGE_TOKENS
@@ -110,6 +120,8 @@ def _rotate_and_store(
     i = tl.arange(0, BLOCK)[None, :]
     cos = tl.load(cos_ptr + row * HALF + i, mask=i < HALF, other=0.0)
     sin = tl.load(sin_ptr + row * HALF + i, mask=i < HALF, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
     head = tl.arange(0, BLOCK_Q)[:, None]
     is_q = (head < NUM_Q) & (i < HALF)

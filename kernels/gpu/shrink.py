@@ -15,6 +15,7 @@ from loramux.kernels.gpu.launches import (
     TILE_ROWS,
     expert_list,
     is_decode_shaped,
+    overlapping,
     power_of_two_within,
     segment_grid,
     tile_rows,
@@ -368,7 +369,7 @@ def lora_shrink(
     # early.
     is_small = plan.num_programs * num_segments <= TARGET_PROGRAMS
     starts_early = pdl and may_start_early and not group.expert_stride and is_small
-    launch = {"launch_pdl": True} if starts_early else {}
+    launch = overlapping(starts_early)
     shrink_kernel[plan.num_programs, *segment_grid(num_segments)](
         x, planes, pool.adapter, tables.page_table, tables.off, tables.rank,
         segments.rows, segments.starts, segments.slots, expert_list(segments),

@@ -519,7 +519,7 @@ from loramux.kernels.gpu.rotate_and_store import rotate_and_store
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 
 class Hopper:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_target(self): return GPUTarget("cuda", int(sys.argv[2]), 32)
     def get_current_device(self): return 0
     def get_current_stream(self, device): return 0
 
@@ -529,6 +529,9 @@ run = JITFunction.run
 def compile_only(self, *args, grid, warmup=False, **options):
     kernel = run(self, *args, grid=grid, warmup=True, **options)
     compiled.append(self.fn.__name__)
+    waits, triggers = ("griddepcontrol." + name in kernel.asm["ptx"] for name in ("wait", "launch_dependents"))
+    assert waits == options["PDL"] == bool(kernel.metadata.launch_pdl)
+    assert triggers == (options["PDL"] and self.fn.__name__ == "_rotate_and_store")
     if options.get("IS_SPLIT"):
         stored, _, counted = kernel.asm["ptx"].partition("atom.global.gpu.acq_rel.add")
         assert counted, "partial results are not published to other multiprocessors"
@@ -557,25 +560,27 @@ plan = attention_plan(64, 64, spec, dtype.itemsize)
 workspace = torch.zeros(plan.workspace_elements(64, 64, spec))
 counters = torch.zeros(plan.num_counters(64, 64, spec), dtype=torch.int32)
 angle = torch.zeros(64, spec.head_dim // 2)
-rotate_and_store(q, k, k, angle, angle, pool, 1, batch)
-rotate_and_store(q, None, None, angle, angle, pool, 1, batch)
-paged_attention(q, pool, 1, batch, spec, plan, workspace, counters, q, torch.zeros(spec.num_heads))
-paged_attention(q, pool, 1, batch, spec, plan, workspace, counters, q)
 x, weight = q.flatten(1), torch.zeros(spec.num_heads * spec.head_dim, dtype=dtype)
-fused.rms_norm(q, weight[: spec.head_dim], 1e-5)
-fused.add_rms_norm(x, x.clone(), weight, 1e-5)
-fused.silu_and_mul(x)
-fused.gelu_and_mul(x)
-fused.clamped_silu_and_mul(x, 1.702, 7.0)
+for pdl in (False, True):
+    rotate_and_store(q, k, k, angle, angle, pool, 1, batch, pdl=pdl)
+    rotate_and_store(q, None, None, angle, angle, pool, 1, batch, pdl=pdl)
+    paged_attention(q, pool, 1, batch, spec, plan, workspace, counters, q, torch.zeros(spec.num_heads), pdl=pdl)
+    paged_attention(q, pool, 1, batch, spec, plan, workspace, counters, q, pdl=pdl)
+    fused.rms_norm(q, weight[: spec.head_dim], 1e-5, pdl=pdl)
+    fused.add_rms_norm(x, x.clone(), weight, 1e-5, pdl=pdl)
+    fused.silu_and_mul(x, pdl=pdl)
+    fused.gelu_and_mul(x, pdl=pdl)
+    fused.clamped_silu_and_mul(x, 1.702, 7.0, pdl=pdl)
 print(*sorted(set(compiled)))
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
-    "model",
-    [pytest.param(name, marks=pytest.mark.campaign) for name in ("llama", "gemma", "gemma4", "odd", "exact")],
+    ("model", "capability"),
+    [*((name, 90) for name in ("llama", "gemma", "gemma4", "odd", "exact")), ("llama", 100)],
 )
-def test_everything_compiles_for_a_hopper_gpu(model: str, tmp_path: Path) -> None:
+def test_everything_compiles_with_and_without_overlapping_launches(model: str, capability: int, tmp_path: Path) -> None:
     """The compiler rejects some code that the interpreter accepts. Compiling needs no GPU."""
     environment = {
         **os.environ,
@@ -584,7 +589,11 @@ def test_everything_compiles_for_a_hopper_gpu(model: str, tmp_path: Path) -> Non
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, model], capture_output=True, text=True, env=environment, timeout=170
+        [sys.executable, "-c", COMPILE, model, str(capability)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["_attend", "_gate", "_norm", "_rotate_and_store"]
