@@ -26,11 +26,11 @@ class Answer:
     logprobs: list[TokenLogprobs]
 
 
-def compare(found: dict[str, Answer], expected: dict[str, Answer]) -> tuple[float, int]:
+def compare(found: dict[str, Answer], expected: dict[str, Answer], tolerance: float = TOLERANCE) -> tuple[float, int]:
     """The largest difference between log-probabilities, and the number of tokens that were compared.
 
-    If the two likeliest tokens are close, a different choice is not an error, and the tokens after it are not compared.
-    Raises CheckError for any other difference, or if fewer than half of the tokens could be compared.
+    If the two likeliest tokens are within `tolerance`, a different choice is not an error, and the tokens after it are
+    not compared. Raises CheckError for any other difference, or if fewer than half of the tokens could be compared.
     """
     worst, num_compared, num_tokens = 0.0, 0, 0
     for name, answer in found.items():
@@ -40,11 +40,11 @@ def compare(found: dict[str, Answer], expected: dict[str, Answer]) -> tuple[floa
         for position, (ours, theirs) in enumerate(zip(answer.logprobs, expected[name].logprobs, strict=True)):
             if ours.token_id != theirs.token_id:
                 (_, best), (_, second) = theirs.top[:2]
-                if best - second > TOLERANCE:
+                if best - second > tolerance:
                     raise CheckError(f"token {position} of {name} is {ours.token_id} instead of {theirs.token_id}")
                 break
             difference = abs(ours.logprob - theirs.logprob)
-            if not difference <= TOLERANCE:
+            if not difference <= tolerance:
                 raise CheckError(
                     f"the log-probability of token {position} of {name} is {ours.logprob:.5f} instead of "
                     f"{theirs.logprob:.5f}"

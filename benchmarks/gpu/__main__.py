@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from benchmarks.gpu.bench import MAX_WARMERS, Bench, Row
+from benchmarks.gpu.bench import MAX_WARMERS, Bench, Row, sentence_of
 from benchmarks.gpu.cards import PLANNED
 from benchmarks.gpu.dry_run import Limits, dry_run
 from benchmarks.gpu.machine import describe
@@ -38,8 +38,10 @@ from benchmarks.gpu.table_step import META
 from benchmarks.harness import out_file
 
 PEERS = Path(__file__).parents[1] / "scratch" / "peers"
+APART = " and ".join(part.name for part in PARTS if part.is_apart)
 TOTAL_S = 460
 WARM_S = 80
+NO_PDL = "launches do not overlap: this GPU, its driver or this Triton has no programmatic dependent launch"
 
 
 def run_part(
@@ -60,7 +62,7 @@ def run_part(
             keep(_result(part, bench, rows, time.monotonic() - started, "not finished"))
     except Exception as problem:
         traceback.print_exc()
-        error = f"{type(problem).__name__}: {problem}"
+        error = sentence_of(problem)
     # Free the part's memory on the card even after an error.
     with contextlib.suppress(RuntimeError):
         bench.drop()
@@ -154,7 +156,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=TOTAL_S, help="start no case after this many seconds (%(default)s)"
     )
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
+    parser.add_argument(
+        "--only", nargs="+", choices=names, metavar="PART", help=f"{', '.join(names)}; {APART} run only if named"
+    )
     parser.add_argument("--peers", type=Path, default=PEERS, help="directory of the peers' kernels; see gpu/peers.py")
     parser.add_argument("--check-only", action="store_true", help="check the answers without timing")
     parser.add_argument("--tiny", action="store_true", help="use a small model on the CPU; requires --check-only")
@@ -163,7 +167,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-warm", action="store_true", help="compile in this process, on first launch")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     parser.add_argument("--has-failed", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    # A dry run without names lists every part.
+    parsed.only = parsed.only or [part.name for part in PARTS if parsed.dry_run or not part.is_apart]
+    return parsed
 
 
 def why_not(arguments: argparse.Namespace) -> str:
@@ -198,6 +205,8 @@ def main() -> int:
         print(f"benchmarks.gpu: {error}", file=sys.stderr)
         return 2
     print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
+    if not bench.has_pdl:
+        print(NO_PDL, flush=True)
     warmed = warm_up(parts, arguments) if bench.is_timed and not arguments.no_warm else None
     has_failed = arguments.has_failed
     is_alone = len(arguments.only) == 1

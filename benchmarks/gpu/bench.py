@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.answers import CheckError
 from benchmarks.gpu.cards import PlannedCard
+from loramux.engine.device.device_faults import reason_of
 from loramux.kernels.gpu.launches import supports_pdl
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
@@ -93,6 +94,13 @@ class Ceilings:
     def bandwidth(self) -> float:
         """The higher of the copy and read bandwidths, for computing floors."""
         return max(self.copy, self.read)
+
+
+def sentence_of(error: Exception) -> str:
+    """Why a part or a case failed, in one line."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"the package {error.name} is missing, which the other parts do without"
+    return f"{type(error).__name__}: {reason_of(error)}"
 
 
 class HostEvent:
@@ -232,7 +240,7 @@ class Bench:
             if self.is_broken():
                 raise
             traceback.print_exc()
-            yield Row(case, way, problem=f"{type(error).__name__}: {error}", is_failure=True)
+            yield Row(case, way, problem=sentence_of(error), is_failure=True)
         self.release()
 
     def each(self, cases: Sequence[C], way: str, run_case: Callable[[C], Iterable[Row]]) -> Iterator[Row]:

@@ -12,7 +12,8 @@ from benchmarks.answers import TOLERANCE, Answer, CheckError, compare
 from benchmarks.gpu.bench import Bench, Goal, Row
 from benchmarks.gpu.engine import ObservedEngine, device_backend, open_engine
 from benchmarks.gpu.model import Model
-from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, RandomWeights, random_prompt
+from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, random_prompt
+from benchmarks.gpu.random_weights import RandomWeights
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear
 from loramux.engine.protocol.messages import Add, SamplingParams

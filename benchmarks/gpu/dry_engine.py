@@ -34,7 +34,8 @@ from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters
 from benchmarks.gpu.table_bytes import bytes_of
 from benchmarks.gpu.table_step import Launch, MetaEngine, RecordedStep, TableCase
 
-LORA_KERNELS = ("shrink_kernel", "expand_kernel")
+PDL_KERNELS = ("shrink_kernel", "expand_kernel", "_norm", "_gate", "_rotate_and_store", "_attend")
+"""Kernels that have other programs if launches do not overlap."""
 
 
 class PlannedEngine:
@@ -125,7 +126,7 @@ def _decodes(bench: Bench, wanted: list[gpu_step.StepCase], fuses: bool) -> Iter
     if bench.has_pdl and not fuses:
         # The first case runs again on another engine, without overlapping launches and with a pool that is no larger.
         again = needs[0]
-        programs = frozenset(f"no pdl {one}" for one in again.programs if one.startswith(LORA_KERNELS))
+        programs = frozenset(f"no pdl {one}" for one in again.programs if one.startswith(PDL_KERNELS))
         yield replace(again, case=f"{again.case}, no pdl", seconds=start_s + again.seconds, programs=programs)
     yield engine.compiling()
 
@@ -154,7 +155,8 @@ def _step_case(bench: Bench, engine: PlannedEngine, case: gpu_step.StepCase, fus
     held = engine.held | {"activations": sum(one.activations for one in steps)}
     programs = frozenset[str]().union(*(one.programs for one in steps))
     name = f"{case}: base, {', '.join(map(str, counts[1:]))} adapters"
-    return Need(name, steps[-1].shapes, len(counts), held, seconds, programs)
+    num_launches = sum(one.num_launches for one in steps)
+    return Need(name, steps[-1].shapes, len(counts), held, seconds, programs, num_launches=num_launches)
 
 
 def prefill(bench: Bench) -> Iterator[Need]:
@@ -181,7 +183,15 @@ def prefill(bench: Bench) -> Iterator[Need]:
             seconds += (gpu_prefill.NUM_WARM + gpu_prefill.NUM_MEASURED) * (run + HOST_STEP_S)
         held = engine.held | {"activations": max(one.activations for one in steps)}
         programs = frozenset[str]().union(*(one.programs for one in steps))
-        yield Need(f"{case}: base, {counts[1]} adapters", steps[-1].shapes, len(counts), held, seconds, programs)
+        yield Need(
+            f"{case}: base, {counts[1]} adapters",
+            steps[-1].shapes,
+            len(counts),
+            held,
+            seconds,
+            programs,
+            num_launches=sum(one.num_launches for one in steps),
+        )
     yield engine.compiling()
 
 
@@ -227,6 +237,7 @@ def s_lora(bench: Bench) -> Iterator[Need]:
                 seconds,
                 compiled | full.programs,
                 problem if num_pages < workload.kv_pages else "",
+                full.num_launches,
             )
     yield engine.compiling()
 

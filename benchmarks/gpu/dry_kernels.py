@@ -122,7 +122,7 @@ def _lora_case(bench: Bench, model: Model, pool: PoolViews, case: LoraCase) -> N
         "planes": ", ".join(shape_of(one) for one in planes.by_group),
         "stored layers": str(num_stored),
     }
-    return Need(str(case), shapes, num_ways, held, seconds, programs)
+    return Need(str(case), shapes, num_ways, held, seconds, programs, num_launches=launched.num_launches)
 
 
 def codes(bench: Bench) -> Iterator[Need]:
@@ -130,7 +130,7 @@ def codes(bench: Bench) -> Iterator[Need]:
         ways = gpu_codes.ways_of(bench, case)
         weights = float(sum(way.weight_bytes for way in ways.values()))
         programs: set[str] = set()
-        num_rows = 0
+        num_rows = num_launches = 0
         seconds = random_s(bench, weights) + len(ways) * gpu_codes.HOST_S
         for rows in case.rows:
             used = [way for way in ways.values() if rows >= way.min_rows]
@@ -141,12 +141,13 @@ def codes(bench: Bench) -> Iterator[Need]:
                 for way in used:
                     way.linear(x)
             programs |= launched.programs
+            num_launches += launched.num_launches
             parts = [case.floor_parts(way.weight_bytes, rows, bench.dtype.itemsize) for way in used]
             floors = [floor_s(bench, num_bytes, operations, launches=1) for num_bytes, operations in parts]
             seconds += OVER_FLOOR * measuring_seconds(floors, floor_s(bench, FLUSH_BYTES)) + len(used) * CAPTURE_S
         held = {"weights": weights, "flush": float(FLUSH_BYTES)}
         shapes = {"weight": f"[{case.out_features}, {case.in_features}]", "rows": ", ".join(map(str, case.rows))}
-        yield Need(str(case), shapes, num_rows, held, seconds, frozenset(programs))
+        yield Need(str(case), shapes, num_rows, held, seconds, frozenset(programs), num_launches=num_launches)
     yield compiling(CONTEXT_BYTES + weights)
 
 
@@ -202,4 +203,5 @@ def _attention_case(bench: Bench, model: Model, case: AttentionCase, allowed: in
         "pages": shape_of(attention.pages),
         "stored layers": f"{num_layers}, SDPA {num_dense}",
     }
-    return Need(str(case), shapes, num_ways, held, seconds, frozenset(launched.programs))
+    programs, num_launches = frozenset(launched.programs), launched.num_launches
+    return Need(str(case), shapes, num_ways, held, seconds, programs, num_launches=num_launches)

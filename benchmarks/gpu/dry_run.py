@@ -25,8 +25,8 @@ class Limits:
 class PlannedPart:
     """A part's needs.
 
-    `seconds` is its time within a run of all parts. `alone_s` is the time of a separate run of this part and the
-    ceilings, including compilation. `problems` lists the needs that do not fit.
+    `seconds` is its time within a run of all parts, of which a part that `is_apart` is none. `alone_s` is the time of a
+    separate run of this part and the ceilings, including compilation. `problems` lists the needs that do not fit.
     """
 
     name: str
@@ -37,6 +37,7 @@ class PlannedPart:
     budget_s: float
     compile_s: float
     alone_s: float
+    is_apart: bool
     needs: tuple[Need, ...]
     problems: tuple[str, ...]
 
@@ -63,6 +64,7 @@ def plan(bench: Bench, parts: Sequence[Part], limits: Limits) -> list[PlannedPar
                 budget_s=part.budget_s,
                 compile_s=compile_s,
                 alone_s=alone_s,
+                is_apart=part.is_apart,
                 needs=needs,
                 problems=_problems(bench, part, needs, (seconds, compile_s, alone_s), limits),
             )
@@ -93,8 +95,9 @@ def why_not(bench: Bench, need: Need) -> str:
 
 def whole_run(parts: Sequence[PlannedPart]) -> tuple[float, float]:
     """Seconds to compile all parts, and seconds of a whole run. Programs shared by two parts count twice."""
-    compile_s = compiling_seconds(sum(part.num_programs for part in parts if part.compile_s))
-    return compile_s, compile_s + sum(part.seconds for part in parts)
+    together = [part for part in parts if not part.is_apart]
+    compile_s = compiling_seconds(sum(part.num_programs for part in together if part.compile_s))
+    return compile_s, compile_s + sum(part.seconds for part in together)
 
 
 def dry_run(bench: Bench, parts: Sequence[Part], limits: Limits, out: Path | None) -> int:
@@ -162,8 +165,8 @@ def markdown(bench: Bench, parts: Sequence[PlannedPart], limits: Limits, problem
         )
     lines += [
         "",
-        f"All parts in one run: {total_s:.0f} s, including {compile_s:.0f} s to compile in {MAX_WARMERS} processes. No "
-        f"case starts after {limits.total_s:.0f} s, and the run ends "
+        f"All parts in one run{_without(parts)}: {total_s:.0f} s, including {compile_s:.0f} s to compile in "
+        f"{MAX_WARMERS} processes. No case starts after {limits.total_s:.0f} s, and the run ends "
         "within nine minutes. A part that runs alone may use all of that time.",
     ]
     for part in parts:
@@ -177,6 +180,11 @@ def markdown(bench: Bench, parts: Sequence[PlannedPart], limits: Limits, problem
                 f"{need.seconds:.1f} | {len(need.programs)} | {_mark(why_not(bench, need))} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def _without(parts: Sequence[PlannedPart]) -> str:
+    apart = [f"`{part.name}`" for part in parts if part.is_apart]
+    return f" without {' and '.join(apart)}, which run only alone" if apart else ""
 
 
 def _mark(problem: str) -> str:

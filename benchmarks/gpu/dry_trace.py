@@ -59,7 +59,8 @@ class WholeEngine:
             seconds += num_run * (run + HOST_STEP_S)
         held = self.held | {"activations": max(step.activations for step in steps)}
         programs = frozenset[str]().union(*(step.programs for step in steps))
-        return Need(name, steps[-1].shapes, len(steps), held, seconds, programs)
+        num_launches = sum(step.num_launches for step in steps)
+        return Need(name, steps[-1].shapes, len(steps), held, seconds, programs, num_launches=num_launches)
 
 
 def needs_of(bench: Bench, traced: Traced, contexts: Contexts) -> Iterator[Need]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.model import Model
-from benchmarks.gpu.random_models import RandomAdapters, RandomWeights, model_directory
+from benchmarks.gpu.random_models import RandomAdapters, model_directory
+from benchmarks.gpu.random_weights import RandomWeights
 from benchmarks.running_engine import RunningEngine, start_engine
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.constraints.grammar import NO_MASKS, Masks
@@ -32,6 +33,10 @@ from loramux.engine.protocol.messages import Add, PromptLogprob
 from loramux.engine.sequences.batch import Batch
 from loramux.kernels.dispatch import Kernels, KernelShapes
 from loramux.kernels.tables import PoolViews
+
+if TYPE_CHECKING:
+    # Most parts run where the packages that read files of adapters are not installed.
+    from benchmarks.s_lora.adapters import AdapterFiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,10 +188,13 @@ def open_engine(
     *,
     dtype: str | None = None,
     max_len: int,
+    stored: AdapterFiles | None = None,
     **settings: Any,
 ) -> Iterator[ObservedEngine]:
     """An engine of this model with random weights, on the device unless `backend` is given. `settings` are fields of
     EngineConfig.
+
+    With `stored`, a staging process loads adapters from these files instead of from this process's memory.
     """
     bench.drop()
     backend, dtype = backend or device_backend(bench), dtype or engine_dtype(bench)
@@ -197,15 +205,16 @@ def open_engine(
     with torch.inference_mode(False), model_directory(model, max_len) as directory:
         config = EngineConfig(
             model_dir=str(directory),
-            blob_url="",
-            cache_dir="",
+            blob_url="" if stored is None else stored.blob_url,
+            cache_dir="" if stored is None else str(stored.cache_dir),
             device=backend.device.type,
             dtype=dtype,
             max_model_len=max_len,
             **settings,
         )
         try:
-            with start_engine(config, MemoryStager(adapters.packed), weights, backend) as engine:
+            stager = MemoryStager(adapters.packed) if stored is None else None
+            with start_engine(config, stager, weights, backend) as engine:
                 observed = ObservedExecutor(bench, engine.assembled.engine._executor)
                 engine.assembled.engine._executor = observed
                 yield ObservedEngine(engine.assembled, engine.wake, observed)

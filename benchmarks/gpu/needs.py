@@ -56,6 +56,9 @@ CHECK = "check of the engine"
 RANDOM_SHARE = 0.2
 """Assumed rate at which random numbers are written, as a share of the bandwidth."""
 
+FILE_RATE = 5e8
+"""Assumed rate, in bytes per second, at which files of adapters are written or loaded, with their checksums."""
+
 ASSUMPTIONS = (
     f"work on the card takes {OVER_FLOOR:g} times its floor, which is the shortest possible time",
     f"{COMPILE_S:g} s to compile a program in one of {MAX_WARMERS} processes, which take {WARM_START_S:g} s to start",
@@ -64,6 +67,7 @@ ASSUMPTIONS = (
     f"{HOST_STEP_S * 1e3:g} ms to schedule a step",
     f"`s_lora` captures {NUM_SHAPES} shapes, and each of its steps runs all sequences at their mean full length",
     f"{ENGINE_S:g} s to start an engine and {CHECK_S:g} s to check its answers once",
+    f"files of adapters are written and loaded at {FILE_RATE / 1e9:g} GB/s",
     f"random numbers are written at {RANDOM_SHARE * 100:g} % of the memory bandwidth",
     "torch's attention runs as one fused kernel that does not store scores",
     "all kernels of the peers can be loaded; each peer compiles as many programs as loramux and moves padded weights "
@@ -89,6 +93,8 @@ class Need:
     seconds: float
     programs: frozenset[str] = frozenset()
     problem: str = ""
+    num_launches: int = 0
+    """Launches of one step of each kind that the case runs, on which its seconds depend. 0 if it runs no steps."""
 
     @property
     def num_bytes(self) -> float:

@@ -10,8 +10,10 @@ from benchmarks.gpu import ceilings as gpu_ceilings
 from benchmarks.gpu import codes as gpu_codes
 from benchmarks.gpu import dry_engine as gpu_dry_engine
 from benchmarks.gpu import dry_kernels as gpu_dry_kernels
+from benchmarks.gpu import dry_peer as gpu_dry_peer
 from benchmarks.gpu import fused as gpu_fused
 from benchmarks.gpu import lora as gpu_lora
+from benchmarks.gpu import peer as gpu_peer
 from benchmarks.gpu import prefill as gpu_prefill
 from benchmarks.gpu import s_lora as gpu_s_lora
 from benchmarks.gpu import step as gpu_step
@@ -25,7 +27,8 @@ class Part:
     """One part of the benchmark. `run` checks `bench.seconds_left` between cases and reports the cases that it skips.
 
     `needs` lists the memory and time that its cases need, for a dry run. `warm(bench, shard, num_shards)` compiles a
-    share of the kernels that `run` launches, in a separate process.
+    share of the kernels that `run` launches, in a separate process. With `is_apart`, the part runs only if it is named,
+    because it would take most of the time of all parts.
     """
 
     name: str
@@ -34,6 +37,26 @@ class Part:
     needs: Callable[[Bench], Iterator[Need]]
     warm: Callable[[Bench, int, int], None] | None = None
     model: Callable[[Bench], Model] = model_of
+    is_apart: bool = False
+
+
+def _cold(bench: Bench) -> Iterator[Row]:
+    # This part needs packages that the others do without.
+    from benchmarks.gpu import cold
+
+    yield from cold.run(bench)
+
+
+def _cold_needs(bench: Bench) -> Iterator[Need]:
+    from benchmarks.gpu import dry_cold
+
+    yield from dry_cold.cold(bench)
+
+
+def _warm_cold(bench: Bench, shard: int, num_shards: int) -> None:
+    from benchmarks.gpu import cold
+
+    cold.warm(bench, shard, num_shards)
 
 
 PARTS = (
@@ -46,4 +69,6 @@ PARTS = (
     Part("prefill", 40, gpu_prefill.run, gpu_dry_engine.prefill, gpu_prefill.warm),
     Part("attention", 40, gpu_attention.run, gpu_dry_kernels.attention, gpu_attention.warm),
     Part("codes", 35, gpu_codes.run, gpu_dry_kernels.codes, gpu_codes.warm),
+    Part("cold", 300, _cold, _cold_needs, _warm_cold, is_apart=True),
+    Part("peer", 420, gpu_peer.run, gpu_dry_peer.peer, gpu_peer.warm, is_apart=True),
 )

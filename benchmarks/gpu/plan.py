@@ -9,6 +9,7 @@ torch and Triton, as wheels would compress them. `decisions.md` lists what earli
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import subprocess
@@ -31,6 +32,9 @@ PROVIDED = ("torch", "triton")
 
 KERNELS = ("numba", "numpy", "safetensors", "msgspec")
 PRODUCT = ("loramux",)
+VLLM_MIB, VLLM_PARTS = 196, 7
+"""Size of vLLM 0.24.0's parts in MiB, and their number, as `vllm_parts.py` cut them for Python 3.11."""
+
 
 _GPU_CODE = ("kernels/gpu", "engine/decoder", "engine/execution", "engine/device")
 _SHARED = ("benchmarks/gpu/bench.py", "benchmarks/gpu/engine.py", "benchmarks/gpu/model.py")
@@ -42,7 +46,8 @@ class Run:
 
     `result` is a file in `benchmarks/results`, or empty for a run without figures, which every new card repeats. `part`
     is the part of the file that the run fills, or empty if the file has only one. `paths` are the files
-    and folders whose changes make an older result obsolete. `packages` are needed beside torch and Triton.
+    and folders whose changes make an older result obsolete. `packages` are needed beside torch and Triton. `before`
+    says what must be done first, and `parts_mib` is the size of what it brings to the card's machine.
     """
 
     name: str
@@ -54,6 +59,8 @@ class Run:
     paths: tuple[str, ...]
     part: str = ""
     packages: tuple[str, ...] = KERNELS
+    before: tuple[str, ...] = ()
+    parts_mib: float = 0.0
 
 
 def _part(name: str, minutes: int, shows: str, paths: tuple[str, ...]) -> Run:
@@ -112,18 +119,26 @@ RUNS = (
         _GPU_CODE,
     ),
     _part(
-        "fused",
-        3,
-        "with `fused_lora`, `over_base` at 64 rows at most 1.10 with 16 adapters of rank 16, at most 1.25 with 64",
-        (*_GPU_CODE, "benchmarks/gpu/step.py"),
-    ),
-    _part("lora", 4, "`over_budget` at most 1; no case slower than before", ("kernels/gpu",)),
-    _part(
         "attention",
         2,
         "decode at most 1.1 times its floor; prefill on contiguous K and V at most 1.05 times as long as SDPA, and on "
         "gathered pages shorter than on pages, or MIN_PAIRS_PER_KEY rises",
         ("kernels/gpu/attention.py", "kernels/gpu/attention_plan.py", "kernels/gpu/contiguous_attention.py"),
+    ),
+    _part("lora", 4, "`over_budget` at most 1; no case slower than before", ("kernels/gpu",)),
+    _part("s_lora", 6, "`over_fewest` at least 0.955 with 2,000 adapters", _GPU_CODE),
+    _trace(
+        "context",
+        4,
+        "attention of a prefill of 8,192 and 32,768 tokens, and of decodes at these contexts; 16 adapters at most 10 %",
+        "gpu-trace-long-{card}.json",
+        " --long",
+    ),
+    _part(
+        "fused",
+        3,
+        "with `fused_lora`, `over_base` at 64 rows at most 1.10 with 16 adapters of rank 16, at most 1.25 with 64",
+        (*_GPU_CODE, "benchmarks/gpu/step.py"),
     ),
     Run(
         name="serving",
@@ -135,6 +150,15 @@ RUNS = (
         paths=("benchmarks/serving", "engine/loop", *_GPU_CODE),
         packages=PRODUCT,
     ),
+    dataclasses.replace(
+        _part(
+            "cold",
+            4,
+            "first token of a cold adapter minus a warm one, by rank and by tier; the storm's p99 at most 1.1 times",
+            (*_GPU_CODE, "engine/adapters", "adapter_store/tiers", "benchmarks/tenants/cold_storm.py"),
+        ),
+        packages=(*KERNELS, "rich"),
+    ),
     _trace(
         "mixture",
         5,
@@ -144,22 +168,37 @@ RUNS = (
     ),
     _part("codes", 3, "products with codes at most as long as in bfloat16 up to 64 rows", ("kernels/gpu",)),
     _trace(
-        "context",
-        4,
-        "attention of a prefill of 8,192 and 32,768 tokens, and of decodes at these contexts; 16 adapters at most 10 %",
-        "gpu-trace-long-{card}.json",
-        " --long",
-    ),
-    _trace(
         "hybrid",
         3,
         "`_prepare_chunks` and `_apply_chunks` in a prefill of 2,048 tokens of Qwen3.5-9B together at most 5 ms",
         "gpu-trace-qwen3.5-{card}.json",
         " --model qwen3.5-9b",
     ),
-    _part("s_lora", 6, "`over_fewest` at least 0.955 with 2,000 adapters", _GPU_CODE),
+    dataclasses.replace(
+        _part(
+            "peer",
+            8,
+            "`over_loramux` of vLLM 0.24.0, with the same weights: a decode of 64 and a prefill of 16 x 128 tokens",
+            (*_GPU_CODE, "benchmarks/gpu/vllm_child.py", "benchmarks/gpu/step.py"),
+        ),
+        command="python -m benchmarks.gpu --only peer --peers /tmp/vllm/peer --out build/gpu-{card}.json",
+        rehearsals=(
+            "python -m benchmarks.gpu.vllm_calls rehearse build/vllm build/machine",
+            "python -m benchmarks.gpu.vllm_parts check build/machine/stage/peer",
+            "python -m benchmarks.gpu --dry-run --card {card} --only peer",
+            "TRITON_INTERPRET=1 python -m benchmarks.gpu --check-only --tiny --only peer",
+        ),
+        before=(
+            "VENV/bin/python -m benchmarks.gpu.vllm_parts cut build/vllm, with the Python of the card's machine",
+            f"{VLLM_PARTS} calls of up to 64 MiB with one part each, and a last one with the run: "
+            "python -m benchmarks.gpu.vllm_calls list build/vllm --run '...'",
+        ),
+        parts_mib=VLLM_MIB,
+    ),
 )
-"""Runs in the order in which a card returns most."""
+"""Runs in the order in which a card returns most: the trace; what changed since the last card; the prototype; whole
+servers and cold adapters; mixtures and quantised weights, which need an H200's memory; hybrids; the peer.
+"""
 
 DONE, OPEN = "done", "open"
 
@@ -242,11 +281,13 @@ def lines_of(card: str, runs: Sequence[Run], states: Sequence[str], wheels: dict
         lines.append(f"[{'x' if state == DONE else ' '}] {run.name}, {run.minutes} min: {run.shows}")
         if state != DONE:
             lines.append(f"      {state}")
+            lines += [f"      before:   {one}" for one in run.before]
             lines += [f"      rehearse: {one.format(card=card)}" for one in run.rehearsals]
             lines.append(f"      run:      {run.command.format(card=card)}")
         if wheels is not None:
             names = required(run.packages)
-            lines.append(f"      wheels:   {sum(wheels[name] for name in names):.0f} MiB ({len(names)} packages)")
+            total = f"{sum(wheels[name] for name in names):.0f} MiB ({len(names)} packages)"
+            lines.append(f"      wheels:   {total}" + (f", and {run.parts_mib:.0f} MiB of parts" * bool(run.parts_mib)))
     open_runs = [run for run, state in zip(runs, states, strict=True) if state != DONE]
     total = sum(run.minutes for run in open_runs)
     lines += ["", f"{len(open_runs)} of {len(runs)} runs are open, {total} minutes. Commit files of build/ to"]

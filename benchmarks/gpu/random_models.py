@@ -5,25 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.model import Model
+from loramux.adapter_store.formats.packed.module_places import A_SUFFIX, B_SUFFIX, TENSOR_PREFIX, module_key
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.config import pack_target
 from loramux.engine.loop.loaded_base import DTYPES
-from loramux.kernels.layout import A, AdapterLayout, B, adapter_layout, row_layout
+from loramux.kernels.layout import A, AdapterLayout, B, LinearShape, row_layout
 
 EFFECT = 0.5
 """Magnitude of an adapter's contribution to a linear layer's output, relative to the base's output."""
@@ -51,19 +51,15 @@ def config_of(model: Model, max_len: int) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class RandomWeights:
-    """Random weights that preserve the magnitude of activations. Each tensor's seed is derived from its name."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if len(shape) == 1:
-            return torch.ones(shape, device=self.device)
-        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
-        spread = 1.0 if "embed_tokens" in name else shape[1] ** -0.5
-        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, spread, generator=generator)
+def llama_config(model: Model, max_len: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The whole `config.json` of a Llama, for programs that need more fields than loramux."""
+    return config_of(model, max_len) | {
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "tie_word_embeddings": False,
+        "model_type": "llama",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
 
 
 class RandomAdapters:
@@ -74,31 +70,38 @@ class RandomAdapters:
 
     def __init__(self, bench: Bench, model: Model, dtype: str) -> None:
         self._bench = bench
-        self._target = pack_target(model_config(model, 1), dtype)
+        self.target = pack_target(model_config(model, 1), dtype)
         self.packed: dict[str, PackedAdapter] = {}
 
     def make(
-        self, digests: Iterable[str], rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0
+        self,
+        digests: Iterable[str],
+        rank: int,
+        modules: Iterable[int] = ALL_MODULES,
+        first_layer: int = 0,
+        seed: int = 0,
     ) -> list[str]:
-        """Add an adapter of `rank` under each digest, for these modules in all layers from `first_layer` on."""
+        """Add an adapter of `rank` under each digest, for these modules in all layers from `first_layer` on.
+
+        Adapters of the same rank and modules are equal unless they have different seeds.
+        """
         layout = self.layout(rank, modules, first_layer)
         ranks = layout.ranks
-        made = PackedAdapter(
-            "", layout, (ranks > 0).astype(np.float32), _random_payload(self._bench, self._target, ranks)
-        )
+        payload = _random_payload(self._bench, self.target, layout, seed)
+        no_outer = np.zeros(len(self.target.outer_modules), np.float32)
+        made = PackedAdapter("", layout, (ranks > 0).astype(np.float32), payload, no_outer)
         listed = list(digests)
         self.packed |= {digest: dataclasses.replace(made, digest=digest) for digest in listed}
         return listed
 
     def layout(self, rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0) -> AdapterLayout:
         """The layout in pages of an adapter with this rank on these modules, from `first_layer` on."""
-        ranks = ranks_of(self._target, rank, modules, first_layer)
-        return adapter_layout(self._target.geometry, self._target.all_modules, ranks)
+        return self.target.layout(ranks_of(self.target, rank, modules, first_layer))
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page across all layers."""
-        return self._target.geometry.total_page_bytes
+        return self.target.geometry.total_page_bytes
 
     def num_pages(self, digest: str) -> int:
         return self.packed[digest].num_pages
@@ -114,23 +117,57 @@ def ranks_of(target: PackTarget, rank: int, modules: Iterable[int], first_layer:
     return ranks
 
 
-def _random_payload(bench: Bench, target: PackTarget, ranks: np.ndarray) -> np.ndarray:
+def _random_payload(bench: Bench, target: PackTarget, layout: AdapterLayout, seed: int) -> np.ndarray:
     """The pages of a random adapter, uint8 `[num_pages, num_layers, page_bytes]`. Elements outside rows are zero."""
-    geometry, E = target.geometry, target.geometry.adapter_elements
-    layout = adapter_layout(geometry, target.all_modules, ranks)
-    size = (geometry.num_layers, layout.num_pages * E)
+    geometry = target.geometry
+    size = (geometry.num_layers, layout.num_pages * geometry.adapter_elements)
     streams = torch.zeros(size, dtype=DTYPES[target.dtype], device=bench.device)
-    generator = torch.Generator(bench.device).manual_seed(int(ranks.sum()))
-    for layer, m in zip(*np.nonzero(ranks), strict=True):
-        rank, module = int(ranks[layer, m]), target.all_modules[m]
-        spreads = {A: (module.in_features, module.in_features**-0.5), B: (module.out_features, EFFECT * rank**-0.5)}
-        for half, (row_len, spread) in spreads.items():
-            padded_len, offset = row_layout(row_len, E).padded_len, int(layout.offsets[layer, m, half])
-            rows = streams[layer, offset : offset + rank * padded_len].view(rank, padded_len)
-            rows[:, :row_len].normal_(0.0, spread, generator=generator)
-    pages = streams.view(geometry.num_layers, layout.num_pages, E).transpose(0, 1).contiguous().view(torch.uint8)
+    generator = torch.Generator(bench.device).manual_seed(int(layout.ranks.sum()) + seed)
+    for _, module, half, rows in _rows_of(target, layout, streams):
+        spread = module.in_features**-0.5 if half == A else EFFECT * len(rows) ** -0.5
+        rows.normal_(0.0, spread, generator=generator)
+    pages = streams.view(geometry.num_layers, layout.num_pages, -1).transpose(0, 1).contiguous().view(torch.uint8)
     host = torch.empty(pages.shape, dtype=torch.uint8, pin_memory=bench.device.type == "cuda")
     return host.copy_(pages).numpy()
+
+
+def _rows_of(
+    target: PackTarget, layout: AdapterLayout, streams: torch.Tensor
+) -> Iterator[tuple[int, LinearShape, int, torch.Tensor]]:
+    """Each part of an adapter in its streams `[num_layers, num_elements]`: layer, module, A or B, and the part's rows:
+    A `[rank, in_features]` or B transposed `[rank, out_features]`.
+    """
+    for layer, m in zip(*np.nonzero(layout.ranks), strict=True):
+        rank, module = int(layout.ranks[layer, m]), target.all_modules[m]
+        for half, row_len in ((A, module.in_features), (B, module.out_features)):
+            padded_len = row_layout(row_len, target.geometry.adapter_elements).padded_len
+            offset = int(layout.offsets[layer, m, half])
+            rows = streams[layer, offset : offset + rank * padded_len].view(rank, padded_len)
+            yield int(layer), module, half, rows[:, :row_len]
+
+
+def write_peft(adapters: RandomAdapters, digest: str, directory: Path) -> None:
+    """Write an adapter as the files of a PEFT directory. All of its modules must have the same rank."""
+    packed, target = adapters.packed[digest], adapters.target
+    pages = torch.from_numpy(packed.payload).view(DTYPES[target.dtype])
+    streams = pages.transpose(0, 1).reshape(target.geometry.num_layers, -1)
+    tensors: dict[str, torch.Tensor] = {}
+    for layer, module, half, rows in _rows_of(target, packed.layout, streams):
+        suffix, matrix = (A_SUFFIX, rows) if half == A else (B_SUFFIX, rows.T)
+        tensors[TENSOR_PREFIX + module_key(layer, module) + suffix] = matrix.contiguous()
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    rank = int(packed.layout.ranks.max())
+    names = {target.all_modules[m].name.rpartition(".")[2] for m in np.nonzero(packed.layout.ranks)[1]}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted(names),
+        "base_model_name_or_path": "base",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 @contextmanager

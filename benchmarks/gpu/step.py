@@ -156,7 +156,7 @@ def _run_case(
     itemsize = engine.assembled.views.kv.element_size()
     base = 0.0
     for count in (0, *adapter_counts(bench, case)):
-        measured = _measure(bench, engine, case, digests[:count])
+        measured = measure(bench, engine, case, digests[:count])
         num_bytes = model.weight_bytes(itemsize) + case.batch * measured.mean_context * model.kv_bytes(itemsize)
         num_bytes += count * model.adapter_bytes(RANK, itemsize)
         floor = num_bytes / bench.ceilings.bandwidth
@@ -184,7 +184,7 @@ def _run_case(
         yield Row(str(case), way, figures, tuple(goals))
 
 
-def _measure(bench: Bench, engine: ObservedEngine, case: StepCase, digests: list[str]) -> Measured:
+def measure(bench: Bench, engine: ObservedEngine, case: StepCase, digests: list[str]) -> Measured:
     """Measure steady decode steps. The sequences use these adapters in turn, or the base if there are none."""
     num_measured = TINY_MEASURED if bench.is_tiny else NUM_MEASURED
     start_decoding(bench, engine, case, digests)

@@ -4,11 +4,13 @@
     python -m benchmarks.gpu.vllm_parts join build/vllm build/peer   # on the card's machine
     python -m benchmarks.gpu.vllm_parts check build/peer             # imports the copy and nothing else
 
-VENV is an environment outside this repository in which vLLM 0.24.0 and its requirements are installed. `cut` imports
-MODULES there. It packs the files of every package that the imports load, except torch, Triton and NVIDIA's libraries,
-which the card's machine has. Of vLLM's compiled libraries, it packs only LIBRARIES. Nothing of vLLM's is part of this
-repository. `check` needs Python, torch and Triton of the versions that `cut` used. Without a GPU's driver, it loads an
-empty replacement of `libcuda.so.1`, so it shows that the copy is complete, but runs no kernel.
+VENV is an environment outside this repository in which vLLM 0.24.0 and its requirements are installed, with the Python
+version of the card's machine. `cut` imports MODULES there. It packs the files of every package that the imports load,
+except torch and what torch requires, which the card's machine has. Of vLLM's compiled libraries, it packs only
+LIBRARIES. Nothing of vLLM's is part of this repository, and `cut` prints the licence of each package.
+
+`check` needs Python, torch and Triton of the versions that `cut` used. Without a GPU's driver, it loads an empty
+replacement of `libcuda.so.1`, so it shows that the copy is complete, but runs no kernel.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path, PurePosixPath
 
-PART_BYTES = 40 << 20
-"""Largest part, in bytes."""
+PART_BYTES = 30 << 20
+"""Largest part, in bytes. Beside this checkout, it fits into one call of `vllm_calls.py`."""
 
 MAX_BYTES = 4 << 30
 """Largest unpacked copy, in bytes."""
 
-PROVIDED = ("torch", "triton", "nvidia-", "cuda-toolkit")
-"""Starts of the names of packages that the card's machine has."""
+PROVIDED = ("torch", "triton", "nvidia-", "cuda-", "sympy", "mpmath", "networkx")
+"""Starts of the names of packages that the card's machine has: torch and what it requires."""
 
 LIBRARIES = ("vllm/_C_stable_libtorch.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")
 """vLLM's compiled libraries that a dense Llama needs: its operators, and FlashAttention 3."""
@@ -112,6 +114,15 @@ def files_of(package: str) -> Iterator[tuple[str, Path]]:
             yield str(name), path
 
 
+def licence_of(package: str) -> str:
+    """The licence that a package's metadata names."""
+    found = distribution(package).metadata
+    classifiers = [one for one in found.get_all("Classifier") or () if one.startswith("License :: ")]
+    named = [*(found.get_all("License-Expression") or ()), ", ".join(one.rpartition(" :: ")[2] for one in classifiers)]
+    named += [text.strip().partition("\n")[0][:60] for text in found.get_all("License") or ()]
+    return next(filter(None, named), "not named")
+
+
 def write_parts(files: Iterable[tuple[str, Path]], out: Path) -> list[Path]:
     """Write the files as one compressed archive, in parts of up to PART_BYTES. Return the parts."""
     packed = io.BytesIO()
@@ -158,7 +169,12 @@ def cut(out: Path) -> None:
     parts = write_parts((one for package in packages for one in files_of(package)), out)
     for part in parts:
         print(f"{part}: {part.stat().st_size / 2**20:.1f} MiB")
-    print(f"{len(packages)} packages in {len(parts)} parts: {', '.join(packages)}")
+    print(f"{len(packages)} packages in {len(parts)} parts; their licences, whose texts are in the parts:")
+    by_licence: dict[str, list[str]] = {}
+    for package in packages:
+        by_licence.setdefault(licence_of(package), []).append(package)
+    for licence, named in sorted(by_licence.items()):
+        print(f"{licence}: {', '.join(named)}")
 
 
 def check(folder: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.gpu.model import LLAMA_8B, Model
-from benchmarks.gpu.random_models import EFFECT, RandomWeights, config_of
+from benchmarks.gpu.random_models import EFFECT, llama_config
+from benchmarks.gpu.random_weights import RandomWeights
 from benchmarks.peers.vocabulary import FIRST_WORD, write_tokenizer
 
 LLAMA_1B = Model(16, 2048, 8192, 32, 8, 64, 128256)
@@ -35,14 +36,7 @@ class AdapterDirectory:
 def make_base(model: Model, max_len: int, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
     """Write a Llama with random weights and a tokenizer in which each token has its own spelling."""
     directory.mkdir(parents=True)
-    config = config_of(model, max_len) | {
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "tie_word_embeddings": False,
-        "model_type": "llama",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(llama_config(model, max_len, dtype)))
     write_tokenizer(directory, model.vocab_size)
     weights = RandomWeights(device, dtype)
     index: dict[str, str] = {}

@@ -23,7 +23,7 @@ import argparse
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,19 +127,40 @@ def _forget(files: AdapterFiles, digests: Sequence[str], source: str) -> None:
             drop_cached(path)
 
 
-def measure(measurement: Measurement, console: Console) -> dict[str, list[Window]]:
-    """Run all rounds, and return each variant's observations, one per round."""
-    arguments = measurement.arguments
+def measure(
+    engine: RunningEngine, measurement: Measurement, console: Console | None, num_untimed: int = 0
+) -> dict[str, list[Window]]:
+    """Run all rounds, and return each variant's observations, one per round.
+
+    `num_untimed` further rounds come first. Without a console, neither progress nor warnings are printed.
+    """
     found: dict[str, list[Window]] = {way: [] for way in WAYS}
-    with open_engine(
-        arguments.base, measurement.files, measurement.plan, arguments.dtype, "lru", arguments.threads
-    ) as engine:
-        for number in track(range(arguments.repeats), "Rounds", console=console):
-            for way in rotated(WAYS, number):
-                observed = _window(engine, measurement, way, number)
+    numbers = range(num_untimed + measurement.arguments.repeats)
+    for number in numbers if console is None else track(numbers, "Rounds", console=console):
+        for way in rotated(WAYS, number):
+            observed = _window(engine, measurement, way, number)
+            if number >= num_untimed:
                 found[way].append(observed)
+            if console is not None:
                 say_disturbed(observed, console)
     return found
+
+
+def figures_of(found: Mapping[str, Sequence[Window]]) -> dict[str, dict[str, Any]]:
+    """Each variant's figures over all rounds."""
+    return {
+        way: {
+            "between_resident_tokens": spread([one.load_gaps_s for one in rounds]),
+            "ttft": spread([one.first_tokens_s for one in rounds]),
+            "load": spread([one.loads_s for one in rounds]),
+            "steps_s": [round(one.counted("num_steps") / one.seconds, 1) for one in rounds],
+            "loads": [one.counted("num_adapter_loads") for one in rounds],
+            "evictions": [one.counted("num_adapter_evictions") for one in rounds],
+            "preemptions": [one.counted("num_preemptions") for one in rounds],
+            "processor_share": [round(one.processor_share, 3) for one in rounds],
+        }
+        for way, rounds in found.items()
+    }
 
 
 def _window(engine: RunningEngine, measurement: Measurement, way: str, number: int) -> Window:
@@ -186,23 +207,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = open_files(arguments, arguments.pool_adapters + num_fresh, console)
     measurement = Measurement(arguments, files)
     checked = check(run, files)
-    found = measure(measurement, console)
+    with open_engine(arguments.base, files, measurement.plan, arguments.dtype, "lru", arguments.threads) as engine:
+        found = measure(engine, measurement, console)
     gaps = {way: [one.load_gaps_s for one in rounds] for way, rounds in found.items()}
     first_tokens = {way: [one.first_tokens_s for one in rounds] for way, rounds in found.items()}
     loads = {way: [one.loads_s for one in rounds] for way, rounds in found.items()}
-    figures: dict[str, dict[str, Any]] = {
-        way: {
-            "between_resident_tokens": spread(gaps[way]),
-            "ttft": spread(first_tokens[way]),
-            "load": spread(loads[way]),
-            "steps_s": [round(one.counted("num_steps") / one.seconds, 1) for one in rounds],
-            "loads": [one.counted("num_adapter_loads") for one in rounds],
-            "evictions": [one.counted("num_adapter_evictions") for one in rounds],
-            "preemptions": [one.counted("num_preemptions") for one in rounds],
-            "processor_share": [round(one.processor_share, 3) for one in rounds],
-        }
-        for way, rounds in found.items()
-    }
+    figures = figures_of(found)
     for way, one in figures.items():
         moved = f"{sum(one['loads'])} adapters loaded, {sum(one['evictions'])} evicted"
         console.print(f"  {way}: {moved}, {statistics.median(one['steps_s']):.0f} steps/s")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -171,6 +172,8 @@ def test_checks_accept_correct_answers_and_reject_doubled_deltas(tmp_path: Path)
 @pytest.mark.campaign
 @needs_loops
 def test_every_part_is_timed_unless_the_engine_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    shutil.copy(Path(__file__).parent / "stand_in_vllm.py", tmp_path / "vllm" / "__init__.py")
     done = run_interpreted(REHEARSAL, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     path = tmp_path / "timed.json"
@@ -188,12 +191,44 @@ def test_every_part_is_timed_unless_the_engine_is_wrong(tmp_path: Path) -> None:
     assert [row["figures"]["loads"] for row in throughput] == [1, 2, 2]
     assert all(row["figures"]["tokens_s"] > 0 for row in throughput)
 
+    check_peer(timed["peer"])
+    check_cold(timed["cold"])
+
     refused = json.loads((tmp_path / "wrong.json").read_text())["parts"]
     for name in ("step", "s_lora"):
         assert refused[name]["is_failed"]
         assert refused[name]["error"].startswith("CheckError: the log-probability of token 0 of r3-18 is")
         assert not refused[name]["rows"]
     assert rows_of(tmp_path / "wrong.json", "prefill")
+
+
+def check_peer(rows: list[dict[str, Any]]) -> None:
+    """transformers and peft, which stand in for vLLM, give the same answers, and each time has its row."""
+    assert not any(row["problem"] for row in rows)
+    checks = [row["figures"] for row in rows if "compared_tokens" in row["figures"]][1:]
+    assert len(checks) == 3, "base and adapters with LoRA, base without"
+    # Two prompts with four tokens each.
+    assert all(one["compared_tokens"] >= 6 and one["error"] < 1e-3 for one in checks)
+    times = {(row["case"], row["way"]): row["figures"] for row in rows if "wall_ms" in row["figures"]}
+    systems = ["loramux", "vLLM stand-in with LoRA"]
+    ways = [f"{system}, {kind}" for system in systems for kind in ("base only", "2 adapters, rank 16")]
+    cases = {"decode b=2 ctx=20", "prefill 2 x 3"}
+    assert times.keys() == {(case, way) for case in cases for way in [*ways, "vLLM stand-in without LoRA, base only"]}
+    assert all(one["over_loramux"] > 0 for one in times.values())
+    assert all(("over_base" in figures) == ("adapters" in way) for (_, way), figures in times.items())
+
+
+def check_cold(rows: list[dict[str, Any]]) -> None:
+    """Each tier has its row for each rank, and the storm compares loads with their absence."""
+    tiers = {(row["case"].partition(",")[0], row["way"]): row["figures"] for row in rows if "rank" in row["case"]}
+    assert tiers.keys() >= {
+        (f"rank {rank}", tier) for rank in (4, 20) for tier in ("object store", "host memory", "disk")
+    }
+    storm = {row["way"]: row["figures"] for row in rows if "streams" in row["case"]}
+    assert storm.keys() == {"quiet", "loads", "warm", "storm"}
+    assert storm["loads"]["p99_over_quiet"] > 0
+    assert storm["loads"]["load_p50_ms"] > 0
+    assert storm["storm"]["ttft_p50_ms"] > 0
 
 
 def test_failed_case_keeps_the_other_cases_rows(tmp_path: Path) -> None:

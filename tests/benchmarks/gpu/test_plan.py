@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -75,6 +76,19 @@ def test_open_runs_list_their_commands_and_done_runs_only_a_tick() -> None:
     assert "      run:      measure h200" in opened
     assert "      rehearse: rehearse h200" in opened
     assert any(line.startswith("      wheels:   10 MiB (5 packages)") for line in opened)
+
+
+def test_open_runs_list_what_comes_first_and_the_size_of_their_parts() -> None:
+    run = dataclasses.replace(RUN, before=("cut the peer",), parts_mib=196.0)
+    lines = lines_of("h100", [run], ["open: no result"], dict.fromkeys(required(run.packages), 2.0))
+    assert lines.index("      before:   cut the peer") < lines.index("      run:      measure h100")
+    assert any(line.endswith("(5 packages), and 196 MiB of parts") for line in lines)
+
+
+def test_runs_are_ordered_by_what_a_card_returns() -> None:
+    order = ["trace", "prefill", "step", "attention", "lora", "s_lora", "context", "fused", "serving", "cold"]
+    assert [run.name for run in RUNS] == ["tests", *order, "mixture", "codes", "hybrid", "peer"]
+    assert RUNS[-1].before, "the peer's parts must be brought first"
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
