@@ -35,7 +35,10 @@ REFUSED = ("stream", "tools", "prompt_logprobs")
 
 router = APIRouter()
 
-EXAMPLE = [[{"role": "user", "content": f"What is the capital of {country}?"}] for country in ("France", "Japan")]
+EXAMPLE = {
+    "model": "acme/support",
+    "messages": [[{"role": "user", "content": f"What is the capital of {land}?"}] for land in ("France", "Japan")],
+}
 
 Conversation = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
@@ -44,7 +47,7 @@ class BatchChatRequest(ChatRequest):
     """A chat request with several conversations, each of which is completed with the same settings."""
 
     messages: Annotated[  # type: ignore[assignment]
-        list[Conversation], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS, examples=[EXAMPLE])
+        list[Conversation], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)
     ]
 
     @property
@@ -66,7 +69,7 @@ class BatchChatRequest(ChatRequest):
 @router.post(
     "/v1/chat/completions/batch",
     tags=["inference"],
-    openapi_extra=takes(BatchChatRequest),
+    openapi_extra=takes(BatchChatRequest, example=EXAMPLE),
     response_model=ChatDocument,
     responses=errors(*GENERATION_ERRORS),
 )

@@ -54,14 +54,17 @@ _IDEMPOTENCY_KEY: Json = {
 }
 
 
-def takes(model: type[BaseModel], *others: type[BaseModel]) -> Json:
-    """For `openapi_extra`: a JSON body that the handler reads. It conforms to one of the models."""
+def takes(model: type[BaseModel], *others: type[BaseModel], example: Any = None) -> Json:
+    """For `openapi_extra`: a JSON body that the handler reads. It conforms to one of the models.
+
+    `example` is a body in place of the one that `describe` makes. A model's field should have no examples if others of
+    its fields have deep types: schemathesis then combines examples of all of them, and does not end within minutes.
+    """
     forms: Any = Union[(model, *others)]
     schema = TypeAdapter[Any](forms).json_schema(ref_template=_COMPONENTS + "{model}")
-    if others:
-        return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-    is_optional = not schema.get("required")
-    return {"requestBody": {"required": not is_optional, "content": {"application/json": {"schema": schema}}}}
+    content: Json = {"schema": schema} if example is None else {"schema": schema, "example": example}
+    is_required = bool(others or schema.get("required"))
+    return {"requestBody": {"required": is_required, "content": {"application/json": content}}}
 
 
 def takes_bytes() -> Json:
