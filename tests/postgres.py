@@ -28,10 +28,7 @@ SELECT (SELECT array_agg(version_num ORDER BY 1) FROM alembic_version),
 """
 """Returns a row that changes with the schema."""
 
-_DISCONNECT_OTHERS = """
-SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity
-WHERE datname = current_database() AND pid <> pg_backend_pid()
-"""
+_DISCONNECT = "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = %s"
 
 _EMPTY = """
 DO $$
@@ -94,25 +91,34 @@ class MigratedDatabases:
     @contextmanager
     def lent(self) -> Iterator[str]:
         """Yield the URL of an empty database that nothing else uses."""
-        name = f"test_{uuid.uuid4().hex}"
         if self._free:
-            # Whatever still has the old URL cannot connect.
-            self._connection.execute(f"ALTER DATABASE {self._free.pop()} RENAME TO {name}".encode())
+            name = self._free.pop()
         else:
+            name = _new_name()
             create_database(self._server, name, self._template)
         yield _url(self._server, name)
-        if self._is_emptied(name):
-            self._free.append(name)
-        else:
-            self._connection.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+        self._take_back(name)
 
     def close(self) -> None:
         self._connection.close()
 
+    def _take_back(self, name: str) -> None:
+        renamed = _new_name()
+        try:
+            self._connection.execute(_DISCONNECT, [name])
+            # Whatever still has the old URL cannot connect any more.
+            self._connection.execute(f"ALTER DATABASE {name} RENAME TO {renamed}".encode())
+        except psycopg.Error:
+            self._connection.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+            return
+        if self._is_emptied(renamed):
+            self._free.append(renamed)
+        else:
+            self._connection.execute(f"DROP DATABASE {renamed} WITH (FORCE)".encode())
+
     def _is_emptied(self, name: str) -> bool:
         try:
             with psycopg.connect(_url(self._server, name), autocommit=True) as connection:
-                connection.execute(_DISCONNECT_OTHERS)
                 if connection.execute(_SCHEMA).fetchone() != self._schema:
                     return False
                 connection.execute(_EMPTY)
@@ -124,7 +130,7 @@ class MigratedDatabases:
 @contextmanager
 def new_database(server: str, template: str) -> Iterator[str]:
     """Yield the URL of a copy of the database `template`. Drop the copy after the block."""
-    name = f"test_{uuid.uuid4().hex}"
+    name = _new_name()
     yield create_database(server, name, template)
     _on_server(server, f"DROP DATABASE {name} WITH (FORCE)")
 
@@ -133,6 +139,10 @@ def create_database(server: str, name: str, template: str = "template1") -> str:
     """Create a database on the server and return its URL."""
     _on_server(server, f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY file_copy")
     return _url(server, name)
+
+
+def _new_name() -> str:
+    return f"test_{uuid.uuid4().hex}"
 
 
 def _url(server: str, name: str) -> str:

@@ -18,7 +18,7 @@ from loramux.adapter_store.sandbox.fork_server import ForkServer
 from loramux.adapter_store.validation import validator
 
 MAX_REST_S = fork_server.IDLE_S / 2
-"""A process that has rested for longer may be about to exit because it is idle."""
+"""A process that has rested for longer is not used again. Its last request was earlier, and it exits when idle."""
 
 _Kind = tuple[object, ...]
 

@@ -72,19 +72,18 @@ def test_doctor_lists_extensions(site: Path) -> None:
     ]
 
 
-def test_doctor_reports_a_broken_extension_and_a_misspelt_group(tmp_path: Path) -> None:
+def test_doctor_reports_good_and_broken_extensions_and_a_misspelt_group(tmp_path: Path) -> None:
     entries = {
+        "loramux.eviction_policies": {"good": "builtins:dict"},
         "loramux.routers": {"broken": "broken_module:Router"},
         "loramux.router": {"lost": "broken_module:Router"},
     }
     site = write_distribution(tmp_path / "site", "broken-dist", entries, broken_module="raise ValueError('no')")
-    broken, lost = extensions_in_doctor(site)
-    assert broken["grade"] == "failed"
+    by_grade = {finding["grade"]: finding for finding in extensions_in_doctor(site)}
+    assert by_grade["ok"]["message"] == "the eviction policy 'good' of broken-dist 1.0"
+    broken, lost = by_grade["failed"], by_grade["warning"]
     assert broken["message"].startswith("the router 'broken' of broken-dist 1.0 cannot be imported (ValueError: no)")
-    assert (lost["grade"], lost["message"]) == (
-        "warning",
-        "broken-dist 1.0 offers 'lost' in the group loramux.router, which is not read",
-    )
+    assert lost["message"] == "broken-dist 1.0 offers 'lost' in the group loramux.router, which is not read"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from pathlib import Path
 KERNEL_FILES = (
     *(
         f"gpu/test_{name}.py"
-        for name in ("attention", "fused", "lora", "sampling", "layer_step", "adapter_pairs", "coded_products")
+        for name in (
+            "attention", "fused", "lora", "lora_linear", "sampling", "layer_step", "adapter_pairs", "coded_products",
+        )
     ),
     *(
         f"test_{name}.py"

@@ -85,9 +85,8 @@ def test_long_contexts_equal_a_plain_softmax(
     request: pytest.FixtureRequest,
 ) -> None:
     if request.node.callspec.params["make_kernels"] == "gpu" and not HAS_GPU:
-        # Interpreted kernels do not choose other code for longer contexts.
-        contexts = [-(-length // 5) for length in contexts]
-        num_queries = [min(pair) for pair in zip(num_queries, contexts, strict=True)]
+        # The interpreter is slow, and a decode's tiles have at most 64 keys.
+        contexts = [min(length, 300) for length in contexts]
     spec = AttentionSpec(8, 2, 32, 0.2, sliding_window)
     check_attention(contexts, num_queries, spec, dtype, make_kernels, make_poisoned_pool)
 

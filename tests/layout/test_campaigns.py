@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,3 +101,16 @@ def test_nightly_names_need_only_the_standard_library() -> None:
     command = [sys.executable, "-I", "-S", campaigns.__file__, "--nightly"]
     named = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert set(named) == CAMPAIGNS.keys() - {"full-disk"}
+
+
+def test_every_test_of_a_campaign_is_run_by_one() -> None:
+    root = Path(__file__).parents[2]
+    commands = [argument for one in CAMPAIGNS.values() for command in one.commands for argument in command]
+    named = {*commands, *re.findall(r"tests/[\w/.]+", (root / "Makefile").read_text())}
+    mark = re.compile(r"\bmark\.(campaign|fleet|cluster)\b|\bFOR_GPUS\b")
+    marked = [path for path in (root / "tests").rglob("test_*.py") if mark.search(path.read_text())]
+    assert len(marked) > 50
+    lost = [
+        path for path in marked if named.isdisjoint(map(str, (path.relative_to(root), *path.relative_to(root).parents)))
+    ]
+    assert lost == []

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -162,13 +163,17 @@ def refused() -> Iterator[Callable[..., str]]:
         def refused(*arguments: object) -> str:
             process.stdin.write(json.dumps([str(argument) for argument in arguments]) + "\n")
             process.stdin.flush()
+            # A server that starts would never answer.
+            assert select.select([process.stdout], [], [], 150)[0], f"serve {arguments} is not refused"
             code, output, errors = json.loads(process.stdout.readline())
             assert (code, output) == (2, ""), errors
             assert "Traceback" not in errors
             return str(errors)
 
-        yield refused
-        process.stdin.close()
+        try:
+            yield refused
+        finally:
+            process.kill()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the measures need Linux")

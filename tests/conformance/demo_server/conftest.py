@@ -1,10 +1,12 @@
 """One server of the demo's base, in float32, for all modules of this folder.
 
-Each module uses tenants of its own. `tests/conftest.py` keeps the folder's modules in one process.
+The demo itself runs in the base's bfloat16. Each module uses tenants of its own. `tests/conftest.py` keeps the folder's
+modules in one process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,10 +29,13 @@ def demo_server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFa
     return pytestconfig.stash[RUNNING][0]
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Stop the server before the first test of another folder."""
-    if RUNNING in item.config.stash and (nextitem is None or FOLDER not in nextitem.path.parents):
-        _, stack = item.config.stash[RUNNING]
-        del item.config.stash[RUNNING]
-        stack.close()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    """Stop the server before the first test of another folder, even if a fixture of the last one fails to end."""
+    try:
+        yield
+    finally:
+        if RUNNING in item.config.stash and (nextitem is None or FOLDER not in nextitem.path.parents):
+            _, stack = item.config.stash[RUNNING]
+            del item.config.stash[RUNNING]
+            stack.close()

@@ -249,16 +249,20 @@ def test_flood_does_not_age_to_the_front() -> None:
 def test_wait_bound_applies_to_any_traffic(shares: int, seed: int) -> None:
     queue, arrival, rng = FairQueue(), 0, random.Random(seed)
     unserved: dict[str, int] = {}
+    # Some shares are silent for long, or always have the same weight and priority.
+    rates = [1.0, *(rng.choice([0.05, 0.5, 1.0]) for _ in range(shares - 1))]
+    weights = [rng.choice([(1,), (4,), (1, 4)]) for _ in range(shares)]
+    priorities = [rng.choice([(0,), (3,), (0, 0, 3)]) for _ in range(shares)]
     for _ in range(150):
         for share in range(shares):
-            if rng.random() < 0.5 or share == 0:
+            if rng.random() < rates[share]:
                 waiting(
                     queue,
                     arrival,
                     str(share),
                     num_prompt=rng.choice([40, 50, 60]),
-                    weight=rng.choice([1, 4]),
-                    priority=rng.choice([0, 0, 3]),
+                    weight=rng.choice(weights[share]),
+                    priority=rng.choice(priorities[share]),
                 )
                 unserved.setdefault(str(share), 0)
                 arrival += 1

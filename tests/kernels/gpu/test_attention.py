@@ -281,7 +281,7 @@ def test_the_chosen_plan_equals_plain_attention_in_each_dtype(
 ) -> None:
     spec = AttentionSpec(4, 1, 64, 0.125, sliding_window)
     plan = attention_plan(26, 4, spec, dtype.itemsize, short_rows=short_rows, num_processors=2)
-    check_attention_of([190, 50, 3, 30], [1, 20, 3, 2], spec, dtype, plan, device, make_poisoned_pool)
+    check_attention_of([190, 90, 3, 30], [1, 20, 3, 2], spec, dtype, plan, device, make_poisoned_pool)
 
 
 def test_a_split_prefill_equals_plain_attention(

@@ -202,7 +202,7 @@ WRITTEN_BATCHES: dict[str, Batch] = {
     "large-all-base": ([-1] * 300, 3, 64),
     "base-last": ([3] * 260 + [-1], 18, 16),
 }
-RARELY_WRITTEN = ("empty", "one-adapter", "one-base", "large-all")
+RARELY_WRITTEN = ("one-adapter", "one-base", "large-all")
 """Beginnings of the names of batches that the interpreter runs only in campaigns."""
 
 
