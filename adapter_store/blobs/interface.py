@@ -72,12 +72,6 @@ class BlobStore(ABC):
         If `put` raises BlobStoreUnavailable, the blob may or may not exist. `deadline_s` works as in `get`.
         """
 
-    def put_final(self, key: str, source: Path) -> bool:
-        """Store a file as `put` does. Nothing may write to the file afterwards, because a store on the same file system
-        can keep the file itself instead of a copy.
-        """
-        return self.put(key, source)
-
     @abstractmethod
     def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
         """Write a blob to a file, which may contain part of the blob after any error.

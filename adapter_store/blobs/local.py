@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import stat
@@ -42,28 +41,14 @@ class LocalBlobStore(BlobStore):
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
         place = self._path(key)
         with _unavailable(f"blob {key} cannot be written"):
-            if self._is_taken(place):
+            if place.exists():
+                self._flush_directories(place)
                 return False
             unfinished = self._write_unfinished(source)
             try:
                 return self._link(unfinished, place)
             finally:
                 unfinished.unlink()
-
-    def put_final(self, key: str, source: Path) -> bool:
-        place = self._path(key)
-        with _unavailable(f"blob {key} cannot be written"):
-            if self._is_taken(place):
-                return False
-            with source.open("rb") as file:
-                os.fsync(file.fileno())
-            try:
-                return self._link(source, place)
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.EMLINK):
-                    raise
-        # The file is on another file system.
-        return self.put(key, source)
 
     def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
         path = self._path(key)
@@ -119,13 +104,6 @@ class LocalBlobStore(BlobStore):
                 with suppress(FileNotFoundError):
                     if path.stat().st_mtime < oldest_s:
                         path.unlink()
-
-    def _is_taken(self, place: Path) -> bool:
-        """Return whether there is a blob, which is durable then."""
-        is_taken = place.exists()
-        if is_taken:
-            self._flush_directories(place)
-        return is_taken
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)

@@ -117,7 +117,7 @@ class BaseValidation:
                 "base_mismatch", "for this base, the same files yield a different adapter: upload it under another name"
             )
         if valid.job.packed.exists():
-            self._blobs.put_final(packed_key(version.digest, self._validation.target.pack_key), valid.job.packed)
+            self._blobs.put(packed_key(version.digest, self._validation.target.pack_key), valid.job.packed)
 
     def _give_back(self, version_id: str) -> None:
         try:

@@ -203,14 +203,14 @@ class VersionProcessor:
         if is_handed_over:
             return valid
         if job.packed.exists():
-            self._blobs.put_final(packed_key(accepted.digest, self._validation.target.pack_key), job.packed)
+            self._blobs.put(packed_key(accepted.digest, self._validation.target.pack_key), job.packed)
         self._at_failpoint(Failpoint.PACKED_STORED)
         return None
 
     def _put_packed(self, valid: ValidFiles) -> None:
         """Store the packed file of a ready version. Without it, other engines pack the canonical file themselves."""
         try:
-            self._blobs.put_final(packed_key(valid.accepted.digest, self._validation.target.pack_key), valid.job.packed)
+            self._blobs.put(packed_key(valid.accepted.digest, self._validation.target.pack_key), valid.job.packed)
         except Exception as error:
             _log.warning("packed_file_not_stored", digest=valid.accepted.digest, error=str(error))
 
@@ -279,7 +279,7 @@ class VersionProcessor:
         self._at_failpoint(Failpoint.CONFIG_KEPT)
         self._blobs.put(header_key(version.id), kept.encode())
         self._at_failpoint(Failpoint.HEADER_KEPT)
-        self._blobs.put_final(canonical_key(accepted.digest), job.canonical)
+        self._blobs.put(canonical_key(accepted.digest), job.canonical)
         self._at_failpoint(Failpoint.CANONICAL_STORED)
 
     def _reject(self, version_id: str, error: AdapterRejected) -> None:

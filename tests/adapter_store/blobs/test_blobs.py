@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import random
@@ -43,37 +42,6 @@ def test_a_blob_is_never_replaced(blobs: BlobStore, tmp_path: Path) -> None:
     assert not blobs.put("k/one", b"second")
     assert not blobs.put("k/one", source)
     assert blobs.read_bytes("k/one") == b"first"
-
-
-def test_a_final_file_becomes_a_blob_and_replaces_none(blobs: BlobStore, tmp_path: Path) -> None:
-    source, other = tmp_path / "source", tmp_path / "other"
-    source.write_bytes(b"first" * 1000)
-    other.write_bytes(b"second")
-    assert blobs.put_final("k/one", source)
-    assert not blobs.put_final("k/one", other)
-    source.unlink()
-    assert blobs.read_bytes("k/one") == b"first" * 1000
-
-
-@pytest.mark.parametrize("is_other_system", [False, True])
-def test_a_local_store_keeps_a_final_file_itself_if_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_other_system: bool
-) -> None:
-    link, source = os.link, tmp_path / "source"
-    source.write_bytes(b"content")
-
-    def refuse(source: Path, place: Path) -> None:
-        if Path(source).parent == tmp_path:
-            raise OSError(errno.EXDEV, "another file system")
-        link(source, place)
-
-    if is_other_system:
-        monkeypatch.setattr(os, "link", refuse)
-    store = LocalBlobStore(tmp_path / "blobs")
-    assert store.put_final("k/one", source)
-    kept = tmp_path / "blobs" / "k" / "one"
-    assert kept.read_bytes() == b"content"
-    assert kept.samefile(source) != is_other_system
 
 
 def test_deleted_blob_can_be_put_again(blobs: BlobStore) -> None:

@@ -193,13 +193,6 @@ HOSTILE_WORKERS = {
             "257": [1] * 257,
         }.items()
     },
-    "a file with another name as its output": f"""
-import json, os, sys
-job = json.load(sys.stdin)['job']
-open(job['canonical'], 'w').close()
-os.link(job['canonical'], job['packed'])
-{answering(accepted=VERDICT)}
-""",
     "a link as its output": f"""
 import json, os, sys
 job = json.load(sys.stdin)['job']
