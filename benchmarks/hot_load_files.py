@@ -89,5 +89,7 @@ class HotFiles:
 
 def drop_cached(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
+    # The operating system keeps pages that have not been written to the disk.
+    os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)

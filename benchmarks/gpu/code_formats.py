@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.answers import CheckError
 from loramux.engine.device.backend import DenseLinear, Linear
-from loramux.kernels.gpu.coded_linear import make_coded_linear
+from loramux.kernels.gpu.coded_linear import RoundingLinear, make_coded_linear
 from loramux.kernels.gpu.coded_weights import place_codes
 from loramux.kernels.quantized import E4M3, INT4, INT8, UINT4, QuantizedWeight
 from loramux.kernels.routing import ExpertWeights
@@ -96,6 +97,8 @@ class SharedCodes:
             weight = self._form.random(*shape)
             linear = make_coded_linear(weight, bias, self._device, rounds_inputs=self._form.rounds_inputs)
             assert linear is not None
+            if self._form.rounds_inputs and not isinstance(linear, RoundingLinear):
+                raise CheckError("torch cannot multiply these FP8 weights by FP8 inputs here")
             self._linears[shape] = linear
         return self._linears[shape]
 

@@ -12,6 +12,7 @@ KERNEL_FILES = (
         f"gpu/test_{name}.py"
         for name in (
             "attention", "fused", "lora", "lora_linear", "sampling", "layer_step", "adapter_pairs", "coded_products",
+            "scaled_products",
         )
     ),
     *(

@@ -364,7 +364,7 @@ async def test_the_engine_loads_a_version_before_the_store_has_its_bytes(
     tier = DiskTier(tmp_path / "tier", 1 << 30, target.pack_key)
     ingest.pushes._open_tier = lambda: tier
     adapter_id = await new_adapter(http)
-    put, seen = type(admin_side.blobs).put_final, dict[str, bool]()
+    put, seen = type(admin_side.blobs).put, dict[str, bool]()
     loads, load = list[str](), type(admin_side.services.engine.loads).load
 
     def slow(self: Any, key: str, source: Any) -> bool:
@@ -379,7 +379,7 @@ async def test_the_engine_loads_a_version_before_the_store_has_its_bytes(
         return load(self, digest, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(admin_side.blobs), "put_final", slow)
+        patch.setattr(type(admin_side.blobs), "put", slow)
         patch.setattr(type(admin_side.services.engine.loads), "load", noted)
         pushed = await send(http, adapter_id, form_of(make_adapter()), wait="resident")
     assert pushed.status_code == 200, pushed.text
