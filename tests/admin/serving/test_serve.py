@@ -157,15 +157,16 @@ def refused() -> Iterator[Callable[..., str]]:
     with subprocess.Popen(
         command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+        asked, answers = process.stdin, process.stdout
+        assert asked is not None
+        assert answers is not None
 
         def refused(*arguments: object) -> str:
-            process.stdin.write(json.dumps([str(argument) for argument in arguments]) + "\n")
-            process.stdin.flush()
+            asked.write(json.dumps([str(argument) for argument in arguments]) + "\n")
+            asked.flush()
             # A server that starts would never answer.
-            assert select.select([process.stdout], [], [], 150)[0], f"serve {arguments} is not refused"
-            code, output, errors = json.loads(process.stdout.readline())
+            assert select.select([answers], [], [], 150)[0], f"serve {arguments} is not refused"
+            code, output, errors = json.loads(answers.readline())
             assert (code, output) == (2, ""), errors
             assert "Traceback" not in errors
             return str(errors)
