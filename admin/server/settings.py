@@ -288,7 +288,7 @@ class Settings(ModelSettings):
     max_sequences: Annotated[int, Field(ge=1)] | None = None
     run_batches: bool = True
     """Whether this process runs [batches](batches.md#a-process-for-batches). A gateway runs them only with a
-    `blob_url`.
+    `blob_url`. Batches wait until a process runs them. The server always deletes expired files.
     """
     max_waiting_tokens: Annotated[int, Field(ge=1)] = 1 << 22
     max_waiting_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = 300.0

@@ -96,7 +96,8 @@ async def _serve(
         admin = ConnectionRegistry(limits.admin, proxies, assembled.services.metrics.listeners, "admin")
         await stack.enter_async_context(in_background(assembled.services.run.maintenance.run(), "maintenance"))
         if assembled.batches is not None:
-            await stack.enter_async_context(in_background(assembled.batches.run(signals.drain), "batches"))
+            batches = assembled.batches.run(signals.drain, settings.run_batches)
+            await stack.enter_async_context(in_background(batches, "batches"))
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s),
             HttpServer(assembled.operations_app, admin_listener, admin, settings.keep_alive_s),

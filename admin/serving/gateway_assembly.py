@@ -70,7 +70,7 @@ class AssembledGateway:
     gateway_app: FastAPI
     operations_app: FastAPI
     batches: BatchRunner | None
-    """None if this process does not run batches."""
+    """None if this process has no blob store for files."""
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def assemble_gateway(
             with refused_starts():
                 kept = open_batches(settings, directory, database, open_blob_store(settings.blob_url))
         batches = None
-        if kept is not None and settings.run_batches:
+        if kept is not None:
             room = RoomLimits(capacity=lambda: (engine.info or info).max_sequences)
             batches = BatchRunner(gateway, kept.files, BatchQueue(database), gateway.metrics.batches, room)
         app = create_openai_app(gateway, kept)

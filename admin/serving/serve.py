@@ -215,8 +215,8 @@ async def _serve(
         await stack.enter_async_context(in_background(upkeep, "upkeep"))
         # When the drain begins, running evals and batches go back to the queue, and other servers continue them.
         await stack.enter_async_context(in_background(assembled.evals.run(signals.drain), "evals"))
-        if settings.run_batches:
-            await stack.enter_async_context(in_background(assembled.batches.run(signals.drain), "batches"))
+        batches = assembled.batches.run(signals.drain, settings.run_batches)
+        await stack.enter_async_context(in_background(batches, "batches"))
         await stack.enter_async_context(in_background(assembled.events.run(), "events"))
         await stack.enter_async_context(in_background(assembled.webhooks.run(signals.drain), "webhooks"))
         await serve_until_stopped(

@@ -89,7 +89,8 @@ class LineRuns:
         self._batch_id = batch_id
         self._endpoint = ENDPOINTS[endpoint]
         self._store = store
-        self.running: set[Generation] = set()
+        self.running: dict[Generation, asyncio.Event] = {}
+        """The started lines, each with an event that is set when its answer is stored and settled."""
 
     async def plan(self, line: ReadLine, caller: Principal) -> PlannedLine | ApiError:
         """Return what `run` needs: the plan of a line that runs as `caller`, or the error that a client would get."""
@@ -135,13 +136,13 @@ class LineRuns:
                 return
             finally:
                 self._room.remove(generation)
-                self.running.discard(generation)
+                self.running.pop(generation).set()
             if not done.done():
                 done.set_result(result)
 
         generation = self._services.run.requests.start(found.plan, life)
         self._room.add(generation)
-        self.running.add(generation)
+        self.running[generation] = asyncio.Event()
         entry.leave()
         return done
 
@@ -157,8 +158,9 @@ class LineRuns:
         """
         services, plan, asked = self._services, generation.plan, found.body
         settlement = await generation.run()
-        # The next line can run while this answer is stored.
-        self._room.remove(generation)
+        # The next line can run while this answer is stored. Long answers keep their room, so that few are in memory.
+        if not asked.has_long_answer:
+            self._room.remove(generation)
         generation.end(settlement)
         refusal, charged = None, settlement
         try:

@@ -57,7 +57,7 @@ class Room:
     """The lines of this server's batches in the engine.
 
     They fill it, because they are background sequences, which make room for others at once. `is_awaited` returns
-    whether this server runs another request that has no token yet.
+    whether this server runs another request for which the engine has sent nothing yet.
     """
 
     def __init__(
@@ -129,9 +129,12 @@ class Room:
             stats = await self._engine.call(StatsRequest(), STATS_TIMEOUT_S)
         except (EngineUnavailable, TimeoutError):
             return 0
-        # A line without a token may still be waiting, for example for its adapter.
-        num_unbegun = sum(one.plan.num_sequences for one in self._running if one.first_token_us is None)
+        # Lines with long answers stay until they are stored, after they have left the engine.
+        in_engine = [one for one in self._running if one.status == "open"]
+        num_own = sum(one.plan.num_sequences for one in in_engine)
+        # A line for which the engine has sent nothing may still be waiting, for example for its adapter.
+        num_unbegun = sum(one.plan.num_sequences for one in in_engine if not one.has_begun)
         if stats.num_waiting > num_unbegun + len(self._entering):
             return 0
-        num_others = max(0, stats.num_running - (self._num_own - min(stats.num_waiting, num_unbegun)))
+        num_others = max(0, stats.num_running - (num_own - min(stats.num_waiting, num_unbegun)))
         return self._limits.capacity() - num_others

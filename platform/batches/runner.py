@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from loramux.platform.batches.batch_files import BatchFiles
 from loramux.platform.batches.batch_rows import Batch, BatchState
 from loramux.platform.batches.input_lines import parsed_line
 from loramux.platform.batches.line_run import LATER, TROUBLE, LineRuns, PlannedLine, ReadLine, Refusal
-from loramux.platform.batches.room import Entry, Room, RoomLimits
+from loramux.platform.batches.room import MAX_ENTERING, Entry, Room, RoomLimits
 from loramux.platform.batches.tenant_files import TenantFiles
 from loramux.platform.errors import ApiError, NotFound, PermissionDenied
 from loramux.platform.generation.settler import NEVER_RAN
@@ -42,6 +42,10 @@ MAX_TRIES = 5
 """Number of attempts after which a line fails although its error is temporary. Waiting for a quota does not count."""
 MAX_UNSTORED = 128
 """Number of lines beyond the room's capacity that can run or wait until their answers are stored."""
+MAX_PLANNED = MAX_ENTERING // MAX_RUNNING
+"""Number of lines that a batch plans one after another, so that slow ones leave entries to other tenants' batches."""
+STORE_S = 5.0
+"""Longest time for which a batch that stops waits for the answers that are being stored, in seconds."""
 NUM_THREADS = 2
 SWEEP_INTERVAL_S = 600.0
 """Interval between sweeps of expired files."""
@@ -81,8 +85,11 @@ class BatchRunner:
         self._room = Room(services.engine, limits or RoomLimits(), lambda: requests.num_awaited > 0)
         self._pace = pace or BatchPace()
 
-    async def run(self, draining: asyncio.Event) -> None:
-        """Run until cancelled or until `draining` is set. Another server can then continue the batches at once."""
+    async def run(self, draining: asyncio.Event, claims: bool = True) -> None:
+        """Run until cancelled or until `draining` is set. Another server can then continue the batches at once.
+
+        Without `claims`, only delete expired files.
+        """
         # Files are long work, which must not occupy the threads of requests.
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batches") as executor:
             loop = ClaimLoop(
@@ -95,7 +102,7 @@ class BatchRunner:
             )
             sweep = asyncio.create_task(self._sweep(executor))
             try:
-                await loop.run(draining)
+                await (loop.run(draining) if claims else draining.wait())
             finally:
                 sweep.cancel()
                 await asyncio.gather(sweep, return_exceptions=True)
@@ -186,13 +193,18 @@ class _BatchRun:
             await self._abandon()
 
     async def _abandon(self) -> None:
-        """End the running lines at once. They run again later."""
+        """End the running lines at once. They run again later, except those whose answers can still be stored."""
         tasks = set(self._tasks)
         for generation in tuple(self._lines.running):
             generation.abandon()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STORE_S):
+                for generation, is_stored in tuple(self._lines.running.items()):
+                    if not generation.is_abandoned:
+                        await is_stored.wait()
 
     @property
     def _is_over(self) -> bool:
@@ -211,37 +223,29 @@ class _BatchRun:
             await self._pause()
             # Lines whose answers are being stored need no room.
             await self._until_free(self._room.capacity + MAX_UNSTORED)
-            await self._start(await self._entered(len(self._waiting)))
+            await self._start(await self._entered(min(len(self._waiting), MAX_PLANNED)))
             self._raise_failures()
 
     async def _start(self, entries: Sequence[Entry]) -> None:
-        """Plan the next lines, and start a task for each."""
+        """Read the next lines together, plan them one by one, so that other requests come in between, and start a task
+        for each as soon as it is planned.
+        """
         # While the lines waited to enter, a refusal may have removed some.
         lines = [self._waiting.popleft() for _ in range(min(len(entries), len(self._waiting)))]
         self._running.update(one.line for one in lines)
-        with ExitStack() as unused:
-            for entry in entries:
-                unused.callback(entry.leave)
-            planned = await self._planned(lines)
-            for entry, (read, found) in zip(entries, planned, strict=False):
+        unused = deque(entries)
+        try:
+            for read in await self._services.compute(self._read, lines):
+                caller = await self._checked_caller()
+                found = caller if isinstance(caller, PermissionDenied) else await self._lines.plan(read, caller)
+                entry = unused.popleft()
                 task = asyncio.create_task(self._run_line(read, found, entry))
                 # A task that is cancelled before it begins runs nothing.
                 task.add_done_callback(partial(_leave, entry))
                 self._tasks.add(task)
-            unused.pop_all()
-        for entry in entries[len(lines) :]:
-            entry.leave()
-
-    async def _planned(self, lines: Sequence[WaitingLine]) -> list[tuple[ReadLine, PlannedLine | ApiError]]:
-        """Read lines together, and plan them one by one, so that other requests come in between."""
-        if not lines:
-            return []
-        caller = await self._checked_caller()
-        planned: list[tuple[ReadLine, PlannedLine | ApiError]] = []
-        for read in await self._services.compute(self._read, lines):
-            found = caller if isinstance(caller, PermissionDenied) else await self._lines.plan(read, caller)
-            planned.append((read, found))
-        return planned
+        finally:
+            for entry in unused:
+                entry.leave()
 
     async def _name_lines(self) -> Sequence[WaitingLine]:
         """Return the next lines, without those of models whose quota is used up."""
@@ -286,8 +290,10 @@ class _BatchRun:
     def _raise_failures(self) -> None:
         done = {task for task in self._tasks if task.done()}
         self._tasks -= done
-        for task in done:
-            task.result()
+        # Each is read, because asyncio reports exceptions that nobody has read.
+        errors = [error for task in done if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     async def _run_line(self, read: ReadLine, planned: PlannedLine | ApiError, entry: Entry) -> None:
         try:

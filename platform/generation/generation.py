@@ -92,6 +92,8 @@ class Generation:
         self._watch: asyncio.Task[None] | None = None
         self._failure: ApiError | None = None
         self.first_token_us: int | None = None
+        self.has_begun = False
+        """True once the engine has sent a token, or a part of a pooled state."""
         self.usage = Usage(0, 0, 0)
         self.status = "open"
 
@@ -191,6 +193,7 @@ class Generation:
                 return
             if self._is_settled:
                 continue
+            self.has_begun = self.has_begun or bool(item.token_ids or item.pooled)
             if self.first_token_us is None and item.token_ids:
                 self.first_token_us = self._clock()
             if self._observe_gap is not None and item.token_ids:

@@ -80,8 +80,8 @@ class RunningRequests:
 
     @property
     def num_awaited(self) -> int:
-        """Number of requests, without those of batches, that have no token yet."""
-        return sum(one.first_token_us is None and not one.plan.is_background for one in self._tasks.values())
+        """Number of requests, without those of batches, that have no token or pooled state yet."""
+        return sum(not one.has_begun and not one.plan.is_background for one in self._tasks.values())
 
     def num_running_of(self, tenant_id: str) -> int:
         """Number of the tenant's requests that run on this server."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -15,16 +16,22 @@ import pytest
 from openai import BadRequestError, ConflictError, NotFoundError, RateLimitError
 from sqlalchemy import insert
 
-from loramux.adapter_store.errors import RequestsRunning
+from loramux.adapter_store.errors import ClaimLost, RequestsRunning
 from loramux.adapter_store.ingest.purge_rows import PurgeRows
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import prices
+from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.batches import batch_rows
+from loramux.platform.batches.batch_claims import BatchClaim, StoredAnswer, WaitingLine
+from loramux.platform.batches.batch_rows import BatchState
+from loramux.platform.batches.line_run import LineRuns, PlannedLine, ReadLine
 from loramux.platform.batches.room import MAX_ENTERING, Room, RoomLimits
+from loramux.platform.batches.runner import MAX_PLANNED, _BatchRun
 from loramux.platform.batches.tenant_files import Owner
 from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.errors import ApiError
 from loramux.platform.generation.generation import Generation
 from loramux.platform.ledger.prices import Price
 from loramux.platform.quotas.policies import QuotaPolicies
@@ -103,6 +110,90 @@ async def test_lines_let_requests_without_a_token_go_first(lab: BatchLab, monkey
     is_awaited = True
     async with asyncio.timeout(20):
         await room.enter(1)
+
+
+async def test_pooled_requests_are_awaited_until_their_first_state(lab: BatchLab) -> None:
+    """They get no token, and lines must not wait for one."""
+    requests, awaited = lab.gateway.services.run.requests, list[int]()
+
+    def script(add: Any) -> Script:
+        awaited.append(requests.num_awaited)
+        return Script(token_ids=())
+
+    # The scripted engine answers the first prompt before it gets the second.
+    lab.gateway.engine.script = script
+    await lab.gateway.openai.embeddings.create(model="base", input=[[4], [5]])
+    assert awaited == [1, 0]
+
+
+async def test_long_answers_keep_their_room_until_they_are_stored(
+    lab: BatchLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would otherwise pile up in memory."""
+    lab.limits = replace(lab.limits, capacity=lambda: 1)
+    num_unstored, record = [], BatchClaim.record
+
+    def counting(self: BatchClaim, batch_id: str, answers: Sequence[tuple[WaitingLine, StoredAnswer]]) -> BatchState:
+        num_unstored.append(len(answers))
+        return record(self, batch_id, answers)
+
+    monkeypatch.setattr(BatchClaim, "record", counting)
+    url = "/v1/embeddings"
+    bodies = [{"model": "base", "input": [[number]]} for number in range(4, 8)]
+    lines = [{"custom_id": str(n), "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
+    batch = await lab.create(lines, endpoint=url)
+    async with lab.running():
+        await lab.finished(batch)
+    assert num_unstored == [1] * 4
+
+
+async def test_slow_line_delays_only_the_lines_behind_it(lab: BatchLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, num_planned, has_started, most = LineRuns.plan, 0, asyncio.Event(), 0
+    keys, owner = lab.gateway.services.callers.api_keys, Owner(lab.gateway.tenant.id, "", is_limited=False)
+
+    async def slow(self: LineRuns, one: ReadLine, caller: Principal) -> PlannedLine | ApiError:
+        nonlocal num_planned, most
+        num_planned += 1
+        most = max(most, len(self._room._entering))
+        if num_planned == 2:
+            async with asyncio.timeout(20):
+                await has_started.wait()
+            for key in keys.list(lab.gateway.tenant.id, 10).data:
+                keys.revoke(key.id)
+        return await plan(self, one, caller)
+
+    def script(add: Any) -> Script:
+        has_started.set()
+        return Script(token_ids=(5, 6))
+
+    lab.gateway.engine.script = script
+    monkeypatch.setattr(LineRuns, "plan", slow)
+    lab.limits = replace(lab.limits, capacity=lambda: 100)
+    batch = await lab.create([line(f"{number}") for number in range(30)])
+    async with lab.running(), asyncio.timeout(40):
+        while not (found := lab.gateway.kept.batches.get(owner, batch.id)).is_finished:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    # The key is looked up again for each line.
+    assert (found.num_completed, found.num_failed) == (2, 28)
+    assert most <= MAX_PLANNED
+
+
+async def test_every_failure_of_a_line_is_read() -> None:
+    async def fail() -> None:
+        raise ClaimLost("no")
+
+    loop, reported = asyncio.get_running_loop(), list[dict[str, Any]]()
+    handler = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _, context: reported.append(context))
+    try:
+        run = SimpleNamespace(_tasks={asyncio.create_task(fail()) for _ in range(3)})
+        await asyncio.wait(run._tasks)
+        with pytest.raises(ClaimLost):
+            _BatchRun._raise_failures(cast("_BatchRun", run))
+        gc.collect()
+    finally:
+        loop.set_exception_handler(handler)
+    assert (run._tasks, reported) == (set(), [])
 
 
 async def test_batch_of_embeddings_is_answered_and_charged(lab: BatchLab) -> None:
@@ -329,7 +420,7 @@ async def test_line_that_cannot_be_stored_fails(
 
 async def test_lines_wait_while_other_requests_wait(lab: BatchLab) -> None:
     lab.gateway.engine.num_waiting = 3
-    lab.limits = type(lab.limits)(capacity=lambda: 6, look_s=0.01, queue_s=3600)
+    lab.limits = replace(lab.limits, queue_s=3600)
     async with lab.running():
         batch = await lab.create([line("a")])
         await lab.until(batch, lambda now: now.status == "in_progress")

@@ -16,6 +16,8 @@ from loramux.migrations.claims import end_claims
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
 from loramux.platform.admission.reservation_rows import LEASE_US
+from loramux.platform.batches import answer_writer, runner
+from loramux.platform.batches.answer_writer import AnswerWriter
 from loramux.platform.batches.batch_claims import BatchClaim, BatchQueue, StoredAnswer, WaitingLine
 from loramux.platform.batches.input_lines import InputLine, read_lines
 from loramux.platform.batches.output_lines import answered
@@ -188,6 +190,38 @@ async def test_stopped_server_gives_its_batch_back(gateway: Gateway) -> None:
         answers, errors = await lab.outputs(await lab.finished(batch))
     assert (len(answers), errors) == (60, [])
     check_ledger(lab, answers)
+
+
+async def test_stopped_server_stores_finished_answers(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab, num_given, all_given = BatchLab(gateway), 0, asyncio.Event()
+    store = AnswerWriter.store
+
+    async def noted(self: AnswerWriter, waiting: WaitingLine, answer: StoredAnswer) -> None:
+        nonlocal num_given
+        num_given += 1
+        if num_given == 3:
+            all_given.set()
+        await store(self, waiting, answer)
+
+    monkeypatch.setattr(AnswerWriter, "store", noted)
+    monkeypatch.setattr(answer_writer, "GATHER_S", 0.5)
+    monkeypatch.setattr(runner, "STORE_S", 60.0)
+    batch = await lab.create([line(f"{number}") for number in range(3)])
+    async with lab.running(), asyncio.timeout(20):
+        await all_given.wait()
+    batch = await gateway.openai.batches.retrieve(batch.id)
+    assert batch.request_counts is not None
+    assert (batch.status, batch.request_counts.completed) == ("in_progress", 3)
+    assert len(gateway.usage()) == 3
+
+
+async def test_files_are_swept_without_batches(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab, draining, loop = BatchLab(gateway), asyncio.Event(), asyncio.get_running_loop()
+    batch = await lab.create([line("a")])
+    monkeypatch.setattr(gateway.kept.files, "clear_up", lambda: loop.call_soon_threadsafe(draining.set))
+    async with asyncio.timeout(20):
+        await lab.runner().run(draining, claims=False)
+    assert (await gateway.openai.batches.retrieve(batch.id)).status == "validating"
 
 
 async def test_lines_survive_the_engine(gateway: Gateway) -> None:
