@@ -1,4 +1,7 @@
-"""Triggers that count changes to the rows that gateways cache, including changes made by hand in SQL."""
+"""Triggers that count changes to the rows that gateways cache, including changes made by hand in SQL.
+
+An upgrade installs them again only if it has a step to run or a trigger is missing, so a change to them needs a step.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,13 @@ END $$
 _SQLITE_COUNT = (
     "INSERT INTO signals (name, value) VALUES ('caches', 1) ON CONFLICT (name) DO UPDATE SET value = value + 1"
 )
+
+
+def cache_triggers(dialect: str) -> set[tuple[str, str]]:
+    """Return the table and the name of each trigger."""
+    if dialect == "postgresql":
+        return {(table, "caches_changed") for table in CACHED_TABLES}
+    return {(table, name) for table in CACHED_TABLES for name, _ in _sqlite_triggers(table)}
 
 
 def remove_cache_triggers(connection: Connection) -> None:

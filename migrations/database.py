@@ -234,7 +234,7 @@ class Database:
         return now_us
 
     def upgrade(self) -> None:
-        """Upgrade the schema to the newest version. Does nothing if the schema is current.
+        """Upgrade the schema to the newest version. Does nothing if the schema is current and has its triggers.
 
         The upgrade is one transaction. If it deadlocks with gateways that are still running, it is rolled back and
         retried, and the gateways continue. Raises WrongSchema if no step upgrades the database's version.

@@ -6,12 +6,12 @@ from alembic import context
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, Engine, inspect
 
-from loramux.migrations.cache_triggers import install_cache_triggers, remove_cache_triggers
+from loramux.migrations.cache_triggers import cache_triggers, install_cache_triggers, remove_cache_triggers
 from loramux.migrations.schema import metadata
-from loramux.migrations.storage_triggers import install_storage_triggers, remove_storage_triggers
+from loramux.migrations.storage_triggers import install_storage_triggers, remove_storage_triggers, storage_triggers
 
-_FIRST_LOCKED = ("reservations", "usage_events")
-"""The tables that a settlement locks first, in the order in which it locks them.
+_FIRST_LOCKED = ("responses", "conversations", "chat_completions", "reservations", "usage_events")
+"""The tables that a settlement or a response in the background locks first, in the order in which it locks them.
 
 A reservation locks `reservations` last. By then it has locked rows that an upgrade locks later: counters, and any
 policies and tenants that have just changed. If the two deadlock, either the reservation or the upgrade is aborted and
@@ -19,13 +19,26 @@ retried. See `Database.upgrade`.
 """
 
 
-def _wait_for_settlements(connection: Connection) -> None:
-    """Let running settlements finish and block new ones, before the upgrade locks other tables that they need.
+def _is_current(connection: Connection) -> bool:
+    """Return whether the schema is current and has its triggers."""
+    if MigrationContext.configure(connection).get_current_revision() != context.get_head_revision():
+        return False
+    dialect = connection.dialect.name
+    if dialect == "postgresql":
+        query = "SELECT tgrelid::regclass::text, tgname FROM pg_trigger WHERE NOT tgisinternal"
+    else:
+        query = "SELECT tbl_name, name FROM sqlite_master WHERE type = 'trigger'"
+    found = {(table, name) for table, name in connection.exec_driver_sql(query)}
+    return cache_triggers(dialect) | storage_triggers(dialect) <= found
 
-    Otherwise, an upgrade would deadlock again and again while gateways are running.
+
+def _wait_for_writers(connection: Connection) -> None:
+    """Let running settlements and writers of stored responses finish and block new ones, before the upgrade locks other
+    tables that they need.
+
+    Otherwise, an upgrade would deadlock again and again while gateways are running. Besides, nothing may be stored or
+    deleted between a step that counts the stored bytes and the creation of the triggers that count changes.
     """
-    if MigrationContext.configure(connection).get_current_revision() == context.get_head_revision():
-        return
     tables = set(inspect(connection).get_table_names())
     locked = [table for table in _FIRST_LOCKED if table in tables]
     if locked:
@@ -35,14 +48,16 @@ def _wait_for_settlements(connection: Connection) -> None:
 def run() -> None:
     engine: Engine = context.config.attributes["engine"]
     with engine.begin() as connection:
-        if engine.dialect.name == "postgresql":
+        is_postgres = engine.dialect.name == "postgresql"
+        if is_postgres:
             # If two servers start together, only one may migrate. The other waits and then has nothing to do. SQLite
             # needs no lock: its transaction begins with the write lock.
             connection.exec_driver_sql("SELECT pg_advisory_xact_lock(5512041)")
-            _wait_for_settlements(connection)
-        context.configure(
-            connection=connection, target_metadata=metadata, render_as_batch=engine.dialect.name == "sqlite"
-        )
+        if _is_current(connection):
+            return
+        if is_postgres:
+            _wait_for_writers(connection)
+        context.configure(connection=connection, target_metadata=metadata, render_as_batch=not is_postgres)
         remove_cache_triggers(connection)
         remove_storage_triggers(connection)
         context.run_migrations()

@@ -1,4 +1,7 @@
-"""Triggers that count the bytes stored for each tenant, however rows are added, changed or deleted."""
+"""Triggers that count the bytes stored for each tenant, however rows are added, changed or deleted.
+
+An upgrade installs them again only if it has a step to run or a trigger is missing, so a change to them needs a step.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +41,24 @@ _SQLITE = {
 }
 
 
+def storage_triggers(dialect: str) -> set[tuple[str, str]]:
+    """Return the table and the name of each trigger."""
+    if dialect == "postgresql":
+        return {(table, "stored_bytes_changed") for table in SIZES}
+    return {(table, _sqlite_trigger(table, change)) for table in SIZES for change in _SQLITE}
+
+
 def remove_storage_triggers(connection: Connection) -> None:
     """Drop the triggers before an upgrade, because PostgreSQL cannot alter a table with pending deferred triggers."""
     tables = set(inspect(connection).get_table_names())
-    for table in SIZES.keys() & tables:
+    for table in SIZES:
+        if table not in tables:
+            continue
         if connection.dialect.name == "postgresql":
             connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS stored_bytes_changed ON {table}")
         else:
             for change in _SQLITE:
-                connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS {table}_{change}_stored_bytes")
+                connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS {_sqlite_trigger(table, change)}")
 
 
 def install_storage_triggers(connection: Connection) -> None:
@@ -80,6 +92,10 @@ def _install_on_sqlite(connection: Connection, table: str) -> None:
     for change, statement in _SQLITE.items():
         columns = f" OF {', '.join(SIZES[table][1])}" if change == "update" else ""
         connection.exec_driver_sql(
-            f"CREATE TRIGGER {table}_{change}_stored_bytes AFTER {change.upper()}{columns} ON {table} "
+            f"CREATE TRIGGER {_sqlite_trigger(table, change)} AFTER {change.upper()}{columns} ON {table} "
             f"BEGIN {statement.format(new=new, old=old)}; END"
         )
+
+
+def _sqlite_trigger(table: str, change: str) -> str:
+    return f"{table}_{change}_stored_bytes"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from loramux.platform.errors import RateLimited
+from loramux.platform.errors import RateLimited, Unavailable
 
 RETRY_S = 5.0
 
@@ -41,23 +41,38 @@ class TenantSlots:
 
 
 class TenantQueues:
-    """At most `most` pieces of work for each tenant at a time, and up to `most_waiting` others that wait in order.
+    """At most `most` pieces of work for each tenant at a time, and up to `most_waiting` others that wait in order, each
+    for at most `longest_wait_s` seconds.
 
     `what` and `code` are those of `TenantSlots`.
     """
 
-    def __init__(self, most: int, most_waiting: int, what: str, code: str) -> None:
+    def __init__(self, most: int, most_waiting: int, longest_wait_s: float, what: str, code: str) -> None:
         self._most = most
+        self._longest_wait_s = longest_wait_s
+        self._what = what
+        self._code = code
         self._entered = TenantSlots(most + most_waiting, what, code)
         self._turns: dict[str, asyncio.Semaphore] = {}
 
     @asynccontextmanager
     async def turn(self, tenant_id: str) -> AsyncIterator[None]:
-        """Wait until the work may start, and count it until the context ends. Raises RateLimited."""
+        """Wait until the work may start, and count it until the context ends. Raises RateLimited, or
+        Unavailable if the wait takes too long.
+        """
         try:
             with self._entered.held(tenant_id):
-                async with self._turns.setdefault(tenant_id, asyncio.Semaphore(self._most)):
+                turns = self._turns.setdefault(tenant_id, asyncio.Semaphore(self._most))
+                try:
+                    async with asyncio.timeout(self._longest_wait_s):
+                        await turns.acquire()
+                except TimeoutError:
+                    message = f"no turn within {self._longest_wait_s:g} s: {self.num_entered(tenant_id)} {self._what}"
+                    raise Unavailable(message, code=self._code, retry_after_s=RETRY_S) from None
+                try:
                     yield
+                finally:
+                    turns.release()
         finally:
             if not self.num_entered(tenant_id):
                 self._turns.pop(tenant_id, None)

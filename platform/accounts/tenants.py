@@ -327,7 +327,8 @@ def _tenant(row: Row[Any]) -> Tenant:
 def _delete_rows(connection: Connection, tenant_id: str, now_us: int) -> None:
     # The sweep of files deletes the blobs.
     connection.execute(insert(schema.file_purges).values(tenant_id=tenant_id, purged_us=now_us))
-    # Requests that store something lock these rows before the counters of quotas.
+    # Requests that change something stored lock its row before the counters of quotas. Requests that store something
+    # new lock the tenant's row before the counters.
     for table in (schema.responses, schema.chat_completions, schema.conversations):
         connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
     policies, counters = schema.quota_policies, schema.quota_counters

@@ -74,6 +74,7 @@ class RoutedEngine:
         self._engines: Mapping[str, EngineClient] = {local_id: local}
         self._is_own_only = is_own_only
         self._own = BaseReplicas(base_id, new_router())
+        self._views_of_own_base: Sequence[ReplicaView] = ()
         self._bases: Mapping[str | None, BaseReplicas] = {base_id: self._own}
         self._routes: dict[str, Route] = {}
         self._prefetching: set[asyncio.Task[None]] = set()
@@ -85,9 +86,11 @@ class RoutedEngine:
         self._info = self._local.info or self._info
         ready: dict[str | None, list[ReplicaView]] = defaultdict(list, {self._own.base_id: []})
         for view in views:
-            is_usable = view.is_local or not self._is_own_only or view.base_id != self._own.base_id
-            if is_usable and self._engines[view.id].is_ready:
+            if self._engines[view.id].is_ready:
                 ready[view.base_id].append(view)
+        self._views_of_own_base = ready[self._own.base_id]
+        if self._is_own_only:
+            ready[self._own.base_id] = [view for view in self._views_of_own_base if view.is_local]
         self._bases = {name: self._bases.get(name) or BaseReplicas(name, self._new_router()) for name in ready}
         for name, base in self._bases.items():
             base.show(ready[name])
@@ -148,7 +151,7 @@ class RoutedEngine:
         A server that fails to, or that takes longer than `timeout_s`, loads the adapter when a request needs it.
         """
         held = {digest_prefix(one) for one in predecessors}
-        others = (view for view in self._own.views if not view.is_local and not view.is_draining)
+        others = (view for view in self._views_of_own_base if not view.is_local and not view.is_draining)
         engines = [self._engines[view.id] for view in others if not held.isdisjoint(view.holds)]
         await asyncio.gather(*(_load(engine, digest, timeout_s) for engine in engines))
 

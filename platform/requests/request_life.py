@@ -197,9 +197,11 @@ async def reserve(services: GatewayServices, plan: Plan, body: Body) -> dict[str
     headers = {
         **rate_limit_headers(reservation.limits),
         **exceeded_headers(reservation.exceeded),
-        # The name in /metrics/routing, so that a picker learns which model a client's name means.
-        "x-loramux-resolved-model": model.name,
     }
+    # A base that is named after its directory can have a name that no header can contain.
+    if model.name.isascii() and model.name.isprintable():
+        # The name in /metrics/routing, so that a picker learns which model a client's name means.
+        headers["x-loramux-resolved-model"] = model.name
     if model.adapter is None:
         return headers
     return {**headers, "x-loramux-adapter": model.name, "x-loramux-fingerprint": model.adapter.fingerprint}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Literal, cast
 
 from fastapi import APIRouter, Depends, Request
@@ -15,7 +17,7 @@ from loramux.migrations.audit import Actor, act_as
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.bodies.request_body import parse_body, read_body
 from loramux.platform.bodies.strict_model import StrictModel
-from loramux.platform.requests.authentication import Caller, Services
+from loramux.platform.requests.authentication import Caller, Services, authenticated
 from loramux.platform.requests.error_responses import json_response, request_id_of
 from loramux.platform.requests.openapi import errors, takes
 from loramux.platform.runtime_adapters.runtime_adapters import LoadedAdapter, RuntimeAdapters, load_error
@@ -111,12 +113,13 @@ Adapters = Annotated[RuntimeAdapters, Depends(adapters_of)]
 @router.post(
     "/v1/load_lora_adapter", tags=["models"], openapi_extra=takes(LoadAdapter), response_model=str, responses=_ERRORS
 )
-async def load_lora_adapter(request: Request, caller: Caller, adapters: Adapters) -> Response:
+async def load_lora_adapter(request: Request, adapters: Adapters, services: Services) -> Response:
     """Load an adapter from one of the sources that the operator allows, and serve it under a name (vLLM's call). It
     becomes a version, is validated like an upload, and is in the engine when the call returns.
     """
     body = parse_body(await read_body(request, MAX_BODY_BYTES), LoadAdapter)
-    await _load(adapters, caller, body.lora_name, body.lora_path, replaces=body.load_inplace)
+    authenticate = partial(authenticated, request, services)
+    await _load(adapters, authenticate, body.lora_name, body.lora_path, replaces=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -141,10 +144,11 @@ async def unload_lora_adapter(request: Request, caller: Caller, adapters: Adapte
     response_model=LoadedDocument,
     responses=_ERRORS,
 )
-async def load_adapter_of_sglang(request: Request, caller: Caller, adapters: Adapters) -> Response:
+async def load_adapter_of_sglang(request: Request, caller: Caller, adapters: Adapters, services: Services) -> Response:
     """Load an adapter and serve it under a new name (SGLang's call)."""
     body = parse_body(await read_body(request, MAX_BODY_BYTES), LoadAdapterOfSglang)
-    await _load(adapters, caller, body.lora_name, body.lora_path, replaces=False)
+    authenticate = partial(authenticated, request, services)
+    await _load(adapters, authenticate, body.lora_name, body.lora_path, replaces=False)
     return await _loaded(adapters, caller)
 
 
@@ -192,9 +196,11 @@ async def resume(caller: Caller) -> Response:
     return json_response({"status": "running"})
 
 
-async def _load(adapters: RuntimeAdapters, caller: Principal, name: str, path: str, *, replaces: bool) -> LoadedAdapter:
+async def _load(
+    adapters: RuntimeAdapters, authenticate: Callable[[], Awaitable[Principal]], name: str, path: str, *, replaces: bool
+) -> LoadedAdapter:
     try:
-        return await adapters.load(caller, name, path, replaces=replaces)
+        return await adapters.load(authenticate, name, path, replaces=replaces)
     except StoreError as error:
         raise load_error(error) from error
 

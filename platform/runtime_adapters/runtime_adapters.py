@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -41,6 +41,8 @@ MAX_LOADS = 4
 """Maximum number of a tenant's loads that one server runs at once. Each waits for a verdict and asks the database."""
 MAX_WAITING_LOADS = 60
 """Maximum number of a tenant's loads that wait for their turn."""
+TURN_WAIT_S = 300.0
+"""How long a call waits for its turn, in seconds."""
 WARM_WAIT_S = 60.0
 """How long a call waits for the engine to load the adapter, in seconds."""
 RETRY_S = 5.0
@@ -81,30 +83,35 @@ class RuntimeAdapters:
         self.max_resident = max_resident
         """Maximum number of adapters in the engine at a time."""
         what = "adapters of this tenant are already being loaded, or wait for it"
-        self._loads = TenantQueues(MAX_LOADS, MAX_WAITING_LOADS, what, "too_many_loads")
+        self._loads = TenantQueues(MAX_LOADS, MAX_WAITING_LOADS, TURN_WAIT_S, what, "too_many_loads")
         self._aliases = AdapterAliases(services.database)
         self._states = VersionStates(services.database, registry)
 
-    async def load(self, principal: Principal, name: str, path: str, *, replaces: bool) -> LoadedAdapter:
+    async def load(
+        self, authenticate: Callable[[], Awaitable[Principal]], name: str, path: str, *, replaces: bool
+    ) -> LoadedAdapter:
         """Create a version from the files at `path`, wait until it is valid and in the engine, and let the name stand
         for it. Requests in progress finish on the old version.
 
         `replaces` allows a name that is already in service. Two calls for one name do not move it back: it stands for
-        the version of the later one. Raises ApiError, or StoreError.
+        the version of the later one. `authenticate` returns the caller, and is called again when the call's turn has
+        come. Raises ApiError, or StoreError.
         """
-        tenant_id, slug = _tenant_of(principal)
-        adapter_name = _adapter_name(principal, name)
-        url = self._sources.url(slug, path, "lora_path")
+        principal = await authenticate()
+        tenant_id, _, _ = self._requested(principal, name, path)
         async with self._loads.turn(tenant_id):
-            return await self._load(principal, name, adapter_name, url, replaces=replaces)
+            # While the call waited, its key may have been revoked or restricted.
+            return await self._load(await authenticate(), name, path, replaces=replaces)
 
-    async def _load(
-        self, principal: Principal, name: str, adapter_name: str, url: str, *, replaces: bool
-    ) -> LoadedAdapter:
-        assert principal.tenant_id is not None
+    def _requested(self, principal: Principal, name: str, path: str) -> tuple[str, str, str]:
+        """Return the tenant, the adapter's name and the URL of the files. Raises ApiError."""
+        tenant_id, slug = _tenant_of(principal)
+        return tenant_id, _adapter_name(principal, name), self._sources.url(slug, path, "lora_path")
+
+    async def _load(self, principal: Principal, name: str, path: str, *, replaces: bool) -> LoadedAdapter:
+        tenant_id, adapter_name, url = self._requested(principal, name, path)
         # A mistyped path must not leave an adapter behind.
         await call_on(self._executor, self._ingest.check_source, url)
-        tenant_id = principal.tenant_id
         adapter = await self._adapter(principal, tenant_id, adapter_name)
         await self._check_may_change(principal, adapter)
         before = await self._default_of(adapter)

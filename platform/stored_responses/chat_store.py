@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, insert, sel
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.paging import Page
-from loramux.platform.stored_responses.response_store import DAY_US, admit_bytes
+from loramux.platform.stored_responses.response_store import DAY_US, admit_bytes, hold_tenant
 from loramux.platform.stored_responses.sealing import ContentTooLong, Sealing, is_possible_id
 
 MAX_PAGE_BYTES = 8 * 1024 * 1024
@@ -71,6 +71,7 @@ class ChatStore:
         except ContentTooLong:
             return False
         with self._database.write() as connection:
+            hold_tenant(connection, stored.tenant_id)
             now_us = self._database.now_us(connection)
             admit_bytes(connection, stored.tenant_id, len(values["completion"]) + len(values["messages"]), now_us)
             connection.execute(

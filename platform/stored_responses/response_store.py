@@ -65,6 +65,7 @@ class ResponseStore:
         except ContentTooLong:
             return False
         with self._database.write() as connection:
+            hold_tenant(connection, stored.tenant_id)
             insert_response(connection, stored, content, self._database.now_us(connection), days)
         return True
 
@@ -115,8 +116,17 @@ def admit_bytes(connection: Connection, tenant_id: str, num_bytes: int, now_us: 
         StockLimits().admit(connection, tenant_id, STORED_BYTES, num_bytes, now_us)
 
 
+def hold_tenant(connection: Connection, tenant_id: str) -> None:
+    """Lock a tenant's row as a new row's foreign key does. Call it before `admit_bytes`.
+
+    A transaction that deletes the tenant locks this row before the counters of quotas, so the two cannot deadlock.
+    """
+    held = select(schema.tenants.c.id).where(schema.tenants.c.id == tenant_id)
+    connection.execute(held.with_for_update(read=True, key_share=True))
+
+
 def insert_response(connection: Connection, stored: StoredResponse, content: bytes, now_us: int, days: int) -> None:
-    """Raises QuotaExceeded."""
+    """Store a response whose tenant is locked. Raises QuotaExceeded."""
     admit_bytes(connection, stored.tenant_id, len(content), now_us)
     connection.execute(
         insert(schema.responses).values(

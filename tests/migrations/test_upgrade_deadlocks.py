@@ -12,7 +12,7 @@ from sqlalchemy.engine import ExceptionContext
 from loramux.migrations.database import UPGRADE_ATTEMPTS, DatabaseError
 from tests.migrations.later_schema import LaterDatabase
 
-NUM_WAITING = "SELECT count(*) FROM pg_locks WHERE relation = 'reservations'::regclass AND NOT granted"
+NUM_WAITING = "SELECT count(*) FROM pg_locks WHERE relation = %s::regclass AND NOT granted"
 
 
 class Upgraded(LaterDatabase):
@@ -34,10 +34,10 @@ def of_before(migrated_postgres_url: str) -> Iterator[Upgraded]:
     database.close()
 
 
-def until_waiting(url: str, num_waiting: int) -> None:
+def until_waiting(url: str, num_waiting: int, table: str = "reservations") -> None:
     ends_s = time.monotonic() + 20
     with psycopg.connect(url, autocommit=True) as connection:
-        while connection.execute(NUM_WAITING).fetchone() != (num_waiting,):
+        while connection.execute(NUM_WAITING, (table,)).fetchone() != (num_waiting,):
             assert time.monotonic() < ends_s
             time.sleep(0.01)
 
@@ -68,6 +68,20 @@ def test_deadlocked_upgrade_is_retried(of_before: Upgraded, migrated_postgres_ur
     of_before.check_schema()
     with of_before.read() as connection:
         assert connection.exec_driver_sql("SELECT value FROM signals WHERE name = 'reserved'").scalar() == 1
+
+
+def test_upgrade_waits_for_a_response_in_the_background(of_before: Upgraded, migrated_postgres_url: str) -> None:
+    with ThreadPoolExecutor(1) as threads, psycopg.connect(migrated_postgres_url) as progressing:
+        # Keep PostgreSQL from choosing this session as the deadlock victim.
+        progressing.execute("SET LOCAL deadlock_timeout = '1min'")
+        progressing.execute("UPDATE responses SET background_state = 'in_progress' WHERE id = ''")
+        upgrading = threads.submit(of_before.upgrade)
+        until_waiting(migrated_postgres_url, 1, "responses")
+        progressing.execute("UPDATE reservations SET checkpoint_tokens = 1 WHERE id = ''")
+        progressing.commit()
+        upgrading.result(60)
+    assert of_before.refusals == []
+    of_before.check_schema()
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,32 @@ def test_second_upgrade_changes_nothing(database: Database) -> None:
     assert lines(database) == before
 
 
+def test_second_upgrade_leaves_the_triggers_alone(database: Database) -> None:
+    # The numbers change if something is created again.
+    query = "PRAGMA schema_version" if database.is_sqlite else "SELECT oid FROM pg_trigger ORDER BY oid"
+
+    def numbers() -> list[int]:
+        with database.read() as connection:
+            return list(connection.exec_driver_sql(query).scalars())
+
+    before = numbers()
+    database.upgrade()
+    assert numbers() == before
+
+
+@pytest.mark.parametrize("table", ["responses", "tenants"])
+def test_missing_trigger_is_created_again(database: Database, table: str) -> None:
+    before = lines(database)
+    postgres = {"responses": "stored_bytes_changed", "tenants": "caches_changed"}
+    sqlite = {"responses": "responses_delete_stored_bytes", "tenants": "tenants_insert_caches_changed"}
+    name = sqlite[table] if database.is_sqlite else f"{postgres[table]} ON {table}"
+    with database.write() as connection:
+        connection.exec_driver_sql(f"DROP TRIGGER {name}")
+    assert lines(database) != before
+    database.upgrade()
+    assert lines(database) == before
+
+
 @pytest.mark.parametrize("kind", ["Database", "LaterDatabase"])
 def test_servers_that_start_together_upgrade_once(database_url: str, kind: str) -> None:
     # Set PYTHONPATH, so that the servers import the same modules as this test.

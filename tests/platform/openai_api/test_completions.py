@@ -61,6 +61,14 @@ async def test_body_matches_openais_exactly(gateway: Any, tokenizer: Any) -> Non
     assert not any(name.startswith("x-ratelimit") for name in response.headers)
 
 
+async def test_base_whose_name_no_header_can_contain_answers(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "模型"
+    monkeypatch.setattr(gateway.services.callers.resolver, "served_name", name)
+    response = await gateway.http.post("/v1/completions", json={"model": name, "prompt": "Yes", "max_tokens": 1})
+    assert response.status_code == 200
+    assert "x-loramux-resolved-model" not in response.headers
+
+
 async def test_stream_matches_openais_exactly(gateway: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("Ab")[1:]
     # The client takes each token before the next one arrives.

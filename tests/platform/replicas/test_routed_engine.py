@@ -403,6 +403,21 @@ async def test_servers_that_hold_a_predecessor_load_an_adapter(fleet: Fleet) -> 
         assert not engine.resident
 
 
+async def test_behind_a_picker_servers_that_hold_a_predecessor_load_an_adapter() -> None:
+    new, old = map(digest_of, ("new", "old"))
+    local, peer, other_base = ScriptedEngine(), ScriptedEngine(), ScriptedEngine()
+    engine = RoutedEngine(
+        local, "local", ChosenRouter, lambda outcome: None, lambda: None, base_id="own", is_own_only=True
+    )
+    held = int(old[:16], 16)
+    views = [view("local", held, base_id="own"), view("peer", held, base_id="own"), view("far", held, base_id="far")]
+    engine.update(views, {"peer": peer, "far": other_base})
+    await engine.load_elsewhere(new, [old], 1.0)
+    assert list(peer.resident) == [new]
+    assert not local.resident
+    assert not other_base.resident
+
+
 def test_requests_that_can_share_pages_have_the_same_prefix_key() -> None:
     def key(prompt: range, isolation_key: bytes) -> bytes | None:
         changed = msgspec.structs.replace(add("one"), prompt=tuple(prompt), isolation_key=isolation_key)

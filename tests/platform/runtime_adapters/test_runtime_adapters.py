@@ -248,7 +248,7 @@ async def test_a_policy_can_be_loaded_before_its_first_step(lab: Lab) -> None:
 async def test_a_tenants_further_loads_wait_and_their_number_is_limited(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queues = TenantQueues(MAX_LOADS, 2, "adapters are being loaded", "too_many_loads")
+    queues = TenantQueues(MAX_LOADS, 2, 600.0, "adapters are being loaded", "too_many_loads")
     monkeypatch.setattr(lab.adapters, "_loads", queues)
     let_go = threading.Event()
     lab.validator.meanwhile = lambda: assert_set(let_go)
@@ -264,6 +264,39 @@ async def test_a_tenants_further_loads_wait_and_their_number_is_limited(
     let_go.set()
     assert [response.status_code for response in await asyncio.gather(*loads)] == [200] * len(paths)
     assert (await lab.load("policy", paths[0])).status_code == 200
+
+
+async def test_a_load_whose_key_is_revoked_while_it_waits_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    queues = TenantQueues(1, 1, 600.0, "adapters are being loaded", "too_many_loads")
+    monkeypatch.setattr(lab.adapters, "_loads", queues)
+    let_go = threading.Event()
+    lab.validator.meanwhile = lambda: assert_set(let_go)
+    running = asyncio.ensure_future(lab.load("policy", lab.write("one", seed=1)))
+    await until(lambda: lab.num_adapters == 1)
+    keys = lab.gateway.services.callers.api_keys
+    key = keys.create(lab.gateway.tenant.id, "trainer", DEVELOP)
+    waiting = asyncio.ensure_future(lab.load("other", lab.write("two", seed=2), key.secret))
+    await until(lambda: queues.num_entered(lab.gateway.tenant.id) == 2)
+    keys.revoke(key.key.id)
+    let_go.set()
+    assert (await running).status_code == 200
+    assert code_of(await waiting) == (401, "invalid_api_key")
+    assert lab.num_adapters == 1
+
+
+async def test_a_load_does_not_wait_forever_for_its_turn(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    queues = TenantQueues(1, 1, 0.0, "adapters are being loaded", "too_many_loads")
+    monkeypatch.setattr(lab.adapters, "_loads", queues)
+    let_go = threading.Event()
+    lab.validator.meanwhile = lambda: assert_set(let_go)
+    running = asyncio.ensure_future(lab.load("policy", lab.write("one", seed=1)))
+    await until(lambda: lab.num_adapters == 1)
+    refused = await lab.load("other", lab.write("two", seed=2))
+    assert code_of(refused) == (503, "too_many_loads")
+    assert refused.headers["retry-after"]
+    let_go.set()
+    assert (await running).status_code == 200
+    assert (await lab.load("other", lab.directory / "two")).status_code == 200
 
 
 def assert_set(event: threading.Event) -> None:

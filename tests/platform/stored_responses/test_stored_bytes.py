@@ -8,13 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import psycopg
 import pytest
 from alembic import command
-from sqlalchemy import delete, func, select
+from sqlalchemy import func, select
 
 from loramux.admin.serving.expired_rows import ExpiredRows
 from loramux.migrations import schema
 from loramux.migrations.database import Database
+from loramux.migrations.storage_triggers import remove_storage_triggers
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.quotas.metrics import STORED_BYTES
@@ -27,6 +29,7 @@ from loramux.platform.stored_responses.response_store import ResponseStore
 from loramux.platform.stored_responses.sealing import Sealing
 from loramux.platform.stored_responses.stored_objects import StoredObjects
 from tests.platform.clocked_databases import FakeClock
+from tests.platform.lock_waits import until_wait
 from tests.platform.stored_responses.test_background_store import queued
 from tests.platform.stored_responses.test_chat_store import MESSAGES
 from tests.platform.stored_responses.test_chat_store import stored as chat
@@ -189,14 +192,60 @@ def test_upgrade_counts_what_is_stored(database_url: str) -> None:
     store.chats.put(chat(tenant), MESSAGES, 1)
     store.conversations.create(tenant.id, {"a": "b"}, 1)
     before = counted(database, tenant)
-    # As step 0029 left it.
-    with database.write() as connection:
-        connection.execute(delete(schema.stored_bytes))
-        connection.exec_driver_sql("DROP TABLE stored_bytes")
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0029'")
+    undo_step(database)
     command.upgrade(database._alembic_config(), "head")
     with database.read() as connection:
         assert [tuple(row) for row in connection.execute(select(schema.stored_bytes))] == [(tenant.id, before)]
     store.responses.delete(tenant.id, "resp_1")
     assert counted(database, tenant) == summed(database, tenant) < before
+    database.close()
+
+
+def undo_step(database: Database) -> None:
+    """Leave the database as step 0029 left it."""
+    with database.write() as connection:
+        remove_storage_triggers(connection)
+        connection.exec_driver_sql("DROP TABLE stored_bytes")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0029'")
+
+
+def test_upgrade_counts_no_response_that_is_deleted_meanwhile(migrated_postgres_url: str) -> None:
+    database = Database(migrated_postgres_url)
+    tenant = Tenants(database).create("acme")
+    store = StoredObjects.over(database, KEY)
+    for number in (1, 2):
+        store.responses.put(stored(tenant, f"resp_{number}"), 1)
+    undo_step(database)
+    with ThreadPoolExecutor(1) as threads, psycopg.connect(migrated_postgres_url) as deleting:
+        deleting.execute("DELETE FROM responses WHERE id = 'resp_1'")
+        upgrading = threads.submit(database.upgrade)
+        until_wait(migrated_postgres_url, 1)
+        deleting.commit()
+        upgrading.result(60)
+    assert counted(database, tenant) == summed(database, tenant) > 0
+    database.close()
+
+
+@pytest.mark.parametrize("kind", ["response", "chat completion"])
+def test_storing_does_not_deadlock_with_the_deletion_of_the_tenant(migrated_postgres_url: str, kind: str) -> None:
+    database = Database(migrated_postgres_url)
+    tenant = Tenants(database).create("acme")
+    store = StoredObjects.over(database, KEY)
+    QuotaPolicies(database).set(tenant.id, STORED_BYTES, 100_000)
+    # Creates the counter.
+    store.responses.put(stored(tenant, "resp_0"), 1)
+
+    def put() -> bool:
+        if kind == "response":
+            return store.responses.put(stored(tenant), 1)
+        return store.chats.put(chat(tenant), MESSAGES, 1)
+
+    with ThreadPoolExecutor(1) as threads, psycopg.connect(migrated_postgres_url) as deleting:
+        # In the order in which the deletion of a tenant locks.
+        deleting.execute("SELECT id FROM tenants FOR UPDATE")
+        storing = threads.submit(put)
+        until_wait(migrated_postgres_url, 1)
+        deleting.execute("SELECT * FROM quota_counters FOR UPDATE NOWAIT")
+        deleting.rollback()
+        assert storing.result(60)
     database.close()
