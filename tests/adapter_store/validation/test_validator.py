@@ -348,7 +348,12 @@ def test_only_a_crash_or_a_limit_is_a_verdict(
     job: ValidationJob, target: PackTarget, number: signal.Signals, error: type[Exception]
 ) -> None:
     """A signal that stops the whole server also reaches its validation process."""
-    validator = opened(command=HANGING)
+    # A test run in the background ignores SIGHUP, and so do the processes that it starts.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        validator = opened(command=HANGING)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
     def end_it() -> None:
         os.kill(fork_of(validator), number)
