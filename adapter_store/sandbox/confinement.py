@@ -66,6 +66,14 @@ def confine(writable: Iterable[Path]) -> list[str]:
     return [name for name in MEASURES if not taken[name]]
 
 
+def hide_memory() -> None:
+    """Deny other processes of the same user access to this process's memory, environment and open files, and disable
+    core files. Processes that this one starts are not hidden. See PR_SET_DUMPABLE in prctl(2).
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
     """Drop all capabilities. This process has some if root runs the server, or if it is in a new user namespace."""
     libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24))

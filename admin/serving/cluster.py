@@ -11,6 +11,7 @@ from functools import partial
 from random import SystemRandom
 
 from loramux.adapter_store.extensions import ExtensionRefused
+from loramux.adapter_store.sandbox.confinement import hide_memory
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.local_cluster import LocalCluster
@@ -112,7 +113,11 @@ class ClusterMember:
         return self.cluster.info
 
     async def spawn(self) -> None:
-        """Join the cluster. Raises EngineStartError."""
+        """Join the cluster. Raises EngineStartError.
+
+        The link process runs code that Ray's other processes send it, so this process's secrets are hidden from it.
+        """
+        hide_memory()
         try:
             check_ray()
             await self._link.start()

@@ -37,6 +37,8 @@ JOIN_TIMEOUT_S = 90.0
 FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 10.0
 END_WAIT_S = 2.0
+SECRET_PREFIXES = ("LORAMUX_", "PG", "AWS_")
+"""Environment variables of the server, of the database and of the bucket, which the link process does not get."""
 
 log = structlog.get_logger()
 
@@ -237,5 +239,5 @@ def _lost(call_id: int) -> Ended:
 
 
 def _environment() -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(SECRET_PREFIXES)}
     return {**inherited, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -48,7 +48,7 @@ class Echo:
 async def main(case: str, link: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=link)
     await read_message(reader, msgspec.msgpack.Decoder(Join))
-    names = ("LORAMUX_ADMIN_KEY", "RAY_AUTH_MODE")
+    names = ("LORAMUX_ADMIN_KEY", "PGPASSWORD", "AWS_SECRET_ACCESS_KEY", "RAY_AUTH_MODE")
     told = " ".join(f"{name}={os.environ.get(name)}" for name in names)
     failures = {"refuse": "no cluster here", "environment": told}
     write_message(writer, Joined(failure=failures.get(case)))

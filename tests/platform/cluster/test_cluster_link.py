@@ -82,7 +82,10 @@ async def test_a_cluster_that_cannot_be_joined_is_reported() -> None:
 
 
 async def test_secrets_of_the_server_do_not_reach_the_link_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORAMUX_ADMIN_KEY", "secret")
-    with pytest.raises(ClusterUnavailable, match=r"^LORAMUX_ADMIN_KEY=None RAY_AUTH_MODE=token$"):
+    names = ("LORAMUX_ADMIN_KEY", "PGPASSWORD", "AWS_SECRET_ACCESS_KEY")
+    for name in names:
+        monkeypatch.setenv(name, "secret")
+    seen = " ".join(f"{name}=None" for name in names)
+    with pytest.raises(ClusterUnavailable, match=f"^{seen} RAY_AUTH_MODE=token$"):
         await ClusterLink(lambda: target(RAY_AUTH_MODE="token"), command("environment")).start()
     assert os.environ["LORAMUX_ADMIN_KEY"] == "secret"

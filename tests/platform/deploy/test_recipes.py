@@ -167,6 +167,36 @@ def test_servers_of_a_cluster_join_it() -> None:
         assert shared.items() <= mounted.items()
 
 
+def test_code_in_a_ray_node_reads_no_secret_of_its_server() -> None:
+    pod = manifests(RAY)["StatefulSet", "loramux"]["spec"]["template"]["spec"]
+    (node,), (server,) = pod["initContainers"], pod["containers"]
+    assert node["securityContext"]["runAsUser"] != pod["securityContext"]["runAsUser"]
+    assert "runAsGroup" not in node["securityContext"], "the server uses the node's sockets"
+    assert "runAsUser" not in server["securityContext"]
+    assert {one["name"] for one in node["volumeMounts"]} == {"tmp", "shm"}
+    assert "envFrom" not in node
+    assert [one["name"] for one in node["env"] if "valueFrom" in one] == ["RAY_AUTH_TOKEN"]
+    printed = subprocess.run(
+        [*(word.replace("exec ray start", "umask; echo") for word in node["command"]), *node["args"]],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert printed.split() == ["0002", *node["args"]]
+
+
+def test_the_service_of_kuberay_finds_the_head() -> None:
+    """Its selector has the value that KubeRay gives the label app.kubernetes.io/name, unless the pod has another."""
+    for pod in pods(RAY):
+        assert "app.kubernetes.io/name" not in pod["metadata"]["labels"]
+
+
+def test_nobody_reaches_the_dashboard_if_no_operator_is_named() -> None:
+    policy = manifests({**RAY, "ray": {**RAY["ray"], "operatorFrom": []}})["NetworkPolicy", "loramux-ray"]["spec"]
+    (nodes,) = policy["ingress"]
+    assert len(nodes["from"]) == 2
+
+
 def test_only_nodes_of_the_cluster_reach_the_ports_of_ray() -> None:
     rendered = manifests(RAY)
     servers = {"podSelector": {"matchLabels": SELECTOR}}
@@ -195,6 +225,8 @@ def test_only_nodes_of_the_cluster_reach_the_ports_of_ray() -> None:
         pytest.param({**RAY, "shareRequests": True}, "have no engines", id="sharing"),
         pytest.param({**PICKED, "picker": {"enabled": True}}, "picker.from is required", id="no picker"),
         pytest.param({**PICKED, "ray": RAY["ray"]}, "have no engines", id="a picker before Ray"),
+        pytest.param({**RAY, "networkPolicy": {"enabled": False}}, "need networkPolicy", id="Ray's ports are open"),
+        pytest.param({**PICKED, "networkPolicy": {"enabled": False}}, "need networkPolicy", id="the page is open"),
         pytest.param({**RAY, "settings": {"device": "cuda"}}, "remove settings.device", id="device"),
     ],
 )

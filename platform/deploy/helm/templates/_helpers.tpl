@@ -13,9 +13,10 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
-{{/* Ray's own nodes: the head and the engines. KubeRay adds labels of its own. */}}
+{{/* Ray's own nodes: the head and the engines. KubeRay adds app.kubernetes.io/name, by which its service finds the
+head. */}}
 {{- define "loramux.raySelector" -}}
-app.kubernetes.io/name: loramux-ray
+app.kubernetes.io/component: ray
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
@@ -75,6 +76,9 @@ env:
     value: {{ include "loramux.rayAddress" . | quote }}
   - name: LORAMUX_DEVICE
     value: cpu
+  # The directory of Ray's event log belongs to the pod's Ray node, which is another user.
+  - name: RAY_event_log_reporter_enabled
+    value: "0"
   {{- include "loramux.rayToken" . | nindent 2 }}
   {{- end }}
   {{- range $name, $value := .Values.settings }}
