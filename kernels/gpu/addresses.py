@@ -14,8 +14,6 @@ MIN_CHUNK = 16
 
 POOL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-CACHE_LINE_BITS = tl.constexpr(1024)
-
 
 @triton.jit
 def pick(index: tl.tensor, VALUES: tl.constexpr, COUNT: tl.constexpr) -> tl.tensor:
@@ -71,7 +69,9 @@ def read_a(
 @triton.jit
 def prefetch(chunks: tl.tensor, LENGTH: tl.constexpr) -> None:
     """Prefetch the first `LENGTH` elements of each chunk into the L2 cache."""
-    CACHE_LINE: tl.constexpr = CACHE_LINE_BITS // chunks.dtype.element_ty.primitive_bitwidth
+    # A cache line has 1,024 bits. This is no global constant, because Triton's key of a program contains the globals of
+    # a function that it calls only if another program called it before, so the key would depend on the process.
+    CACHE_LINE: tl.constexpr = 1024 // chunks.dtype.element_ty.primitive_bitwidth
     LINE: tl.constexpr = CACHE_LINE if CACHE_LINE < LENGTH else LENGTH
     line = chunks[:, None] + LINE * tl.arange(0, LENGTH // LINE)[None, :]
     tl.inline_asm_elementwise(
