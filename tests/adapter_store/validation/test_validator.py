@@ -61,6 +61,14 @@ def _closed() -> Iterator[None]:
         _opened.pop().close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def heeded_hangups() -> Iterator[None]:
+    """A test run in the background ignores SIGHUP, and so would the processes that it starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def job(tmp_path: Path, make_adapter: Any) -> ValidationJob:
     files = make_adapter()
@@ -348,12 +356,7 @@ def test_only_a_crash_or_a_limit_is_a_verdict(
     job: ValidationJob, target: PackTarget, number: signal.Signals, error: type[Exception]
 ) -> None:
     """A signal that stops the whole server also reaches its validation process."""
-    # A test run in the background ignores SIGHUP, and so do the processes that it starts.
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    try:
-        validator = opened(command=HANGING)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    validator = opened(command=HANGING)
 
     def end_it() -> None:
         os.kill(fork_of(validator), number)
