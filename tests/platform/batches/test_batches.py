@@ -436,11 +436,14 @@ async def test_lines_fill_the_engine(lab: BatchLab) -> None:
     def script(add: Any) -> Script:
         nonlocal most
         most = max(most, lab.gateway.engine.num_running + 1)
-        return Script(token_ids=(5, 6), delay_s=0.005)
+        # Lines end only once the engine is full.
+        return Script(token_ids=(5, 6), delay_s=0.005 if most == 6 else 3600)
 
     lab.gateway.engine.script = script
     async with lab.running():
-        await lab.finished(await lab.create([line(f"{number}") for number in range(40)]))
+        await lab.create([line(f"{number}") for number in range(40)])
+        while most < 6:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     assert most == 6
 
 
