@@ -25,8 +25,9 @@ class Limits:
 class PlannedPart:
     """A part's needs.
 
-    `seconds` is its time within a run of all parts, of which a part that `is_apart` is none. `alone_s` is the time of a
-    separate run of this part and the ceilings, including compilation. `problems` lists the needs that do not fit.
+    `seconds` is its time within a run of all parts. A run of all parts leaves out a part that `is_apart`. `alone_s` is
+    the time of a separate run of this part and the ceilings, including compilation. `problems` lists the needs that do
+    not fit.
     """
 
     name: str

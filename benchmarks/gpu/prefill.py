@@ -96,7 +96,7 @@ def by_form(wanted: list[PrefillCase]) -> Iterator[tuple[str, list[PrefillCase]]
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
     """Compile a share of the steps. The second process gets the first share, because the first process compiles the
-    check's kernels. Kernels of quantised weights, of which a step has few, are compiled when they are measured.
+    check's kernels. A step has few kernels of quantised weights; they are compiled when they are measured.
     """
     plain = [case for case in cases(bench) if not case.form]
     steps = [WarmStep(case.num_prompts, case.num_tokens, rank) for case in plain for rank in (0, RANK)]

@@ -70,7 +70,7 @@ class PeerToken:
 
 @dataclass(slots=True)
 class VllmFigures:
-    """What was measured so far, by "base" and "adapters". Times are in seconds."""
+    """The results so far, by "base" and "adapters". Times are in seconds."""
 
     version: str = ""
     start_s: float = 0.0

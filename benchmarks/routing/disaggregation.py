@@ -52,7 +52,7 @@ ADAPTER_BYTES = 84e6
 STEP_S = 0.3e-3
 """Time of a step besides reading and computing, in seconds."""
 LINK_BANDWIDTH = 40e9
-"""Bytes that move between two replicas per second: 400 Gbit/s, of which 80 % are used."""
+"""Bytes that move between two replicas per second: 80 % of 400 Gbit/s."""
 LINK_S = 2e-3
 
 MAX_SECOND_TOKEN_S = 2.0

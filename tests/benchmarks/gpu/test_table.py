@@ -137,7 +137,7 @@ def test_rows_are_rounded_without_spilling_registers(card: str, tmp_path: Path) 
 
 
 PRODUCTS = ("_multiply_codes", "_dequantize_codes", "_round_rows")
-"""Kernels of which a linear layer with a quantised weight launches one."""
+"""A linear layer with a quantised weight launches one of these kernels."""
 
 
 @pytest.mark.campaign
