@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -55,6 +56,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     from tests.folder_scheduling import FolderScheduling
 
     return FolderScheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def heeded_signals() -> None:
+    """Shells and nohup let what runs in the background ignore signals, and the processes of tests would inherit it."""
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, default)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -61,14 +61,6 @@ def _closed() -> Iterator[None]:
         _opened.pop().close()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def heeded_hangups() -> Iterator[None]:
-    """A test run in the background ignores SIGHUP, and so would the processes that it starts."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.fixture
 def job(tmp_path: Path, make_adapter: Any) -> ValidationJob:
     files = make_adapter()
