@@ -335,11 +335,12 @@ def _window(window: Window) -> dict[str, float]:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that describe the server and its loads."""
+    """Add the arguments that describe the server and its loads. Without a GPU, a tiny base runs on the CPU."""
     add = parser.add_argument
+    has_gpu = torch.cuda.is_available()
     add("--out", type=out_file, help="write the figures to this JSON file")
-    add("--shape", choices=SHAPES, default="8b", help="the base's shape (%(default)s)")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--shape", choices=SHAPES, default="8b" if has_gpu else "tiny", help="the base's shape (%(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda" if has_gpu else "cpu", help="(%(default)s)")
     add("--files", type=Path, help="existing directory for the base and the adapters, such as /dev/shm")
     add("--adapters", type=int, default=100)
     add("--prompts", type=int, nargs=2, default=(128, 2048), metavar=("LOW", "HIGH"), help="tokens of a prompt")

@@ -166,6 +166,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_server(parser)
+    # More than the engine runs at once.
+    parser.set_defaults(open=256)
     add_allow_busy(parser)
     parser.add_argument("--repeats", type=int, default=7, help="rounds (%(default)s)")
     parser.add_argument("--load", type=float, default=0.1, help="the polite tenant's share of the capacity")
