@@ -13,8 +13,9 @@ import msgspec
 
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
+from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -110,6 +111,8 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
     priority: int = 0
     """Orders the sequences of one share: lower values run first. It does not affect the order between shares."""
+    service_tier: str = DEFAULT_TIER
+    """One of SERVICE_TIERS. The sequences of a share key in one tier are a share of their own."""
     is_background: bool = False
     """True if the sequence uses only what other sequences leave free: see `Scheduler`. The background sequences of a
     share key are a share of their own.

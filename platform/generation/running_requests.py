@@ -133,6 +133,7 @@ class RunningRequests:
             num_sequences=0 if plan.pooling is not None else plan.num_sequences,
             base=plan.base,
             end_user=plan.end_user,
+            service_tier=plan.service_tier,
             loads_adapter=loads_adapter,
         )
         reserving = self._commit.submit(request)

@@ -133,7 +133,9 @@ async def resolve(services: GatewayServices, caller: Principal, name: str, user:
         share = recent or services.callers.tenants.share(caller.tenant_id)
         settings = services.callers.version_settings.find(model)
         tokenizer = services.prompts.version_tokenizers.find(settings.vocabulary)
-        return Target(caller.tenant_id, caller.key_id, model, share, settings, tokenizer, services.model.vocab_size)
+        tiers = share.tiers.for_key(caller.max_service_tier, caller.default_service_tier)
+        vocab_size = services.model.vocab_size
+        return Target(caller.tenant_id, caller.key_id, model, share, settings, tokenizer, vocab_size, tiers)
 
     with traced("resolve"):
         # If the share is cached, resolving the base needs no database and therefore no thread.
