@@ -21,6 +21,7 @@ from loramux.engine.protocol.messages import (
     StepTimes,
     Waiting,
 )
+from loramux.engine.protocol.service_tiers import BACKGROUND_RANK
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.sequences.batch import ScheduledSequence
 
@@ -113,8 +114,8 @@ class EngineStats:
             call_id=call_id,
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
-            num_background_running=sum([one.is_background for one in self._scheduler.running]),
-            num_background_waiting=self._scheduler.queue.num_background,
+            num_background_running=self._scheduler.running_by_rank[BACKGROUND_RANK],
+            num_background_waiting=self._scheduler.queue.waiting_by_rank[BACKGROUND_RANK],
             num_waiting=self._scheduler.queue.num_waiting,
             num_pages=self._pages.num_pages,
             num_free_pages=self._pages.num_free,
