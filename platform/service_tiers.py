@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -40,6 +41,9 @@ class TierRights:
 DEFAULT_RIGHTS = TierRights()
 """The rights of a tenant without settings: requests can only choose to be `flex`."""
 
+MAX_OBJECTIVE_S = 3600
+"""Longest objective, in seconds."""
+
 BATCH_RIGHTS = TierRights(lowest=DEFAULT_TIER)
 """The rights of the lines of a batch. They run after every tier and have a price of their own."""
 
@@ -56,3 +60,25 @@ def check_tier(tier: str | None, param: str) -> None:
     """Raise InvalidRequest unless this is a tier, or None."""
     if tier is not None and tier not in SERVICE_TIERS:
         raise InvalidRequest(f"a service tier must be one of {', '.join(SERVICE_TIERS)}", param=param)
+
+
+def parse_objectives(text: str) -> dict[str, float]:
+    """Return the longest times until the first token, in seconds, by tier, from a text such as
+    `priority=1s,default=5s,flex=none`. `auto` stands for `default`. Raises ValueError.
+    """
+    objectives: dict[str, float] = {}
+    named: set[str] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, wanted = part.partition("=")
+        tier = DEFAULT_TIER if name == "auto" else name
+        if tier not in SERVICE_TIERS or tier in named:
+            raise ValueError(f"{part!r} does not name one of the service tiers {', '.join(SERVICE_TIERS)}, once")
+        named.add(tier)
+        if wanted == "none":
+            continue
+        found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(ms|s)", wanted)
+        seconds = 0.0 if found is None else float(found[1]) / (1000 if found[2] == "ms" else 1)
+        if not 0 < seconds <= MAX_OBJECTIVE_S:
+            raise ValueError(f"{part!r} must be a time of up to {MAX_OBJECTIVE_S} s, such as 500ms or 5s, or none")
+        objectives[tier] = seconds
+    return objectives

@@ -113,8 +113,8 @@ def set_tenant(
     changed = _change(tenant, changes, as_json)
     shown = f"{changed['display_name']}, weight {changed['weight']}, {changed['timezone']}"
     shown += f", answers stored for {changed['response_days']} days" if changed["response_days"] else ""
-    shown += f", requests have the service tier {changed['default_service_tier']}"
-    shown += f", and {changed['max_service_tier']} at best"
+    tiers = changed["default_service_tier"], changed["max_service_tier"]
+    shown += "" if tiers == ("default", "default") else f", service tier {tiers[0]} by default, {tiers[1]} at best"
     tell(changed, f"{changed['slug']}: {shown}", as_json)
 
 

@@ -392,6 +392,15 @@ class DecodeReads(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_bytes / self.seconds / self.bandwidth if self.seconds and self.bandwidth else None
 
 
+class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The sequences of one service tier, or the background sequences."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens that are still to be computed, without those of preempted sequences."""
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A snapshot of the engine. Counters never decrease while the engine is running."""
 
@@ -402,6 +411,17 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_background_running: int = 0
     """The background sequences in `num_running`. They make room for others at once."""
     num_background_waiting: int = 0
+    service_tiers: tuple[TierLoad, ...] = ()
+    """The load by rank: each of SERVICE_TIERS, then the background sequences."""
+    max_sequences: int = 0
+    """Number of sequences that can run at once."""
+    num_engines: int = 1
+    """Number of engines whose statistics these are."""
+    num_ended: int = 0
+    """Sequences that ended while they were running."""
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    """Prompt tokens computed by steps of which they took at least half of the rows, and the duration of these steps."""
     num_pages: int
     num_free_pages: int
     num_kv_pages: int

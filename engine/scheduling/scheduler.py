@@ -9,6 +9,7 @@ from operator import attrgetter
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool, PoolDemand
 from loramux.engine.pages.kv_pages import RUNNING, KvPages, Prefix
+from loramux.engine.protocol.messages import TierLoad
 from loramux.engine.protocol.service_tiers import BACKGROUND_RANK, makes_room
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.shares import place
@@ -93,9 +94,15 @@ class Scheduler:
         self._unfit: list[Sequence] = []
         self._misstated: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_ended = 0
+        """Number of sequences that ended while they were running."""
         # Steps since the last one in which another than a background sequence ran or waited.
         self._num_quiet_steps = QUIET_STEPS
         self._num_yields = 0
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        return self._limits
 
     @property
     def has_work(self) -> bool:
@@ -165,6 +172,14 @@ class Scheduler:
         self._num_yields = self._num_yields + 1 if yields else 0
         return sorted(scheduled.values(), key=_row_place)
 
+    def loads(self) -> list[TierLoad]:
+        """The load of each rank."""
+        left = [*self.queue.prompt_tokens_by_rank]
+        for sequence in self.running:
+            left[sequence.rank] += max(0, sequence.num_prompt - max(sequence.num_computed, sequence.num_reached))
+        counts = zip(self.running_by_rank, self.queue.waiting_by_rank, left, strict=True)
+        return [TierLoad(num_running=one, num_waiting=other, prompt_tokens=tokens) for one, other, tokens in counts]
+
     def take_unfit(self) -> list[Sequence]:
         """Return waiting sequences found too large for the pool since the last call. The caller must end them."""
         unfit, self._unfit = self._unfit, []
@@ -198,6 +213,7 @@ class Scheduler:
         """
         if sequence.state is SequenceState.RUNNING:
             self._stop_running(sequence)
+            self.num_ended += 1
             if is_broken:
                 self._kv.disown(sequence)
             else:

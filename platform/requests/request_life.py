@@ -14,6 +14,7 @@ from starlette.types import Receive
 
 from loramux.engine.sequences.activation import activations
 from loramux.platform.accounts.principals import Principal
+from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.bodies.request_body import parse_body_on, read_body
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
@@ -66,6 +67,9 @@ async def serve_received(
     settings = services.settings
     body = received.body.shown_as(with_usage=settings.forces_usage, by_token_id=settings.names_tokens_by_id)
     received = replace(received, body=body)
+    target = target or await resolve(services, caller, body.model, body.user)
+    if isinstance(body, GenerationRequest):
+        services.run.gate.check(target, target.tiers.tier(body.service_tier))
     plan, shape = await planned(services, caller, endpoint, received, target)
     started_s = time.monotonic()
     headers = await reserve(services, plan, received.body)

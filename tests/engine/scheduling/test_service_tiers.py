@@ -157,4 +157,3 @@ def test_unknown_tier_is_refused(simulation: Simulation) -> None:
     simulation.add("one", service_tier="gold")
     simulation.run()
     assert simulation.finished["one"].code == "invalid_request"
-
