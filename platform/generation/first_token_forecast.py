@@ -108,9 +108,11 @@ class FirstTokenForecast:
     - a sequence slot, at the rate at which running sequences end while all slots are taken.
 
     Both rates are measured while they are the limit: see `Stats.prefill_s` for the first. Before anything has been
-    measured, the forecast is 0. `note` takes the engine's reports. `add`, `begin` and `remove` follow this gateway's
-    own requests in between, so that requests that arrive together do not all see the same short queue. What the engine
-    reports beyond them belongs to other gateways, and counts like one more tenant. `clock` returns seconds.
+    measured, the forecast is 0. While no sequence ends, the second rate falls.
+
+    `note` takes the engine's reports. `add`, `begin` and `remove` follow this gateway's own requests in between. Thus
+    requests that arrive together do not all see the same short queue. What the engine reports beyond them belongs to
+    other gateways, and counts like one more tenant. `clock` returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -122,12 +124,19 @@ class FirstTokenForecast:
         self._foreign_running = [0.0] * BACKGROUND_RANK
         self._last: tuple[float, Stats] | None = None
         self._prefill, self._drain = _Rate(), _Rate()
+        # Time for which all slots have been taken since the last sequence ended.
+        self._full_s = 0.0
         self._max_sequences = 0
 
     @property
     def drain_per_s(self) -> float | None:
-        """Sequences per second that end while all slots are taken. None if not measured yet."""
-        return self._drain.per_s
+        """Sequences per second that end while all slots are taken. None if not measured yet.
+
+        If no sequence has ended for some time, each slot becomes free at most once in such a time.
+        """
+        measured = self._drain.per_s
+        most = self._max_sequences / self._full_s if self._full_s else None
+        return min((rate for rate in (measured, most) if rate is not None), default=None)
 
     @property
     def num_shares(self) -> int:
@@ -230,8 +239,8 @@ class FirstTokenForecast:
         if self._prefill.per_s:
             seconds = before.prompt_tokens / self._prefill.per_s
         num_to_end = num_held + before.sequences - self._max_sequences
-        if num_to_end > 0 and self._drain.per_s:
-            seconds = max(seconds, num_to_end / self._drain.per_s)
+        if num_to_end > 0 and (drain_per_s := self.drain_per_s) is not None:
+            seconds = max(seconds, num_to_end / drain_per_s)
         return seconds
 
     def _measure(self, now_s: float, stats: Stats) -> None:
@@ -240,6 +249,7 @@ class FirstTokenForecast:
         seconds = now_s - last_s
         if seconds <= 0 or stats.num_steps < last.num_steps or stats.max_sequences != last.max_sequences:
             # The engine restarted, or a cluster grew or shrank.
+            self._full_s = 0.0
             return
         prefill_s = stats.prefill_s - last.prefill_s
         if prefill_s > 0:
@@ -247,8 +257,11 @@ class FirstTokenForecast:
             computed, cached = stats.prompt_tokens - last.prompt_tokens, stats.cached_tokens - last.cached_tokens
             tokens = (stats.prefill_tokens - last.prefill_tokens) * (1 + cached / computed if computed else 1)
             self._prefill.note(tokens * stats.num_engines, prefill_s)
-        if _is_full(last) and _is_full(stats):
-            self._drain.note(stats.num_ended - last.num_ended, seconds)
+        self._full_s = self._full_s + seconds if _is_full(last) and _is_full(stats) else 0.0
+        num_ended = stats.num_ended - last.num_ended
+        if num_ended and self._full_s:
+            self._drain.note(num_ended, self._full_s)
+            self._full_s = 0.0
 
     def _count_arrivals(self, now_s: float) -> None:
         seconds = now_s - self._counted_since_s

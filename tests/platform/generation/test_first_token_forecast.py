@@ -180,6 +180,20 @@ def test_rates_follow_the_engine_and_outlast_its_restart() -> None:
     assert lab.forecast.drain_per_s == pytest.approx(10, rel=0.01)
 
 
+def test_rate_falls_while_no_sequence_ends() -> None:
+    clock = Clock()
+    forecast = FirstTokenForecast(clock)
+    full = TierLoad(), TierLoad(num_running=MAX_SEQUENCES)
+    rates: list[float | None] = []
+    for _ in range(5):
+        forecast.note(report(*full))
+        rates.append(forecast.drain_per_s)
+        clock.now += 1
+    assert rates == [None, *(MAX_SEQUENCES / seconds for seconds in (1, 2, 3, 4))]
+    forecast.note(report(*full, num_ended=10))
+    assert forecast.drain_per_s == 2
+
+
 def test_rate_is_measured_only_while_slots_are_taken() -> None:
     lab = Lab(drain=2.0)
     lab.clock.now += 60
