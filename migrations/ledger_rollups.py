@@ -18,13 +18,13 @@ _AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "
 _FACTS = """
     SELECT finished_us AS at_us, tenant_id, api_key_id, coalesce(adapter_id, '') AS adapter_id,
            coalesce(adapter_version_id, '') AS adapter_version_id, model, base, endpoint,
-           coalesce(end_user, '') AS end_user, status,
+           coalesce(end_user, '') AS end_user, status, service_tier,
            1 AS requests, prompt_tokens, cached_tokens, completion_tokens, cost_nanos
     FROM usage_events
     UNION ALL
     SELECT a.created_us, e.tenant_id, e.api_key_id, coalesce(e.adapter_id, ''),
            coalesce(e.adapter_version_id, ''), e.model, e.base, e.endpoint,
-           coalesce(e.end_user, ''), e.status,
+           coalesce(e.end_user, ''), e.status, e.service_tier,
            0, a.prompt_tokens, a.cached_tokens, a.completion_tokens, a.cost_nanos
     FROM usage_adjustments a JOIN usage_events e ON e.request_id = a.request_id
 """

@@ -48,6 +48,9 @@ tenants = Table(
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
     # Number of days for which responses and chat completions are stored. 0 if they are not stored.
     Column("response_days", Integer, nullable=False, server_default="0"),
+    # The best service tier of the tenant's requests, and the tier of those that name none.
+    Column("max_service_tier", String(16), nullable=False, server_default="default"),
+    Column("default_service_tier", String(16), nullable=False, server_default="default"),
     # Secret from which the tenant's prefix-cache namespace is derived, so that two tenants never share KV pages.
     Column("isolation_secret", LargeBinary(32), nullable=False),
     Column("created_us", BigInteger, nullable=False),
@@ -176,6 +179,9 @@ api_keys = Table(
     Column("previous_sha256", LargeBinary(32), nullable=True),
     Column("previous_until_us", BigInteger, nullable=True),
     Column("rotated_us", BigInteger, nullable=True),
+    # The key's own service tiers. NULL for those of its tenant.
+    Column("max_service_tier", String(16), nullable=True),
+    Column("default_service_tier", String(16), nullable=True),
     Index("ix_api_keys_tenant_id_id", "tenant_id", "id"),
 )
 
@@ -632,6 +638,7 @@ reservations = Table(
     # For `base` and `end_user`, see usage_events.
     Column("base", String(200), nullable=False, server_default=""),
     Column("end_user", String(128), nullable=True),
+    Column("service_tier", String(16), nullable=False, server_default="default"),
     Column("state", String(16), nullable=False),
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("reserved_tokens", BigInteger, nullable=False),
@@ -660,6 +667,7 @@ usage_events = Table(
     Column("model", String(200), nullable=False),
     Column("endpoint", String(40), nullable=False),
     Column("status", String(16), nullable=False),
+    Column("service_tier", String(16), nullable=False, server_default="default"),
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("cached_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
@@ -722,6 +730,7 @@ _SERIES = (
     Column("endpoint", String(40), nullable=False),
     Column("end_user", String(128), nullable=False),
     Column("status", String(16), nullable=False),
+    Column("service_tier", String(16), nullable=False, server_default=""),
 )
 SERIES = tuple(column.name for column in _SERIES)
 """The columns that distinguish series."""
@@ -772,6 +781,9 @@ prices = Table(
     Column("completion_nanos", BigInteger, nullable=False),
     # What requests of batches pay, in percent of these amounts.
     Column("batch_percent", Integer, nullable=False, server_default="100"),
+    # What requests of these service tiers pay, in percent.
+    Column("flex_percent", Integer, nullable=False, server_default="100"),
+    Column("priority_percent", Integer, nullable=False, server_default="100"),
     # In force from this time until the next price for the same tenant and scope.
     Column("effective_us", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),

@@ -33,6 +33,16 @@ Adapters = Annotated[
         show_default=False,
     ),
 ]
+MaxServiceTier = Annotated[
+    str | None,
+    typer.Option(help="Best service tier of its requests (by default, that of its tenant).", show_default=False),
+]
+DefaultServiceTier = Annotated[
+    str | None,
+    typer.Option(
+        help="Service tier of its requests that name none (by default, that of its tenant).", show_default=False
+    ),
+]
 KeyId = Annotated[str, typer.Argument(help="The key's identifier, key_...", show_default=False)]
 
 
@@ -48,6 +58,8 @@ def create(
         int | None, typer.Option(min=1, help="Days until the key expires (default: never).", show_default=False)
     ] = None,
     adapters: Adapters = None,
+    max_service_tier: MaxServiceTier = None,
+    default_service_tier: DefaultServiceTier = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a key. Its secret is shown only once."""
@@ -60,6 +72,8 @@ def create(
         body["adapters"] = adapters
     if expires_in_days is not None:
         body["expires_in_s"] = expires_in_days * 86_400
+    tiers = {"max_service_tier": max_service_tier, "default_service_tier": default_service_tier}
+    body |= {field: tier for field, tier in tiers.items() if tier is not None}
     with connected(as_json) as client:
         key = client.post("api_keys", body)
     said = f"created key {key['id']} with scopes {', '.join(key['scopes'])}; its secret is not shown again"
@@ -78,6 +92,8 @@ def list_keys(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
         "scopes": lambda key: " ".join(key["scopes"]),
         "adapters": lambda key: None if key["adapters"] is None else " ".join(key["adapter_names"]),
         "created": time_in("created_at"),
+        "max tier": "max_service_tier",
+        "default tier": "default_service_tier",
         "expires": time_in("expires_at"),
         "revoked": time_in("revoked_at"),
     }
@@ -94,17 +110,24 @@ def set_key(
     expires_in_days: Annotated[
         int | None, typer.Option(min=1, help="Days from now until the key expires.", show_default=False)
     ] = None,
+    max_service_tier: MaxServiceTier = None,
+    default_service_tier: DefaultServiceTier = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a key's name, scopes, expiry or allowed adapters."""
+    """Change a key's name, scopes, expiry, allowed adapters or service tiers.
+
+    The service tier inherit stands for that of the tenant.
+    """
     body: dict[str, Any] = {"name": name, "scopes": scopes or None, "adapters": adapters or None}
+    body |= {"max_service_tier": max_service_tier, "default_service_tier": default_service_tier}
     if any_adapter:
         body["adapters"] = []
     if expires_in_days is not None:
         body["expires_in_s"] = expires_in_days * 86_400
     body = {field: value for field, value in body.items() if value is not None}
     if not body:
-        fail("specify what to change: --name, --scope, --adapter, --any-adapter or --expires-in-days", WRONG_CALL)
+        options = "--name, --scope, --adapter, --any-adapter, --expires-in-days, --max-service-tier"
+        fail(f"specify what to change: {options} or --default-service-tier", WRONG_CALL)
     with connected(as_json) as client:
         key = client.patch(client.path("api_keys", key_id), body)
     limit = f", restricted to {', '.join(key['adapter_names'])}" if key["adapters"] else ""

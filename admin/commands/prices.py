@@ -26,6 +26,12 @@ def add(
     batch_percent: Annotated[
         int, typer.Option(help="What requests of batches pay, in percent of the price.", min=0, max=100)
     ] = 100,
+    flex_percent: Annotated[
+        int, typer.Option(help="What requests of the service tier flex pay, in percent.", min=0, max=1000)
+    ] = 100,
+    priority_percent: Annotated[
+        int, typer.Option(help="What requests of the service tier priority pay, in percent.", min=0, max=1000)
+    ] = 100,
     tenant: AnyTenant = None,
     scope: Annotated[str, typer.Option(help="all, base, adapters or an adapter's identifier.")] = "all",
     currency: Annotated[str, typer.Option(help="Three-letter currency code, the same for all prices.")] = "USD",
@@ -45,6 +51,8 @@ def add(
         "cached": None if cached is None else given_amount(cached, NANOS_UNIT, "--cached"),
         "completion": given_amount(completion, NANOS_UNIT, "--completion"),
         "batch_percent": batch_percent,
+        "flex_percent": flex_percent,
+        "priority_percent": priority_percent,
         "currency": currency,
         "effective_at": effective_at,
     }
@@ -70,6 +78,8 @@ def list_prices(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
         "cached": _amount_in("cached"),
         "completion": _amount_in("completion"),
         "batches": lambda price: f"{price['batch_percent']}%",
+        "flex": lambda price: f"{price['flex_percent']}%",
+        "priority": lambda price: f"{price['priority_percent']}%",
         "currency": "currency",
         "id": "id",
     }

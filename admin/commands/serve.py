@@ -51,6 +51,15 @@ ReusePort = Annotated[
     typer.Option("--reuse-port", help="Share --port with other gateways on this host.", show_default=False),
 ]
 
+TierObjectives = Annotated[
+    str | None,
+    typer.Option(
+        help="Longest time until the first token by service tier, such as priority=1s,default=5s,flex=none. A request "
+        "that would miss it is refused (default: none).",
+        show_default=False,
+    ),
+]
+
 
 def serve(
     context: typer.Context,
@@ -114,6 +123,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    tier_objectives: TierObjectives = None,
     reuse_port: ReusePort = None,
 ) -> None:
     """Serve a base model and its tenants' adapters until Ctrl-C.
@@ -149,6 +159,7 @@ def gateway(
     adapter_generation_config: AdapterGenerationConfig = None,
     tool_call_parser: ToolCallParser = None,
     reasoning_parser: ReasoningParser = None,
+    tier_objectives: TierObjectives = None,
     reuse_port: ReusePort = None,
 ) -> None:
     """Serve the OpenAI API from another process, using a running server's engine and database, until Ctrl-C.

@@ -70,7 +70,10 @@ def show(tenant: Slug, as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
     else:
-        names = ("slug", "id", "display_name", "state", "weight", "timezone", "response_days")
+        names = (
+            *("slug", "id", "display_name", "state", "weight", "timezone", "response_days"),
+            *("max_service_tier", "default_service_tier"),
+        )
         print_table(
             ("fact", "value"), [*((name, found[name]) for name in names), ("created", shown_time(found["created_at"]))]
         )
@@ -89,18 +92,29 @@ def set_tenant(
         int | None,
         typer.Option(min=0, help="Number of days for which answers are stored. 0: not at all.", show_default=False),
     ] = None,
+    max_service_tier: Annotated[
+        str | None,
+        typer.Option(help="Best service tier of its requests: priority, default or flex.", show_default=False),
+    ] = None,
+    default_service_tier: Annotated[
+        str | None, typer.Option(help="Service tier of its requests that name none.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a tenant's name, weight, time zone or storage of answers.
+    """Change a tenant's name, weight, time zone, storage of answers or service tiers.
 
     A new time zone starts new daily and monthly windows immediately.
     """
     changes = _given(display_name=display_name, weight=weight, timezone=timezone, response_days=response_days)
+    changes |= _given(max_service_tier=max_service_tier, default_service_tier=default_service_tier)
     if not changes:
-        fail("specify what to change: --display-name, --weight, --timezone or --response-days", WRONG_CALL)
+        options = "--display-name, --weight, --timezone, --response-days, --max-service-tier or --default-service-tier"
+        fail(f"specify what to change: {options}", WRONG_CALL)
     changed = _change(tenant, changes, as_json)
     shown = f"{changed['display_name']}, weight {changed['weight']}, {changed['timezone']}"
     shown += f", answers stored for {changed['response_days']} days" if changed["response_days"] else ""
+    tiers = changed["default_service_tier"], changed["max_service_tier"]
+    shown += "" if tiers == ("default", "default") else f", service tier {tiers[0]} by default, {tiers[1]} at best"
     tell(changed, f"{changed['slug']}: {shown}", as_json)
 
 

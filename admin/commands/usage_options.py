@@ -46,7 +46,8 @@ BucketOption = Annotated[Bucket | None, typer.Option(help="Split the report by t
 GroupBy = Annotated[
     list[str] | None,
     typer.Option(
-        help="tenant, key, adapter, version, model, base, endpoint, end_user or status; repeatable or comma-separated."
+        help="tenant, key, adapter, version, model, base, endpoint, end_user, status or service_tier; repeatable or "
+        "comma-separated."
     ),
 ]
 Timezone = Annotated[

@@ -19,6 +19,7 @@ from loramux.platform.bodies.sampling_fields import MAX_MODEL_NAME
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.evals.cases import MAX_FILE_BYTES
 from loramux.platform.events.webhooks import MAX_URL
+from loramux.platform.service_tiers import ServiceTier
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_LIFETIME_S = 10 * 366 * 86_400
@@ -51,12 +52,15 @@ class TenantPatch(_Body):
     timezone: str | None = None
     host_floor_bytes: int | None = Field(default=None, ge=0, le=MAX_FLOOR_BYTES)
     response_days: int | None = Field(default=None, ge=0, le=MAX_RESPONSE_DAYS)
+    max_service_tier: ServiceTier | None = None
+    default_service_tier: ServiceTier | None = None
 
 
 class NewKey(_Body):
     """A null `tenant` creates a platform key.
 
-    `adapters` lists the only adapters that the key may name, each as an identifier or `[tenant/]name`.
+    `adapters` lists the only adapters that the key may name, each as an identifier or `[tenant/]name`. A key has the
+    service tiers of its tenant unless it names its own. It cannot exceed the `max_service_tier` of its tenant.
     """
 
     tenant: str | None
@@ -64,15 +68,21 @@ class NewKey(_Body):
     scopes: list[str] | None = Field(default=None, max_length=16)
     expires_in_s: int | None = Field(default=None, ge=1, le=MAX_LIFETIME_S)
     adapters: list[str] | None = Field(default=None, max_length=64)
+    max_service_tier: ServiceTier | None = None
+    default_service_tier: ServiceTier | None = None
 
 
 class KeyPatch(_Body):
-    """Changes to a key. Null leaves a field as it is. An empty list of `adapters` removes the restriction."""
+    """Changes to a key. Null leaves a field as it is. An empty list of `adapters` removes the restriction, and the
+    service tier `inherit` stands for the tenant's.
+    """
 
     name: str | None = Field(default=None, min_length=1, max_length=200)
     scopes: list[str] | None = Field(default=None, max_length=16)
     expires_in_s: int | None = Field(default=None, ge=1, le=MAX_LIFETIME_S)
     adapters: list[str] | None = Field(default=None, max_length=64)
+    max_service_tier: ServiceTier | Literal["inherit"] | None = None
+    default_service_tier: ServiceTier | Literal["inherit"] | None = None
 
 
 class Rotation(_Body):
@@ -269,7 +279,8 @@ class PurgeRequest(_Body):
 
 class NewPrice(_Body):
     """Prices in billionths of the currency (nanos) per million tokens. By default, `cached` equals `prompt`, and the
-    price applies once all gateways can have read it. Requests of batches pay `batch_percent` of it, from 0 to 100.
+    price applies once all gateways can have read it. Requests of batches pay `batch_percent` of it, from 0 to 100, and
+    requests of the service tiers `flex` and `priority` pay `flex_percent` and `priority_percent`, from 0 to 1000.
     """
 
     tenant: str | None = None
@@ -278,6 +289,8 @@ class NewPrice(_Body):
     cached: int | None = None
     completion: int
     batch_percent: int = 100
+    flex_percent: int = 100
+    priority_percent: int = 100
     currency: str = "USD"
     effective_at: int | None = Field(default=None, ge=0, lt=2**40)
 

@@ -47,6 +47,7 @@ from loramux.engine.tracing.spans import TraceConfig
 from loramux.platform.accounts.key_authentication import KEY_AUTHENTICATION
 from loramux.platform.routing.routers import HOMES, router_names
 from loramux.platform.runtime_adapters.load_sources import LoadSources
+from loramux.platform.service_tiers import parse_objectives
 
 PREFIX = "LORAMUX_"
 CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PROFILE"})
@@ -82,6 +83,7 @@ FLAGS = frozenset(
         "cluster",
         "routing",
         "reuse_port",
+        "tier_objectives",
     }
 )
 """Settings that are also flags of `loramux serve` or `gateway`. Secrets are not flags, because any process on a machine
@@ -292,6 +294,11 @@ class Settings(ModelSettings):
     """
     max_waiting_tokens: Annotated[int, Field(ge=1)] = 1 << 22
     max_waiting_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = 300.0
+    tier_objectives: str = ""
+    """Longest time until the first token, by [service tier](service-tiers.md), such as
+    `priority=1s,default=5s,flex=none`. A request whose first token would come later is refused with 429 or 503. By
+    default, no tier has one. Servers that share requests cannot have this setting.
+    """
     max_resident_adapters: Annotated[int, Field(ge=1)] = 256
     max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     eviction_policy: str = "lru"
@@ -448,6 +455,12 @@ class Settings(ModelSettings):
     def _is_a_policy(cls, name: str) -> str:
         return _chosen(name, policy_names())
 
+    @field_validator("tier_objectives")
+    @classmethod
+    def _are_objectives(cls, objectives: str) -> str:
+        parse_objectives(objectives)
+        return objectives
+
     @field_validator("key_authentication")
     @classmethod
     def _is_a_key_authentication(cls, name: str | None) -> str | None:
@@ -486,11 +499,13 @@ class Settings(ModelSettings):
 
     @field_validator("peer_address")
     @classmethod
-    def _is_reachable(cls, address: str | None) -> str | None:
+    def _is_reachable(cls, address: str | None, info: ValidationInfo) -> str | None:
         if address is None:
             return None
         if _host_of(address) in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
             raise ValueError("other servers need an address at which they can reach this one")
+        if info.data.get("tier_objectives"):
+            raise ValueError("the load of servers that share requests is not forecast: remove tier_objectives")
         return address
 
     @field_validator("oidc_roles")

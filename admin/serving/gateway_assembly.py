@@ -43,6 +43,7 @@ from loramux.platform.listener.app import create_openai_app
 from loramux.platform.listener.health import add_health
 from loramux.platform.requests.error_responses import install_error_handling
 from loramux.platform.requests.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.service_tiers import parse_objectives
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.tokenizer.chat_template import ModelFilesError, read_special_tokens
@@ -210,6 +211,7 @@ def gateway_settings(settings: Settings) -> GatewaySettings:
         names_tokens_by_id=settings.return_tokens_as_token_ids,
         response_key=None if settings.response_key is None else settings.response_key.get_secret_value().encode(),
         root_path=settings.root_path,
+        tier_objectives=parse_objectives(settings.tier_objectives),
     )
 
 

@@ -254,8 +254,9 @@ class Engine:
         while the device computes the logits of the new step, so the device does not wait. If the mask is late, the
         sequence is preempted, because its token cannot be chosen in this step.
         """
-        read_bytes = self._stats.read_bytes(scheduled)
+        read_bytes, before = self._stats.read_bytes(scheduled), self._stats.computed_prompt_tokens
         forward, sampling, scoring, pooling = self._submit(scheduled)
+        prompt_tokens = self._stats.computed_prompt_tokens - before
         in_flight = self._in_flight
         if in_flight is not None and any(one.is_constrained for one in sampling):
             self._in_flight = None
@@ -266,14 +267,15 @@ class Engine:
             sequence.take_back()
             self._scheduler.preempt(sequence)
         used = [None if row in late else one for row, one in enumerate(sampling)]
-        return SubmittedStep(used, scoring, pooling, forward.choose(self._masks(used), late), read_bytes)
+        result = forward.choose(self._masks(used), late)
+        return SubmittedStep(used, scoring, pooling, result, read_bytes, prompt_tokens)
 
     def _commit_counted(self, step: SubmittedStep, started_s: float) -> None:
         """Commit a step during the step that began at `started_s`. With lookahead, this is the next one, and the time
         since then is the time since the previous step was committed.
         """
         self._commit(step)
-        self._stats.count_decode(step.read_bytes, self._clock() - started_s)
+        self._stats.count_committed(step.read_bytes, step.prompt_tokens, self._clock() - started_s)
 
     def _masks(self, sampling: list[Sequence | None]) -> Masks:
         """The masks of the constrained rows. A row with no allowed token has no mask, and its sequence ends."""

@@ -21,6 +21,7 @@ from loramux.engine.protocol.messages import (
     StepTimes,
     Waiting,
 )
+from loramux.engine.protocol.service_tiers import BACKGROUND_RANK
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.sequences.batch import ScheduledSequence
 
@@ -66,6 +67,10 @@ class EngineStats:
         self._step_seconds = 0.0
         self._decode_bytes = 0
         self._decode_seconds = 0.0
+        self._prefill_tokens = 0
+        self._prefill_seconds = 0.0
+        # The smallest number of prompt tokens with which a step says how fast prompts are computed.
+        self._min_prefill_tokens = max(1, scheduler.limits.max_batch_tokens // 2)
 
     def count_step(self, scheduled: list[ScheduledSequence]) -> None:
         """Count a step. This must be called before the step's sequences advance."""
@@ -98,8 +103,18 @@ class EngineStats:
         """
         return 0 if self._reads is None else self._reads.num_bytes(scheduled)
 
-    def count_decode(self, read_bytes: int, seconds: float) -> None:
-        """Count the time until a step was committed. `read_bytes` is 0 for steps that do not count."""
+    @property
+    def computed_prompt_tokens(self) -> int:
+        """Prompt tokens that all steps have computed for the first time."""
+        return self._prompt_tokens
+
+    def count_committed(self, read_bytes: int, prompt_tokens: int, seconds: float) -> None:
+        """Count the time until a step was committed that computed `prompt_tokens`. `read_bytes` is 0 for steps that do
+        not count as decode steps.
+        """
+        if prompt_tokens >= self._min_prefill_tokens:
+            self._prefill_tokens += prompt_tokens
+            self._prefill_seconds += seconds
         if read_bytes:
             self._decode_bytes += read_bytes
             self._decode_seconds += seconds
@@ -113,9 +128,14 @@ class EngineStats:
             call_id=call_id,
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
-            num_background_running=sum([one.is_background for one in self._scheduler.running]),
-            num_background_waiting=self._scheduler.queue.num_background,
+            num_background_running=self._scheduler.running_by_rank[BACKGROUND_RANK],
+            num_background_waiting=self._scheduler.queue.waiting_by_rank[BACKGROUND_RANK],
             num_waiting=self._scheduler.queue.num_waiting,
+            service_tiers=tuple(self._scheduler.loads()),
+            max_sequences=self._scheduler.limits.max_sequences,
+            num_ended=self._scheduler.num_ended,
+            prefill_tokens=self._prefill_tokens,
+            prefill_s=self._prefill_seconds,
             num_pages=self._pages.num_pages,
             num_free_pages=self._pages.num_free,
             num_kv_pages=self._pages.num_owned(PageOwner.KV),

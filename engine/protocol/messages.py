@@ -13,8 +13,9 @@ import msgspec
 
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
+from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -110,6 +111,8 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
     priority: int = 0
     """Orders the sequences of one share: lower values run first. It does not affect the order between shares."""
+    service_tier: str = DEFAULT_TIER
+    """One of SERVICE_TIERS. The sequences of a share key in one tier are a share of their own."""
     is_background: bool = False
     """True if the sequence uses only what other sequences leave free: see `Scheduler`. The background sequences of a
     share key are a share of their own.
@@ -389,6 +392,15 @@ class DecodeReads(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_bytes / self.seconds / self.bandwidth if self.seconds and self.bandwidth else None
 
 
+class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The sequences of one service tier, or the background sequences."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens that are still to be computed, without those of preempted sequences."""
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A snapshot of the engine. Counters never decrease while the engine is running."""
 
@@ -399,6 +411,17 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_background_running: int = 0
     """The background sequences in `num_running`. They make room for others at once."""
     num_background_waiting: int = 0
+    service_tiers: tuple[TierLoad, ...] = ()
+    """The load by rank: each of SERVICE_TIERS, then the background sequences."""
+    max_sequences: int = 0
+    """Number of sequences that can run at once."""
+    num_engines: int = 1
+    """Number of engines whose statistics these are."""
+    num_ended: int = 0
+    """Sequences that ended while they were running."""
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    """Prompt tokens computed by steps of which they took at least half of the rows, and the duration of these steps."""
     num_pages: int
     num_free_pages: int
     num_kv_pages: int

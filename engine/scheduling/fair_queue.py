@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import itemgetter
 
+from loramux.engine.protocol.service_tiers import BACKGROUND_RANK, TIER_FACTORS
 from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, TOKEN_S, FairShare, ShareHeap, TurnKey, place
 from loramux.engine.sequences.sequence import Sequence, ShareKey
 
@@ -53,6 +54,9 @@ class FairQueue:
     resident and whose pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each
     share that has waited at least as long.
 
+    The sequences of a share key in one service tier are a share of their own, whose weight is multiplied by the tier's
+    factor.
+
     Background sequences come after all others. If their share has waited too long, its next sequence is no longer a
     background sequence.
     """
@@ -65,7 +69,7 @@ class FairQueue:
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
         # Shares with waiting sequences, longest wait first.
         self._waiting: OrderedDict[FairShare, None] = OrderedDict()
-        self._waiting_weight = 0
+        self._waiting_weight = 0.0
         self._late: dict[FairShare, None] = {}
         self._looked_at = 0
         self._least_active = ShareHeap(_served)
@@ -85,6 +89,10 @@ class FairQueue:
         self.num_ready = 0
         self.num_cold = 0
         self.num_waiting_tokens = 0
+        self.waiting_by_rank = [0] * (BACKGROUND_RANK + 1)
+        """Number of waiting sequences in shares of each rank."""
+        self.prompt_tokens_by_rank = [0] * (BACKGROUND_RANK + 1)
+        """Number of prompt tokens of the waiting sequences that have never run, by the rank of their share."""
 
     def add(self, sequence: Sequence) -> None:
         """Enqueue a new or preempted sequence."""
@@ -95,7 +103,7 @@ class FairQueue:
             least = self._least_waiting.least()
             share.served = max(share.served, 0.0 if least is None else least.served)
         self._count_tokens(share, sequence, 1)
-        self.num_waiting += 1
+        self._count_sequence(share, sequence, 1)
         if sequence.add.digest is not None:
             self._by_digest[sequence.add.digest][sequence] = None
         self._insert(share, sequence)
@@ -134,7 +142,7 @@ class FairQueue:
 
     def charge_time(self, share_key: str, seconds: float) -> None:
         """Charge a share for processor time that it used besides its tokens."""
-        keys = (share_key, False), (share_key, True)
+        keys = [(share_key, rank) for rank in range(BACKGROUND_RANK + 1)]
         share = next(filter(None, (shares.get(key) for shares in (self._active, self._idle) for key in keys)), None)
         if share is not None:
             self._charge(share, OUTPUT_PRICE * seconds / TOKEN_S)
@@ -159,12 +167,6 @@ class FairQueue:
     def is_ready(self, sequence: Sequence) -> bool:
         """True if the sequence's adapter is resident."""
         return sequence.add.digest is None or sequence.add.digest in self._resident
-
-    @property
-    def num_background(self) -> int:
-        """Number of waiting sequences in shares of background sequences."""
-        shares = [share for share in self._active.values() if share.is_background]
-        return sum(len(share.ready) + len(share.cold) + len(share.parked) for share in shares)
 
     def set_resident(self, digest: str, is_resident: bool) -> None:
         """Mark an adapter as resident or not. Waiting sequences that need it become ready or cold."""
@@ -224,11 +226,11 @@ class FairQueue:
     def shed_candidate(self) -> Sequence | None:
         """The sequence to refuse when the queue is full, or None if every waiting sequence has run before.
 
-        This is the newest of the lowest-priority sequences in the share with the most waiting tokens per weight. Shares
-        of background sequences go first. Shares whose sequences have all run before are skipped.
+        This is the newest of the lowest-priority sequences in the share with the most waiting tokens per weight, among
+        the shares of the highest rank. Shares whose sequences have all run before are skipped.
         """
         waiting = [share for share in self._waiting if share.num_waiting_tokens]
-        waiting.sort(key=lambda share: (share.is_background, share.num_waiting_tokens / share.weight), reverse=True)
+        waiting.sort(key=lambda share: (share.rank, share.num_waiting_tokens / share.weight), reverse=True)
         for share in waiting:
             never_run = [one for one in (*share.ready, *share.cold) if not one.has_run]
             if never_run:
@@ -346,7 +348,7 @@ class FairQueue:
         share = self._active[sequence.share_key]
         self._discard(share, sequence)
         self._count_tokens(share, sequence, -1)
-        self.num_waiting -= 1
+        self._count_sequence(share, sequence, -1)
         if sequence.add.digest is not None:
             del self._by_digest[sequence.add.digest][sequence]
             if not self._by_digest[sequence.add.digest]:
@@ -360,6 +362,12 @@ class FairQueue:
             share.num_waiting_tokens += sign * sequence.num_reserved
             self.num_waiting_tokens += sign * sequence.num_reserved
 
+    def _count_sequence(self, share: FairShare, sequence: Sequence, sign: int) -> None:
+        self.num_waiting += sign
+        self.waiting_by_rank[share.rank] += sign
+        if not sequence.has_run:
+            self.prompt_tokens_by_rank[share.rank] += sign * sequence.num_prompt
+
     def _activated(self, sequence: Sequence) -> FairShare:
         key = sequence.share_key
         share = self._active.get(key)
@@ -369,7 +377,7 @@ class FairQueue:
             share.served = max(share.served, self._last_served if least is None else least.served)
             self._active[key] = share
             self._least_active.update(share)
-        weight = max(1, sequence.add.weight)
+        weight = max(1, sequence.add.weight) * TIER_FACTORS[sequence.add.service_tier]
         if share.is_waiting:
             self._waiting_weight += weight - share.weight
         share.weight = weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.engine.protocol.messages import POOLINGS, Add, SamplingParams, ThinkingBudget, is_duration
+from loramux.engine.protocol.service_tiers import SERVICE_TIERS
 from loramux.kernels.layout import MAX_EXTRA_TOKENS
 
 MAX_BIASED_TOKENS = 300
@@ -59,6 +60,8 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
         )
     if not is_duration(add.timeout_s) or not is_duration(add.pause_s):
         return "invalid_request", "timeout_s and pause_s must be finite and not negative"
+    if add.service_tier not in SERVICE_TIERS:
+        return "invalid_request", f"service_tier must be one of {', '.join(SERVICE_TIERS)}"
     if add.host_floor_bytes < 0:
         return "invalid_request", "host_floor_bytes must not be negative"
     problem = sampling_problem(add.sampling, vocab_size)

@@ -9,6 +9,8 @@ from operator import attrgetter
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool, PoolDemand
 from loramux.engine.pages.kv_pages import RUNNING, KvPages, Prefix
+from loramux.engine.protocol.messages import TierLoad
+from loramux.engine.protocol.service_tiers import BACKGROUND_RANK, makes_room
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.shares import place
 from loramux.engine.sequences.batch import ScheduledSequence
@@ -65,12 +67,14 @@ class Scheduler:
     Decode rows come first, then chunks of running prompts, then new sequences by turn. Running prompts leave part of
     the step to new sequences, so that a short prompt does not wait for a long one. A sequence whose adapter is still
     loading is skipped and blocks no other sequence. When a running sequence needs a page and none is left, a sequence
-    is preempted, to be recomputed later. The victim comes from the share with the highest counter. Ties go to the share
-    with the youngest sequence. Within the share, it is the youngest of the sequences with the lowest priority.
+    is preempted, to be recomputed later. The victim has the worst service tier. It comes from the share of that tier
+    with the highest counter. Ties go to the share with the youngest sequence. Within the share, it is the youngest of
+    the sequences with the lowest priority.
 
     Background sequences use what the others leave free. They take no part in a step that computes another sequence's
     prompt, and have few rows while others run, but those they get at least once in MAX_YIELDS + 1 steps. They are
-    preempted first for pages, and also when that gives another sequence a sequence slot, or its adapter room.
+    preempted first for pages, and also when that gives another sequence a sequence slot, or its adapter room. Sequences
+    of the last tier are preempted when that gives a sequence of the first tier a slot or pages.
     """
 
     def __init__(self, queue: FairQueue, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:
@@ -79,6 +83,8 @@ class Scheduler:
         self._adapters = adapters
         self._limits = limits
         self.running: list[Sequence] = []
+        self.running_by_rank = [0] * (BACKGROUND_RANK + 1)
+        """Number of running sequences of each rank."""
         self._order: list[Sequence] = []
         # Page shortage in the last step: whether a running sequence had to wait for pages, and the first sequence that
         # was not admitted for lack of pages.
@@ -88,9 +94,15 @@ class Scheduler:
         self._unfit: list[Sequence] = []
         self._misstated: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_ended = 0
+        """Number of sequences that ended while they were running."""
         # Steps since the last one in which another than a background sequence ran or waited.
         self._num_quiet_steps = QUIET_STEPS
         self._num_yields = 0
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        return self._limits
 
     @property
     def has_work(self) -> bool:
@@ -109,14 +121,17 @@ class Scheduler:
     def order_waiting(self) -> PoolDemand:
         """Order the waiting sequences for the next `schedule`, and return what they need from the adapter pool."""
         num_free_slots = self._num_free_slots()
-        num_behind = self._num_background()
+        num_behind, num_flex = self.running_by_rank[BACKGROUND_RANK], self._num_yielding_to_first()
         # While no sequence can start, the order only decides which adapters are loaded next.
-        is_exact = num_free_slots + num_behind > 0
+        is_exact = num_free_slots + num_behind + num_flex > 0
         self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=is_exact)
         if num_behind:
             # Background sequences leave their slots to others.
             num_ahead = sum([not one.is_background for one in self._order])
             num_free_slots = max(num_free_slots, min(num_ahead, num_free_slots + num_behind))
+        if num_flex:
+            num_first = sum([one.rank == 0 for one in self._order])
+            num_free_slots = max(num_free_slots, min(num_first, num_free_slots + num_flex))
         queue_positions: dict[str, int] = {}
         for position, sequence in enumerate(self._order):
             if sequence.add.digest is not None and sequence.add.digest not in queue_positions:
@@ -143,7 +158,7 @@ class Scheduler:
         is_due = behind.num_running > 0 and self._num_yields >= MAX_YIELDS
         kept = self._few_rows if is_due else 0
         max_rows = self._limits.max_batch_tokens
-        can_free_slots = behind.num_running > 0
+        can_free_slots = behind.num_running > 0 or self._num_yielding_to_first() > 0
         budget = self._fill(scheduled, ahead, max_rows - kept, num_free_slots, can_free_slots=can_free_slots) + kept
         self._num_quiet_steps = 0 if ahead.num_running or ahead.waiting else self._num_quiet_steps + 1
         num_ahead = len(scheduled)
@@ -156,6 +171,14 @@ class Scheduler:
         yields = behind.num_running > 0 and len(scheduled) == num_ahead
         self._num_yields = self._num_yields + 1 if yields else 0
         return sorted(scheduled.values(), key=_row_place)
+
+    def loads(self) -> list[TierLoad]:
+        """The load of each rank."""
+        left = [*self.queue.prompt_tokens_by_rank]
+        for sequence in self.running:
+            left[sequence.rank] += max(0, sequence.num_prompt - max(sequence.num_computed, sequence.num_reached))
+        counts = zip(self.running_by_rank, self.queue.waiting_by_rank, left, strict=True)
+        return [TierLoad(num_running=one, num_waiting=other, prompt_tokens=tokens) for one, other, tokens in counts]
 
     def take_unfit(self) -> list[Sequence]:
         """Return waiting sequences found too large for the pool since the last call. The caller must end them."""
@@ -189,7 +212,8 @@ class Scheduler:
         prefix cache.
         """
         if sequence.state is SequenceState.RUNNING:
-            self.running.remove(sequence)
+            self._stop_running(sequence)
+            self.num_ended += 1
             if is_broken:
                 self._kv.disown(sequence)
             else:
@@ -250,7 +274,7 @@ class Scheduler:
         if self.num_preemptions == num_preemptions and not self.is_short_of_pages:
             under_way = (scheduled[one] for one in lane.prompts if one in scheduled)
             is_midway = any(item.num_tokens < item.sequence.num_pending for item in under_way)
-            for item in self._admit(lane.waiting, budget, num_free_slots, is_midway):
+            for item in self._admit(scheduled, lane.waiting, budget, num_free_slots, is_midway):
                 scheduled[item.sequence] = item
                 budget -= item.num_tokens
             if is_midway:
@@ -277,7 +301,7 @@ class Scheduler:
         """Preempt background sequences if that gives another sequence's adapter a slot or pages. Returns True if any
         was preempted.
         """
-        if self._adapters.is_copying or not self._num_background():
+        if self._adapters.is_copying or not self.running_by_rank[BACKGROUND_RANK]:
             return False
         for position, sequence in enumerate(self._order):
             load = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
@@ -286,8 +310,10 @@ class Scheduler:
             if not self._adapters.has_slot:
                 return self._vacate_adapter()
             can_make_room = self._adapters.reclaimer.can_make_room
-            gains = can_make_room(load.num_pages - self._background_pages(), position)
-            return gains and not can_make_room(load.num_pages, position) and self._vacate()
+            # Only background sequences make room for adapters.
+            rank = BACKGROUND_RANK - 1
+            gains = can_make_room(load.num_pages - self._yielding_pages(rank), position)
+            return gains and not can_make_room(load.num_pages, position) and self._vacate(rank) is not None
         return False
 
     def _vacate_adapter(self) -> bool:
@@ -301,16 +327,17 @@ class Scheduler:
             self.preempt(sequence)
         return True
 
-    def _vacate(self, is_active: bool = False) -> bool:
-        """Preempt the background sequence that was admitted last, or the last that takes a slot if `is_active`.
-        Returns False if there is none.
+    def _vacate(self, rank: int, is_active: bool = False) -> Sequence | None:
+        """Preempt the sequence that was admitted last, among those of the worst rank that make room for `rank`. If
+        `is_active`, preempt one that takes a slot. Returns the preempted sequence, or None if there is none.
         """
         candidates = self._active() if is_active else self.running
-        victim = next((one for one in reversed(candidates) if one.is_background), None)
-        if victim is None:
-            return False
-        self.preempt(victim)
-        return True
+        victim = max(
+            (one for one in reversed(candidates) if makes_room(one.rank, rank)), key=lambda one: one.rank, default=None
+        )
+        if victim is not None:
+            self.preempt(victim)
+        return victim
 
     def _background_adapters(self) -> list[AdapterLoad]:
         """The adapters that only background sequences use."""
@@ -318,9 +345,11 @@ class Scheduler:
         loads = (self._adapters.find(digest) for digest in num_users if digest is not None)
         return [load for load in loads if load is not None and load.num_users == num_users[load.digest]]
 
-    def _background_pages(self) -> int:
-        """Number of pages that preempting all background sequences makes available, or more if they share pages."""
-        num_pages = sum(self._kv.num_pages(one) for one in self.running if one.is_background)
+    def _yielding_pages(self, rank: int) -> int:
+        """Number of pages that preempting all sequences that make room for `rank` makes available, or more if they
+        share pages.
+        """
+        num_pages = sum(self._kv.num_pages(one) for one in self.running if makes_room(one.rank, rank))
         return num_pages + sum(load.num_pages for load in self._background_adapters())
 
     def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], lane: _Lane, budget: int) -> int:
@@ -356,11 +385,9 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        last = max(self.running, key=lambda one: (one.is_background, self.queue.served(one), one.arrival))
-        return max(
-            (one for one in self.running if (one.share_key, one.is_background) == (last.share_key, last.is_background)),
-            key=place,
-        )
+        last = max(self.running, key=lambda one: (one.rank, self.queue.served(one), one.arrival))
+        of_share = (one for one in self.running if (one.share_key, one.rank) == (last.share_key, last.rank))
+        return max(of_share, key=place)
 
     def _active(self) -> list[Sequence]:
         """The running sequences that take a slot: those that neither are paused nor wait for a mask. If all slots are
@@ -371,9 +398,9 @@ class Scheduler:
     def _num_free_slots(self) -> int:
         return self._limits.max_sequences - len(self._active())
 
-    def _num_background(self) -> int:
-        # A list, because each step counts, and a generator takes twice as long.
-        return sum([one.is_background for one in self.running])
+    def _num_yielding_to_first(self) -> int:
+        """Number of running sequences of the last tier if a sequence of the first waits, otherwise 0."""
+        return self.running_by_rank[BACKGROUND_RANK - 1] if self.queue.waiting_by_rank[0] else 0
 
     def _short_position(self) -> int:
         if self._is_short:
@@ -382,9 +409,16 @@ class Scheduler:
         return next(positions, NOT_SHORT)
 
     def _admit(
-        self, waiting: list[tuple[int, Sequence]], budget: int, num_free_slots: int, is_midway: bool
+        self,
+        scheduled: dict[Sequence, ScheduledSequence],
+        waiting: list[tuple[int, Sequence]],
+        budget: int,
+        num_free_slots: int,
+        is_midway: bool,
     ) -> list[ScheduledSequence]:
-        """Admit waiting sequences. If `is_midway`, admit only sequences whose whole prompt fits into this step."""
+        """Admit waiting sequences. If `is_midway`, admit only sequences whose whole prompt fits into this step.
+        Sequences that make room for them are removed from `scheduled`.
+        """
         admitted: list[ScheduledSequence] = []
         for position, sequence in waiting:
             if budget == 0 or (num_free_slots == 0 and sequence.is_background):
@@ -411,15 +445,20 @@ class Scheduler:
             prefix = self._kv.find_prefix(sequence)
             if is_midway and sequence.num_tokens - prefix.num_tokens > budget:
                 continue
-            if num_free_slots == 0 and self._vacate(is_active=True):
+            if num_free_slots == 0 and (victim := self._vacate(sequence.rank, is_active=True)) is not None:
+                scheduled.pop(victim, None)
                 num_free_slots = self._num_free_slots()
+            if num_free_slots == 0 and self._num_yielding_to_first():
+                # A sequence behind this one can still get a slot.
+                continue
             if num_free_slots == 0:
                 break
             item = self._begin(sequence, entry, prefix, position, budget)
             if item is None and not sequence.is_background and not self._adapters.is_copying:
                 num_pages = self._num_pages_to_begin(sequence, entry, prefix, position, budget)
-                if self._adapters.can_spare(num_pages - self._background_pages(), position):
-                    while item is None and self._vacate():
+                if self._adapters.can_spare(num_pages - self._yielding_pages(sequence.rank), position):
+                    while item is None and (victim := self._vacate(sequence.rank)) is not None:
+                        scheduled.pop(victim, None)
                         item = self._begin(sequence, entry, prefix, position, budget)
             if item is None:
                 self._short_of_pages = sequence
@@ -447,6 +486,7 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         sequence.row_place = sequence.slot, sequence.arrival
         self.running.append(sequence)
+        self.running_by_rank[sequence.rank] += 1
         if not sequence.has_run:
             sequence.num_cached = sequence.num_computed
         return ScheduledSequence(sequence, num_tokens)
@@ -459,7 +499,7 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Return a running sequence to the queue. Its tokens are computed again when it is admitted."""
-        self.running.remove(sequence)
+        self._stop_running(sequence)
         self._kv.offer(sequence)
         self._give_back(sequence)
         sequence.state = SequenceState.WAITING
@@ -467,6 +507,10 @@ class Scheduler:
         self.queue.add(sequence)
         self.queue.leave(sequence)
         self.num_preemptions += 1
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.running_by_rank[sequence.rank] -= 1
 
     def _give_back(self, sequence: Sequence) -> None:
         self._kv.detach(sequence)

@@ -27,7 +27,7 @@ class FairShare:
     """A share's state in the fair order. `served` is its virtual token counter: token prices divided by the weight."""
 
     key: ShareKey
-    weight: int = 1
+    weight: float = 1.0
     served: float = 0.0
     ready: list[Sequence] = field(default_factory=list)
     """Waiting sequences whose adapter is resident, ordered by priority, then arrival."""
@@ -49,7 +49,7 @@ class FairShare:
     """Total charge of all shares when this share's wait began."""
 
     @property
-    def is_background(self) -> bool:
+    def rank(self) -> int:
         return self.key[1]
 
     @property

@@ -14,10 +14,11 @@ from loramux.engine.constraints.grammar import Grammar
 from loramux.engine.constraints.logit_penalties import LogitPenalties, logit_penalties
 from loramux.engine.constraints.token_rules import TokenRules
 from loramux.engine.protocol.messages import Add, TokenLogprobs
+from loramux.engine.protocol.service_tiers import rank_of
 from loramux.engine.sequences.cached_page import CachedPage
 
-ShareKey = tuple[str, bool]
-"""A share key, and whether the share is the one of the key's background sequences."""
+ShareKey = tuple[str, int]
+"""A share key, and the rank of the share's sequences: see `rank_of`."""
 
 
 class SequenceState(Enum):
@@ -136,7 +137,7 @@ class Sequence:
         self.tokens = list(self.add.prompt)
         self.num_tokens = self.num_prompt = len(self.tokens)
         self.activation = self.add.activation
-        self.share_key = self.add.share_key, self.add.is_background
+        self.share_key = self.add.share_key, rank_of(self.add.service_tier, self.add.is_background)
         self.is_background = self.add.is_background
         self.is_pooled = self.add.pooling is not None
         # The limit of a pooled sequence is reached once its last step is in flight: see `choose`.
@@ -180,6 +181,11 @@ class Sequence:
         emitted = tuple(self.pending_output)
         self.pending_output.clear()
         return emitted
+
+    @property
+    def rank(self) -> int:
+        """Place in the order of preemption: see `rank_of`."""
+        return rank_of(self.add.service_tier, self.is_background)
 
     @property
     def sequence_id(self) -> str:

@@ -22,6 +22,7 @@ from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.accounts.key_authentication import KeyAuthentication
 from loramux.platform.accounts.keys import (
     DEFAULT_PLATFORM_SCOPES,
+    INHERIT,
     ApiKey,
     CreatedKey,
     KeyChanges,
@@ -34,6 +35,7 @@ from loramux.platform.accounts.keys import (
 )
 from loramux.platform.accounts.principals import Principal, PrincipalCache
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from loramux.platform.service_tiers import check_tier
 
 OPERATOR = "operator"
 MIN_ADMIN_KEY = 32
@@ -86,14 +88,18 @@ class ApiKeys:
         scopes: Iterable[str] | None = None,
         expires_us: int | None = None,
         adapters: Sequence[str] | None = None,
+        max_service_tier: str | None = None,
+        default_service_tier: str | None = None,
     ) -> CreatedKey:
         """Create a key for a tenant, or for the platform if `tenant_id` is None.
 
-        `adapters` limits the key to these adapters, each an identifier or `[tenant/]name`. Raises InvalidRequest or
-        NotFound.
+        `adapters` limits the key to these adapters, each an identifier or `[tenant/]name`. Without service tiers, the
+        key has those of its tenant. Raises InvalidRequest or NotFound.
         """
         _check_name(name)
         granted = checked_scopes(tenant_id, scopes)
+        check_tier(max_service_tier, "max_service_tier")
+        check_tier(default_service_tier, "default_service_tier")
         public_id = _random_base62(16)
         secret = _new_secret(public_id)
         with self._database.write() as connection:
@@ -111,6 +117,8 @@ class ApiKeys:
                 expires_us=expires_us,
                 revoked_us=None,
                 previous_until_us=None,
+                max_service_tier=max_service_tier,
+                default_service_tier=default_service_tier,
             )
             # Only the secret's hash is stored, so nobody can read the secret again.
             values = {
@@ -123,6 +131,8 @@ class ApiKeys:
                 "adapter_ids": adapter_ids,
                 "created_us": now_us,
                 "expires_us": expires_us,
+                "max_service_tier": max_service_tier,
+                "default_service_tier": default_service_tier,
             }
             try:
                 connection.execute(insert(schema.api_keys).values(**values))
@@ -201,6 +211,7 @@ class ApiKeys:
             if changes.expires_us is not None:
                 _check_expiry(changes.expires_us, now_us)
                 values["expires_us"] = changes.expires_us
+            values |= _changed_tiers(changes)
             if changes.adapters is not None:
                 values["adapter_ids"] = _limit(connection, key.tenant_id, scopes, changes.adapters or None)
             elif key.adapter_ids is not None:
@@ -375,6 +386,18 @@ def _limit(
     if tenant_id is None or not adapters:
         raise InvalidRequest("a limit must name at least one adapter of a tenant", param="adapters")
     return find_adapter_ids(connection, tenant_id, adapters)
+
+
+def _changed_tiers(changes: KeyChanges) -> dict[str, str | None]:
+    values: dict[str, str | None] = {}
+    for name in ("max_service_tier", "default_service_tier"):
+        tier = getattr(changes, name)
+        if tier == INHERIT:
+            values[name] = None
+        elif tier is not None:
+            check_tier(tier, name)
+            values[name] = tier
+    return values
 
 
 def _check_name(name: str) -> None:

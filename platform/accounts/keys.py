@@ -31,6 +31,9 @@ PLATFORM_SCOPES = frozenset({"platform:read", "platform:admin"})
 DEFAULT_TENANT_SCOPES = frozenset({"adapters", "base"})
 DEFAULT_PLATFORM_SCOPES = frozenset({"platform:admin"})
 
+INHERIT = "inherit"
+"""A change of a service tier to that of the tenant."""
+
 LIMITABLE_SCOPES = frozenset({"adapters", "base", "tenant:develop"})
 """The scopes allowed for a key that is limited to some adapters. Such a key can see only those adapters and itself."""
 
@@ -72,19 +75,25 @@ class ApiKey:
     revoked_us: int | None
     previous_until_us: int | None
     """Expiry of the secret that the last rotation replaced, in microseconds since the epoch, or None without one."""
+    max_service_tier: str | None = None
+    default_service_tier: str | None = None
+    """The key's own service tiers, or None for those of its tenant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChanges:
     """Changes to a key. None leaves a field unchanged.
 
-    `adapters` limits the key to these adapters, as in `ApiKeys.create`. An empty tuple removes the limit.
+    `adapters` limits the key to these adapters, as in `ApiKeys.create`. An empty tuple removes the limit. The tier
+    `INHERIT` stands for the tenant's.
     """
 
     name: str | None = None
     scopes: tuple[str, ...] | None = None
     adapters: tuple[str, ...] | None = None
     expires_us: int | None = None
+    max_service_tier: str | None = None
+    default_service_tier: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,8 @@ def key_of(row: Row[Any]) -> ApiKey:
         expires_us=row.expires_us,
         revoked_us=row.revoked_us,
         previous_until_us=row.previous_until_us,
+        max_service_tier=row.max_service_tier,
+        default_service_tier=row.default_service_tier,
     )
 
 
@@ -115,6 +126,8 @@ def principal_of(row: Row[Any]) -> Principal:
         tenant_slug=row.slug,
         scopes=frozenset(row.scopes),
         adapter_ids=_ids(row),
+        max_service_tier=row.max_service_tier,
+        default_service_tier=row.default_service_tier,
     )
 
 
@@ -130,6 +143,8 @@ def shown_key(key: ApiKey) -> dict[str, object]:
         "adapters": None if key.adapter_ids is None else sorted(key.adapter_ids),
         "expires_us": key.expires_us,
         "revoked_us": key.revoked_us,
+        "max_service_tier": key.max_service_tier,
+        "default_service_tier": key.default_service_tier,
     }
 
 

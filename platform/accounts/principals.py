@@ -22,6 +22,9 @@ class Principal:
     scopes: frozenset[str]
     adapter_ids: frozenset[str] | None = None
     """The adapters that the key may name. None means every adapter that its tenant may call."""
+    max_service_tier: str | None = None
+    default_service_tier: str | None = None
+    """The key's own service tiers, or None for those of its tenant: see `TierRights.for_key`."""
 
     def may_name(self, adapter_id: str | None) -> bool:
         """Return whether the key's own limit allows the adapter. The tenant's rights are checked elsewhere.

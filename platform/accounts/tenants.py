@@ -12,6 +12,7 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Connection, Row, Table, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 from loramux.migrations import schema
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
@@ -19,6 +20,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.errors import Conflict, InvalidRequest, Unauthenticated
 from loramux.platform.periods import is_timezone
+from loramux.platform.service_tiers import DEFAULT_RIGHTS, TierRights, check_tier
 
 SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_DISPLAY_NAME = 200
@@ -58,6 +60,7 @@ class Tenant:
     """One account. `weight` is its entitlement in fair scheduling, and `timezone` defines its days and months.
 
     Responses, chat completions and conversations are stored for `response_days` days. If it is 0, they are not stored.
+    A request that names no service tier gets `default_service_tier`. None gets a better one than `max_service_tier`.
     """
 
     id: str
@@ -68,6 +71,8 @@ class Tenant:
     timezone: str
     host_floor_bytes: int
     response_days: int
+    max_service_tier: str
+    default_service_tier: str
     created_us: int
 
 
@@ -79,6 +84,8 @@ class TenantChanges:
     timezone: str | None = None
     host_floor_bytes: int | None = None
     response_days: int | None = None
+    max_service_tier: str | None = None
+    default_service_tier: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +113,8 @@ class TenantShare:
     """Bytes of the tenant's adapters in the host tier that other tenants' adapters cannot evict."""
     response_days: int = 0
     """Number of days for which the tenant's responses are stored."""
+    tiers: TierRights = DEFAULT_RIGHTS
+    """The service tiers of its requests."""
 
 
 class Tenants:
@@ -135,6 +144,8 @@ class Tenants:
                     "timezone": timezone,
                     "host_floor_bytes": 0,
                     "response_days": 0,
+                    "max_service_tier": DEFAULT_TIER,
+                    "default_service_tier": DEFAULT_TIER,
                     "created_us": self._database.now_us(connection),
                 }
                 connection.execute(insert(schema.tenants).values(**values, isolation_secret=secrets.token_bytes(32)))
@@ -162,6 +173,8 @@ class Tenants:
             raise InvalidRequest(f"host_floor_bytes must be from 0 to {MAX_FLOOR_BYTES}", param="host_floor_bytes")
         if changes.response_days is not None and not 0 <= changes.response_days <= MAX_RESPONSE_DAYS:
             raise InvalidRequest(f"response_days must be from 0 to {MAX_RESPONSE_DAYS}", param="response_days")
+        check_tier(changes.max_service_tier, "max_service_tier")
+        check_tier(changes.default_service_tier, "default_service_tier")
         with self._database.write() as connection:
             query = select(table).where(table.c.id == tenant_id)
             row = connection.execute(query.with_for_update(key_share=True)).one_or_none()
@@ -263,14 +276,17 @@ class Tenants:
         Raises Unauthenticated if the tenant has been deleted.
         """
         table = schema.tenants
-        columns = (table.c.weight, table.c.isolation_secret, table.c.host_floor_bytes, table.c.response_days)
-        query = select(*columns).where(table.c.id == tenant_id)
+        c = table.c
+        columns = (c.weight, c.isolation_secret, c.host_floor_bytes, c.response_days)
+        tiers = (c.max_service_tier, c.default_service_tier)
+        query = select(*columns, *tiers).where(c.id == tenant_id)
         with self._database.read() as connection:
             row = connection.execute(query).one_or_none()
         if row is None:
             raise Unauthenticated(DELETED)
         isolation_key = hmac.digest(row.isolation_secret, b"loramux prefix cache", "sha256")
-        share = TenantShare(tenant_id, row.weight, isolation_key, row.host_floor_bytes, row.response_days)
+        rights = TierRights(row.max_service_tier, row.default_service_tier)
+        share = TenantShare(tenant_id, row.weight, isolation_key, row.host_floor_bytes, row.response_days, rights)
         if len(self._shares) >= MAX_SHARES:
             self._shares.clear()
         self._shares[tenant_id] = (self._database.now_us(), share)
@@ -307,6 +323,8 @@ def _shown(tenant: Tenant) -> dict[str, object]:
         "timezone": tenant.timezone,
         "host_floor_bytes": tenant.host_floor_bytes,
         "response_days": tenant.response_days,
+        "max_service_tier": tenant.max_service_tier,
+        "default_service_tier": tenant.default_service_tier,
     }
 
 
@@ -320,6 +338,8 @@ def _tenant(row: Row[Any]) -> Tenant:
         timezone=row.timezone,
         host_floor_bytes=row.host_floor_bytes,
         response_days=row.response_days,
+        max_service_tier=row.max_service_tier,
+        default_service_tier=row.default_service_tier,
         created_us=row.created_us,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import RateLimit
 from loramux.platform.quotas.policies import QuotaPolicy
@@ -26,6 +27,7 @@ class ReservationRequest:
     base: str = ""
     """The served base model that the request runs on."""
     end_user: str | None = None
+    service_tier: str = DEFAULT_TIER
     adapter_id: str | None = None
     """The adapter whose limits apply in addition to the tenant's and the key's."""
     loads_adapter: bool = False

@@ -122,6 +122,7 @@ class ReservationRows:
                 endpoint=request.endpoint,
                 base=request.base,
                 end_user=request.end_user,
+                service_tier=request.service_tier,
                 created_us=now_us,
                 state="open",
                 prompt_tokens=request.prompt_tokens,

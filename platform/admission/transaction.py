@@ -22,7 +22,7 @@ from loramux.platform.admission.records import (
 from loramux.platform.admission.reservation_rows import ReservationRow, ReservationRows
 from loramux.platform.ledger.entries import LedgerEntries, adapters_of, priced_adapter
 from loramux.platform.ledger.price_list import PriceReader
-from loramux.platform.ledger.prices import BATCHES, Price, PriceBook
+from loramux.platform.ledger.prices import BATCHES, Price, PriceBook, rate_of
 from loramux.platform.quotas.counter_rows import CounterRows
 from loramux.platform.quotas.counters import CounterKey
 from loramux.platform.quotas.decisions import Decision, QuotaExceeded, RequestTooLarge, decide, extend
@@ -137,14 +137,15 @@ class AdmissionTransaction:
         versions = {one.adapter_version_id for one in requests} | {row.adapter_version_id for row in rows}
         self._adapters = adapters_of(self._connection, {version for version in versions if version is not None})
 
-    def _price(self, tenant_id: str, version_id: str | None, admitted_us: int, endpoint: str) -> Price | None:
+    def _price(self, tenant_id: str, version_id: str | None, admitted_us: int, rate: str) -> Price | None:
         """The price that the ledger will use for a request. None if there is no price or no budget in money."""
         adapter_id = priced_adapter(version_id, self._adapters)
-        return self._book.price_of(tenant_id, adapter_id, admitted_us, is_batch=endpoint == BATCHES)
+        return self._book.price_of(tenant_id, adapter_id, admitted_us, rate)
 
     def _price_of(self, reservation: ReservationRow) -> Price | None:
         version_id, created_us = reservation.adapter_version_id, reservation.created_us
-        return self._price(reservation.tenant_id, version_id, created_us, reservation.endpoint)
+        rate = rate_of(reservation.endpoint, reservation.service_tier)
+        return self._price(reservation.tenant_id, version_id, created_us, rate)
 
     def _judge(self, operation: Operation) -> Outcome:
         if isinstance(operation, Closing):
@@ -157,7 +158,8 @@ class AdmissionTransaction:
             return refusal
 
     def _reserve(self, request: ReservationRequest) -> Reservation:
-        price = self._price(request.tenant_id, request.adapter_version_id, self._now_us, request.endpoint)
+        rate = rate_of(request.endpoint, request.service_tier)
+        price = self._price(request.tenant_id, request.adapter_version_id, self._now_us, rate)
         completion_tokens = request.reserved_tokens - request.prompt_tokens
         loads = int(request.loads_adapter)
         demand = PricedDemand.of_request(price, request.prompt_tokens, completion_tokens, request.num_sequences, loads)

@@ -31,9 +31,10 @@ from loramux.platform.quotas.metrics import METRICS, Kind
 from loramux.platform.requests.answers import Answer
 from loramux.platform.requests.endpoint import AnyEndpoint, Body, Endpoint, Received
 from loramux.platform.requests.error_responses import TRANSLATIONS
-from loramux.platform.requests.request_life import planned, reserve, settle
+from loramux.platform.requests.request_life import planned, reserve, resolve, settle
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.responses_api.responses import RESPONSES
+from loramux.platform.service_tiers import BATCH_RIGHTS
 
 ENDPOINTS: Mapping[str, AnyEndpoint] = {
     "/v1/chat/completions": CHAT,
@@ -96,7 +97,9 @@ class LineRuns:
         """Return what `run` needs: the plan of a line that runs as `caller`, or the error that a client would get."""
         try:
             received = self._received(line)
-            plan, shape = await planned(self._services, caller, self._endpoint, received)
+            target = await resolve(self._services, caller, received.body.model, received.body.user)
+            target = replace(target, tiers=BATCH_RIGHTS)
+            plan, shape = await planned(self._services, caller, self._endpoint, received, target)
         except Exception as error:
             return _told(error)
         tokens_at_once = STOP_TOKENS_AT_ONCE if plan.text_rules.stops else TOKENS_AT_ONCE

@@ -40,7 +40,6 @@ class ChatRequest(GenerationRequest):
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
-        "service_tier",
     }
     MAX_ALTERNATIVES: ClassVar[Mapping[str, int]] = {
         **GenerationRequest.MAX_ALTERNATIVES,
@@ -72,7 +71,6 @@ class ChatRequest(GenerationRequest):
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
-    service_tier: str | None = None
     store: bool | None = None
 
     @property

@@ -32,6 +32,7 @@ from loramux.platform.bodies.structural_tags import Schema
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import TextRules
 from loramux.platform.grammars.constraint import Constraint
+from loramux.platform.service_tiers import AskedTier
 
 T = TypeVar("T")
 
@@ -80,6 +81,7 @@ class GenerationRequest(SamplingFields):
     guided_decoding_backend: str | None = None
 
     user: str | None = None
+    service_tier: AskedTier | None = None
 
     @property
     def num_choices(self) -> int:

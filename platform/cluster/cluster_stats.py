@@ -17,13 +17,14 @@ from loramux.engine.protocol.messages import (
     ResidentAdapter,
     Stats,
     StepTimes,
+    TierLoad,
     Waiting,
 )
 
 COUNTERS = (
     *("num_steps", "mixed_steps", "num_rows", "num_step_sequences", "num_preemptions", "num_prefix_evictions"),
     *("prompt_tokens", "completion_tokens", "cached_tokens", "recomputed_tokens"),
-    *("num_adapter_loads", "num_adapter_evictions"),
+    *("num_adapter_loads", "num_adapter_evictions", "num_ended", "prefill_tokens", "prefill_s"),
 )
 GAUGES = (
     *(
@@ -36,7 +37,7 @@ GAUGES = (
         "num_kv_pages",
         "num_adapter_pages",
     ),
-    *("num_prefix_pages", "num_idle_prefix_pages", "num_pinned_pages", "num_slots"),
+    *("num_prefix_pages", "num_idle_prefix_pages", "num_pinned_pages", "num_slots", "max_sequences", "num_engines"),
 )
 
 
@@ -86,6 +87,11 @@ def combined(live: Sequence[Stats], retired: Sequence[Stats] = ()) -> Stats:
     waiting = Waiting(
         **{name: sum(getattr(one.waiting, name) for one in live) for name in Waiting.__struct_fields__},
     )
+    by_rank = zip(*(one.service_tiers for one in live), strict=True)
+    service_tiers = tuple(
+        TierLoad(**{name: sum(getattr(one, name) for one in loads) for name in TierLoad.__struct_fields__})
+        for loads in by_rank
+    )
     graphs = GraphMemory(
         num_graphs=sum(one.graphs.num_graphs for one in live), num_bytes=sum(one.graphs.num_bytes for one in live)
     )
@@ -95,6 +101,7 @@ def combined(live: Sequence[Stats], retired: Sequence[Stats] = ()) -> Stats:
         **sums,
         **gauges,
         waiting=waiting,
+        service_tiers=service_tiers,
         graphs=graphs,
         grammars=GrammarCounts(**grammars),
         decode_reads=DecodeReads(

@@ -89,6 +89,8 @@ class ScriptedEngine:
         self._num_committed = 0
         self.num_waiting = self.num_background_waiting = 0
         """The number of waiting sequences that the engine reports."""
+        self.figures: dict[str, Any] = {}
+        """Fields that replace those of the reports."""
         self.resident: dict[str, int] = {}
         self.pinned: set[str] = set()
         self.unloadable: set[str] = set()
@@ -187,7 +189,7 @@ class ScriptedEngine:
     def _stats(self, with_tiers: bool) -> Stats:
         self._check_ready()
         num_used = sum(self.resident.values())
-        return Stats(
+        stats = Stats(
             call_id="stats",
             num_steps=len(self.adds),
             num_running=len(self._running),
@@ -216,6 +218,7 @@ class ScriptedEngine:
             num_slots=self._info.num_pages,
             tiers=tuple(self._tier(tier) for tier in ("host", "disk")) if with_tiers else (),
         )
+        return structs.replace(stats, **self.figures)
 
     def _tier(self, tier: str) -> TierContents:
         """Every tier contains the same adapters as the pool."""

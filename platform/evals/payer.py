@@ -20,4 +20,5 @@ def payer(tenant_id: str, tenant_slug: str, key: ApiKey | None, now_us: int) -> 
     if key.revoked_us is not None or (key.expires_us is not None and key.expires_us <= now_us):
         raise PermissionDenied("the key that started the eval has been revoked or has expired")
     scopes = INFERENCE_SCOPES if key.adapter_ids is None else frozenset({"adapters"})
-    return Principal(key.id, tenant_id, tenant_slug, scopes, key.adapter_ids)
+    tiers = key.max_service_tier, key.default_service_tier
+    return Principal(key.id, tenant_id, tenant_slug, scopes, key.adapter_ids, *tiers)

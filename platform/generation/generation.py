@@ -54,6 +54,7 @@ class Generation:
     `deltas` yields the choices' output. It ends when `end` is called after the settlement. `usage` is then final.
     `observe_gap` is called with the time between consecutive tokens of a choice, in seconds, and the number of such
     gaps. `count_discarded` is called with numbers of tokens that the engine committed and that are not charged.
+    `note_begin` is called once, when the engine has sent a token, or a part of a pooled state.
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class Generation:
         clock: Callable[[], int],
         observe_gap: Callable[[float, int], None] | None = None,
         count_discarded: Callable[[int], None] = lambda _: None,
+        note_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.plan = plan
         self._observe_gap = observe_gap
         self._count_discarded = count_discarded
+        self._note_begin = note_begin
         self._engine = engine
         self._extend = extend
         self._granted = plan.granted_tokens
@@ -193,7 +196,9 @@ class Generation:
                 return
             if self._is_settled:
                 continue
-            self.has_begun = self.has_begun or bool(item.token_ids or item.pooled)
+            if not self.has_begun and (item.token_ids or item.pooled):
+                self.has_begun = True
+                self._note_begin()
             if self.first_token_us is None and item.token_ids:
                 self.first_token_us = self._clock()
             if self._observe_gap is not None and item.token_ids:

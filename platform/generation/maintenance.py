@@ -14,6 +14,7 @@ from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.reservation_rows import LEASE_US
 from loramux.platform.generation.cold_loads import ColdLoads
+from loramux.platform.generation.first_token_gate import FirstTokenGate
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settler import Settler
 from loramux.platform.telemetry.package_metrics import GenerationMetrics
@@ -47,6 +48,7 @@ class Maintenance:
         admission: Admission,
         settler: Settler,
         cold_loads: ColdLoads,
+        gate: FirstTokenGate,
         health: DatabaseHealth,
         metrics: GenerationMetrics,
         call: Call,
@@ -55,6 +57,7 @@ class Maintenance:
         self._admission = admission
         self._settler = settler
         self._cold_loads = cold_loads
+        self._gate = gate
         self._health = health
         self._metrics = metrics
         self._call = call
@@ -65,6 +68,7 @@ class Maintenance:
             group.create_task(self._keep_leases())
             group.create_task(self._tend_database())
             group.create_task(self._cold_loads.follow())
+            group.create_task(self._gate.follow())
 
     async def _keep_leases(self) -> None:
         sweep_s = time.monotonic()

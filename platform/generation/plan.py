@@ -8,9 +8,11 @@ import msgspec
 
 from loramux.adapter_store.registry.records import AdapterRef
 from loramux.engine.protocol.messages import Add, SamplingParams
+from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.accounts.tenants import TenantShare
 from loramux.platform.accounts.version_settings import VersionSettings
+from loramux.platform.service_tiers import TierRights
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.harmony import Channels
 from loramux.platform.tool_calls.reasoning import Markers, ReasoningSplitter
@@ -38,6 +40,8 @@ class Target:
     settings: VersionSettings
     tokenizer: ModelTokenizer
     base_vocab_size: int
+    tiers: TierRights
+    """The service tiers of the key."""
 
     @property
     def vocab_size(self) -> int:
@@ -104,6 +108,7 @@ class Plan:
     """Maximum number of tokens per SequenceOutput: 1 if the client or a stop string needs each token immediately."""
     base: str
     end_user: str | None
+    service_tier: str = DEFAULT_TIER
     priority: int = 0
     """Order among the requests of one share. Lower values run first."""
     is_background: bool = False
@@ -164,6 +169,7 @@ class Plan:
             pooling=self.pooling,
             num_labels=self.num_labels,
             priority=self.priority,
+            service_tier=self.service_tier,
             is_background=self.is_background,
             traceparent=traceparent,
             host_floor_bytes=share.host_floor_bytes,

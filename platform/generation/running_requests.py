@@ -17,6 +17,7 @@ from loramux.platform.admission.records import Extension, RequestCheckpoint, Res
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.errors import Unauthenticated
 from loramux.platform.generation.cold_loads import ColdLoads
+from loramux.platform.generation.first_token_gate import FirstTokenGate
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.plan import Plan
 from loramux.platform.generation.settler import Settler
@@ -63,7 +64,9 @@ class RunningRequests:
         health: DatabaseHealth,
         settler: Settler,
         cold_loads: ColdLoads,
+        gate: FirstTokenGate,
     ) -> None:
+        self._gate = gate
         self._health = health
         self._settler = settler
         self._commit = commit
@@ -90,10 +93,18 @@ class RunningRequests:
     async def reserve(self, plan: Plan) -> Reservation:
         """Reserve the maximum cost.
 
-        Raises QuotaExceeded, RequestTooLarge, DatabaseTrouble, Unauthenticated if the tenant has been deleted, or an
-        exception in TROUBLE.
+        Raises QuotaExceeded, RequestTooLarge, DatabaseTrouble, Unauthenticated if the tenant has been deleted, what
+        `FirstTokenGate.enter` raises, or an exception in TROUBLE.
         """
         self._check()
+        self._gate.enter(plan)
+        try:
+            return await self._admit(plan)
+        except BaseException:
+            self._gate.leave(plan.request_id)
+            raise
+
+    async def _admit(self, plan: Plan) -> Reservation:
         adapter, order = plan.adapter_to_load, plan.target.model.order
         if adapter is None:
             return await self._reserve(plan, loads_adapter=False)
@@ -133,6 +144,7 @@ class RunningRequests:
             num_sequences=0 if plan.pooling is not None else plan.num_sequences,
             base=plan.base,
             end_user=plan.end_user,
+            service_tier=plan.service_tier,
             loads_adapter=loads_adapter,
         )
         reserving = self._commit.submit(request)
@@ -160,7 +172,13 @@ class RunningRequests:
         """Start `life`, which must run and settle the reserved request, in a separate task."""
         gaps = self._metrics.token_gaps.of(plan.endpoint)
         generation = Generation(
-            plan, self._engine, self._extend, self._clock, gaps.observe, self._metrics.count_discarded
+            plan,
+            self._engine,
+            self._extend,
+            self._clock,
+            gaps.observe,
+            self._metrics.count_discarded,
+            partial(self._gate.begin, plan.request_id),
         )
         task = asyncio.create_task(life(generation), name=plan.request_id)
         self._tasks[task] = generation
@@ -205,7 +223,9 @@ class RunningRequests:
             return False
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        for late in self._tasks.pop(task).late:
+        generation = self._tasks.pop(task)
+        self._gate.leave(generation.plan.request_id)
+        for late in generation.late:
             self._late.add(late)
             late.add_done_callback(self._late.discard)
         self._metrics.running.dec()

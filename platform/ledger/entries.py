@@ -13,7 +13,7 @@ from loramux.migrations import schema
 from loramux.migrations.bulk_rows import BulkStatement, Write
 from loramux.migrations.identifiers import new_id
 from loramux.platform.ledger.price_list import PriceReader
-from loramux.platform.ledger.prices import BATCHES, PURGED, Price, PriceBook
+from loramux.platform.ledger.prices import PURGED, Price, PriceBook, rate_of
 from loramux.platform.ledger.settlement import Settlement
 
 
@@ -28,6 +28,7 @@ class RequestRow(msgspec.Struct, frozen=True, gc=False):
     endpoint: str
     base: str
     end_user: str | None
+    service_tier: str
     created_us: int
 
 
@@ -41,6 +42,7 @@ class _EventRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     endpoint: str
     base: str
     end_user: str | None
+    service_tier: str
     status: str
     prompt_tokens: int
     cached_tokens: int
@@ -84,8 +86,8 @@ class _Batch:
 
     def adapter_and_price(self, request: RequestRow) -> tuple[str | None, Price | None]:
         priced_id = priced_adapter(request.adapter_version_id, self.adapters)
-        is_batch = request.endpoint == BATCHES
-        price = self.book.price_of(request.tenant_id, priced_id, request.created_us, is_batch=is_batch)
+        rate = rate_of(request.endpoint, request.service_tier)
+        price = self.book.price_of(request.tenant_id, priced_id, request.created_us, rate)
         return priced_id or None, price
 
 
@@ -154,6 +156,7 @@ def _event(request: RequestRow, settlement: Settlement, batch: _Batch) -> _Event
         endpoint=request.endpoint,
         base=request.base,
         end_user=request.end_user,
+        service_tier=request.service_tier,
         status=settlement.status,
         prompt_tokens=settlement.prompt_tokens,
         cached_tokens=settlement.cached_tokens,

@@ -42,6 +42,7 @@ class UsageEvent:
     first_token_us: int | None
     base: str
     end_user: str | None
+    service_tier: str
     cost_nanos: int
     price_id: str | None
 
@@ -160,6 +161,7 @@ def _event(row: Row[Any]) -> UsageEvent:
         first_token_us=row.first_token_us,
         base=row.base,
         end_user=row.end_user,
+        service_tier=row.service_tier,
         cost_nanos=row.cost_nanos,
         price_id=row.price_id,
     )

@@ -15,7 +15,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.amounts import money_text
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound
-from loramux.platform.ledger.prices import GENERAL_SCOPES, MAX_PRICE_NANOS, Price, PriceBook
+from loramux.platform.ledger.prices import GENERAL_SCOPES, MAX_PERCENT, MAX_PRICE_NANOS, Price, PriceBook
 
 NOTICE_US = 2_000_000
 """Minimum notice for a price, in microseconds. A price that takes effect within this time cannot be withdrawn."""
@@ -57,6 +57,8 @@ class PriceList:
         cached_nanos: int | None,
         completion_nanos: int,
         batch_percent: int = 100,
+        flex_percent: int = 100,
+        priority_percent: int = 100,
         currency: str = "USD",
         effective_us: int | None = None,
     ) -> Price:
@@ -66,7 +68,8 @@ class PriceList:
         PriceExists.
         """
         cached_nanos = prompt_nanos if cached_nanos is None else cached_nanos
-        _check(scope, prompt_nanos, cached_nanos, completion_nanos, batch_percent, currency)
+        _check(scope, prompt_nanos, cached_nanos, completion_nanos, currency)
+        _check_percents(batch_percent, flex_percent, priority_percent)
         prices = schema.prices
         with self._database.write() as connection:
             now_us = self._lock(connection)
@@ -96,6 +99,8 @@ class PriceList:
                 cached_nanos=cached_nanos,
                 completion_nanos=completion_nanos,
                 batch_percent=batch_percent,
+                flex_percent=flex_percent,
+                priority_percent=priority_percent,
                 effective_us=effective_us,
                 created_us=now_us,
             )
@@ -186,9 +191,7 @@ class PriceReader:
         return PriceBook([_price(row) for row in rows], read_us + NOTICE_US)
 
 
-def _check(
-    scope: str, prompt_nanos: int, cached_nanos: int, completion_nanos: int, batch_percent: int, currency: str
-) -> None:
+def _check(scope: str, prompt_nanos: int, cached_nanos: int, completion_nanos: int, currency: str) -> None:
     if scope not in GENERAL_SCOPES and not _ADAPTER.fullmatch(scope):
         raise InvalidRequest("a scope must be all, base, adapters or an adapter's identifier", param="scope")
     named = {"prompt": prompt_nanos, "cached": cached_nanos, "completion": completion_nanos}
@@ -201,10 +204,16 @@ def _check(
             )
     if cached_nanos > prompt_nanos:
         raise InvalidRequest("cached tokens must not cost more than other prompt tokens", param="cached")
-    if not 0 <= batch_percent <= 100:
-        raise InvalidRequest("batches must cost from 0 to 100 percent of the price", param="batch_percent")
     if not _CURRENCY.fullmatch(currency):
         raise InvalidRequest("a currency must be three capital letters, such as USD", param="currency")
+
+
+def _check_percents(batch_percent: int, flex_percent: int, priority_percent: int) -> None:
+    if not 0 <= batch_percent <= 100:
+        raise InvalidRequest("batches must cost from 0 to 100 percent of the price", param="batch_percent")
+    for name, percent in (("flex_percent", flex_percent), ("priority_percent", priority_percent)):
+        if not 0 <= percent <= MAX_PERCENT:
+            raise InvalidRequest(f"a service tier must cost from 0 to {MAX_PERCENT} percent of the price", param=name)
 
 
 def _check_owner(connection: Connection, tenant_id: str | None, scope: str) -> None:

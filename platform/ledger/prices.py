@@ -12,6 +12,8 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from loramux.engine.protocol.service_tiers import DEFAULT_TIER
+
 MILLION = 1_000_000
 BATCHES = "batches"
 """The endpoint of requests of batches in the ledger, which are charged at `batch_percent` of a price."""
@@ -19,8 +21,14 @@ BATCHES = "batches"
 MAX_PRICE_NANOS = 10_000 * 1_000_000_000
 """Highest price: 10,000 currency units per million tokens.
 
-At this price, the cost of 9 * 10^11 tokens still fits in a 64-bit column.
+At this price, the cost of 9 * 10^11 tokens still fits in a 64-bit column. At MAX_PERCENT of it, that of 9 * 10^10 does.
 """
+
+MAX_PERCENT = 1000
+"""Most that requests of a service tier pay, in percent of a price."""
+
+BATCH_RATE = "batch"
+"""The rate of requests of batches. The rates of other requests are named after their service tiers."""
 
 PURGED = ""
 """Stands for the adapter of a version that was purged between a request's admission and its end. Such a request is
@@ -48,20 +56,29 @@ class Price:
     completion_nanos: int
     batch_percent: int = 100
     """What requests of batches pay, in percent of the other amounts, from 0 to 100."""
+    flex_percent: int = 100
+    priority_percent: int = 100
+    """What requests of these service tiers pay, in percent of the other amounts, from 0 to MAX_PERCENT."""
     effective_us: int
     created_us: int
 
-    def for_batches(self) -> Price:
-        """Return what requests of batches pay. Each amount is rounded up to a whole nano per million tokens."""
+    def at_rate(self, rate: str) -> Price:
+        """Return what requests of a rate pay: see `rate_of`. Each amount is rounded up to a whole nano per million
+        tokens.
+        """
+        percents = {BATCH_RATE: self.batch_percent, "flex": self.flex_percent, "priority": self.priority_percent}
+        percent = percents.get(rate, 100)
         return replace(
             self,
-            prompt_nanos=self._discounted(self.prompt_nanos),
-            cached_nanos=self._discounted(self.cached_nanos),
-            completion_nanos=self._discounted(self.completion_nanos),
+            prompt_nanos=-(-self.prompt_nanos * percent // 100),
+            cached_nanos=-(-self.cached_nanos * percent // 100),
+            completion_nanos=-(-self.completion_nanos * percent // 100),
         )
 
-    def _discounted(self, nanos: int) -> int:
-        return -(-nanos * self.batch_percent // 100)
+
+def rate_of(endpoint: str, service_tier: str) -> str:
+    """Return the rate of a request: BATCH_RATE if its endpoint is BATCHES, otherwise its service tier."""
+    return BATCH_RATE if endpoint == BATCHES else service_tier
 
 
 def cost_of(price: Price | None, prompt: int, cached: int, completion: int) -> int:
@@ -85,10 +102,10 @@ class PriceBook:
         for price in sorted(prices, key=lambda price: price.effective_us):
             self._by_scope.setdefault((price.tenant_id, price.scope), []).append(price)
 
-    def price_of(self, tenant_id: str, adapter_id: str | None, at_us: int, *, is_batch: bool = False) -> Price | None:
+    def price_of(self, tenant_id: str, adapter_id: str | None, at_us: int, rate: str = DEFAULT_TIER) -> Price | None:
         """Return the price that a tenant pays at `at_us` for an adapter, or for the base if `adapter_id` is None.
 
-        With `is_batch`, the amounts are what a request of a batch pays.
+        The amounts are what a request of the rate pays: see `rate_of`.
 
         The tenant's own prices take precedence over list prices. For each owner, the price for the adapter itself comes
         first, then the price for `adapters` or `base`, then the price for `all`. Returns None if there is no price.
@@ -103,5 +120,5 @@ class PriceBook:
                     continue
                 index = bisect_right(prices, at_us, key=lambda price: price.effective_us)
                 if index:
-                    return prices[index - 1].for_batches() if is_batch else prices[index - 1]
+                    return prices[index - 1] if rate == DEFAULT_TIER else prices[index - 1].at_rate(rate)
         return None

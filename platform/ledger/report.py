@@ -41,6 +41,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     endpoint: str | None = None
     end_user: str | None = None
     status: str | None = None
+    service_tier: str | None = None
     requests: int
     prompt_tokens: int
     cached_tokens: int

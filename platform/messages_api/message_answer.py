@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from pydantic_core import from_json
 
+from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
@@ -28,10 +29,19 @@ class MessageAnswer:
     """
 
     def __init__(
-        self, request_id: str, model: str, prompt_tokens: int, blocks: BlockEvents, *, is_clipped: bool = False
+        self,
+        request_id: str,
+        model: str,
+        prompt_tokens: int,
+        blocks: BlockEvents,
+        service_tier: str,
+        *,
+        is_clipped: bool = False,
     ) -> None:
         self._request_id, self._model, self._prompt_tokens = request_id, model, prompt_tokens
         self._blocks = blocks
+        # Anthropic's API calls the default tier `standard`.
+        self._service_tier = "standard" if service_tier == DEFAULT_TIER else service_tier
         self._is_clipped = is_clipped
         self._stop: tuple[str, str | None] = ("end_turn", None)
         """The answer's `stop_reason` and `stop_sequence`."""
@@ -90,7 +100,7 @@ class MessageAnswer:
             "content": content,
             "stop_reason": stop[0],
             "stop_sequence": stop[1],
-            "usage": {**usage_document(usage), "service_tier": "standard"},
+            "usage": {**usage_document(usage), "service_tier": self._service_tier},
         }
 
 

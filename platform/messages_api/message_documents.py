@@ -51,7 +51,7 @@ class MessageUsage(TypedDict):
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: NotRequired[OutputTokensDetails]
-    service_tier: Literal["standard"]
+    service_tier: Literal["standard", "priority", "flex"]
 
 
 class MessageDocument(TypedDict):

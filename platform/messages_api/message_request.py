@@ -181,7 +181,7 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     metadata: RequestMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    """Has no effect: this server has one tier."""
+    """`auto` stands for the tier of the key, and `standard_only` for the default tier."""
 
     def chat(self) -> MessagesChat:
         if isinstance(self.thinking, ThinkingEnabled) and self.thinking.budget_tokens >= self.max_tokens:
@@ -194,4 +194,5 @@ class MessagesRequest(CountTokensRequest):
             stop=self.stop_sequences,
             stream=self.stream,
             user=None if self.metadata is None else self.metadata.user_id,
+            service_tier="default" if self.service_tier == "standard_only" else None,
         )

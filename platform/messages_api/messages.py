@@ -80,7 +80,8 @@ async def _shape(
         omits_thinking=body.omits_thinking,
     )
     is_clipped = (body.max_tokens or 0) > services.max_model_len - len(prompt)
-    return MessageAnswer(received.request_id, body.model, len(prompt), blocks, is_clipped=is_clipped)
+    tier = target.tiers.tier(body.service_tier)
+    return MessageAnswer(received.request_id, body.model, len(prompt), blocks, tier, is_clipped=is_clipped)
 
 
 MESSAGES = Endpoint(name="messages", parse=_asked, prepare=prepare_chat, constraint=constrain_chat, shape=_shape)

@@ -66,6 +66,7 @@ def chat_answer(
         has_logprobs=body.has_logprobs and not hides_reasoning,
         include_usage=body.include_usage,
         tool_choice=body.choice_of_tools,
+        service_tier=target.tiers.tier(body.service_tier),
         new_parser=None if tool_format is None else find_parser(tool_format),
         note_call=None if tool_format is None else services.metrics.api.tool_calls.labels(tool_format).inc,
         prompt_token_ids=prepared.prompts[0] if body.return_token_ids else None,

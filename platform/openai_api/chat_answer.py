@@ -34,6 +34,8 @@ class ChatAnswer:
     has_logprobs: bool
     include_usage: bool
     tool_choice: ToolChoice
+    service_tier: str
+    """The tier that the request got."""
     new_parser: Callable[[], CallParser] | None = None
     """Creates a parser that finds tool calls in the text of a choice. None if the text is not parsed."""
     note_call: Callable[[], None] | None = None
@@ -159,7 +161,7 @@ class ChatAnswer:
 
     def _head(self, kind: str) -> Document:
         head = {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
-        return head | fingerprint_field(self.fingerprint)
+        return head | {"service_tier": self.service_tier} | fingerprint_field(self.fingerprint)
 
     def _prompt_token_ids(self) -> Document:
         return {} if self.prompt_token_ids is None else {"prompt_token_ids": list(self.prompt_token_ids)}

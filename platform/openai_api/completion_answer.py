@@ -35,6 +35,8 @@ class CompletionAnswer:
     has_logprobs: bool
     include_usage: bool
     prompts: Sequence[Sequence[int]]
+    service_tier: str
+    """The tier that the request got."""
     fingerprint: str | None = None
     """The fingerprint of the version that answers, or None for the base."""
     echoes: Sequence[str] = ()
@@ -104,7 +106,7 @@ class CompletionAnswer:
 
     def _head(self) -> Document:
         head = {"id": self.id, "object": "text_completion", "created": self.created_s, "model": self.model}
-        return head | fingerprint_field(self.fingerprint)
+        return head | {"service_tier": self.service_tier} | fingerprint_field(self.fingerprint)
 
     def _choice(self, delta: ChoiceDelta, logprobs: Document | None) -> Document:
         is_first = delta.index not in self._begun

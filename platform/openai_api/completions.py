@@ -68,6 +68,7 @@ async def _shape(
         tokenizer=target.tokenizer,
         has_logprobs=body.has_logprobs,
         include_usage=body.include_usage,
+        service_tier=target.tiers.tier(body.service_tier),
         num_choices=body.num_choices,
         num_generated=body.num_generated,
         num_alternatives=body.num_alternatives("logprobs") or 0,

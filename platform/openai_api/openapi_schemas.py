@@ -89,6 +89,7 @@ class CompletionDocument(TypedDict):
     object: Literal["text_completion"]
     created: int
     model: str
+    service_tier: str
     system_fingerprint: NotRequired[str]
     choices: list[CompletionChoice]
     usage: UsageDocument
@@ -142,6 +143,7 @@ class ChatDocument(TypedDict):
     object: Literal["chat.completion"]
     created: int
     model: str
+    service_tier: str
     system_fingerprint: NotRequired[str]
     choices: list[ChatChoice]
     usage: UsageDocument
@@ -162,7 +164,6 @@ class StoredChatDocument(ChatDocument):
     tools: list[dict[str, Any]] | None
     tool_choice: str | dict[str, Any] | None
     response_format: dict[str, Any] | None
-    service_tier: str
     input_user: str | None
 
 

@@ -117,7 +117,7 @@ def _asked(received: Received[ChatRequest], target: Target) -> Document:
         "response_format": (
             None if body.response_format is None else body.response_format.model_dump(by_alias=True, exclude_none=True)
         ),
-        "service_tier": "default",
+        "service_tier": target.tiers.tier(body.service_tier),
         "input_user": body.user,
     }
 

@@ -105,6 +105,7 @@ async def pooled_plan(
         tokens_at_once=1,
         base=services.model.served_name,
         end_user=end_user_label(body.user),
+        service_tier=target.tiers.tier(None),
         priority=body.priority or 0,
         pooling=pooling,
         num_labels=num_labels,

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection
 
+from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 from loramux.migrations.database import Database
 from loramux.platform.ledger.price_list import PriceReader
+from loramux.platform.ledger.prices import BATCH_RATE
 from loramux.platform.periods import Window
 from loramux.platform.quotas.counter_rows import CounterRows
 from loramux.platform.quotas.counters import Counter, CounterKey
@@ -23,12 +25,19 @@ from loramux.platform.quotas.stock import stock_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaCaller:
-    """A hypothetical caller: a tenant and, optionally, a key and an adapter. With `is_batch`, a batch of the tenant."""
+    """A hypothetical caller: a tenant and, optionally, a key and an adapter. With `is_batch`, a batch of the tenant.
+
+    Its request has the default tier.
+    """
 
     tenant_id: str
     key_id: str | None = None
     adapter_id: str | None = None
     is_batch: bool = False
+
+    @property
+    def rate(self) -> str:
+        return BATCH_RATE if self.is_batch else DEFAULT_TIER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +113,7 @@ class QuotaOverview:
             price = None
             if cache.has_costs:
                 prices = self._prices.book(connection, now_us)
-                price = prices.price_of(caller.tenant_id, caller.adapter_id, now_us, is_batch=caller.is_batch)
+                price = prices.price_of(caller.tenant_id, caller.adapter_id, now_us, caller.rate)
         demand = PricedDemand.of_request(price, prompt_tokens, completion_tokens)
         judged = verdicts(bindings, counters, demand, now_us)
         return Admissibility(refusal=refusal(judged, demand, now_us), verdicts=tuple(judged))

@@ -146,6 +146,11 @@ _BY_NAME: Mapping[str, Any] = {
     "n": 1,
     "is_batch": False,
     "batch_percent": 50,
+    "flex_percent": 50,
+    "priority_percent": 200,
+    "service_tier": "auto",
+    "max_service_tier": "priority",
+    "default_service_tier": "default",
 }
 
 

@@ -117,6 +117,7 @@ def make_plan(
         tokens_at_once=1 if body.stream or text_rules.stops else TOKENS_AT_ONCE,
         base=services.model.served_name,
         end_user=end_user_label(body.user),
+        service_tier=target.tiers.tier(body.service_tier),
         priority=body.priority or 0,
     )
 

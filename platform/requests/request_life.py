@@ -14,6 +14,7 @@ from starlette.types import Receive
 
 from loramux.engine.sequences.activation import activations
 from loramux.platform.accounts.principals import Principal
+from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.bodies.request_body import parse_body_on, read_body
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
@@ -66,6 +67,9 @@ async def serve_received(
     settings = services.settings
     body = received.body.shown_as(with_usage=settings.forces_usage, by_token_id=settings.names_tokens_by_id)
     received = replace(received, body=body)
+    target = target or await resolve(services, caller, body.model, body.user)
+    if isinstance(body, GenerationRequest):
+        services.run.gate.check(target, target.tiers.tier(body.service_tier))
     plan, shape = await planned(services, caller, endpoint, received, target)
     started_s = time.monotonic()
     headers = await reserve(services, plan, received.body)
@@ -133,7 +137,9 @@ async def resolve(services: GatewayServices, caller: Principal, name: str, user:
         share = recent or services.callers.tenants.share(caller.tenant_id)
         settings = services.callers.version_settings.find(model)
         tokenizer = services.prompts.version_tokenizers.find(settings.vocabulary)
-        return Target(caller.tenant_id, caller.key_id, model, share, settings, tokenizer, services.model.vocab_size)
+        tiers = share.tiers.for_key(caller.max_service_tier, caller.default_service_tier)
+        vocab_size = services.model.vocab_size
+        return Target(caller.tenant_id, caller.key_id, model, share, settings, tokenizer, vocab_size, tiers)
 
     with traced("resolve"):
         # If the share is cached, resolving the base needs no database and therefore no thread.

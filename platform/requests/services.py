@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,7 @@ from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.cold_loads import ColdLoads, HeldElsewhere, held_nowhere_else
+from loramux.platform.generation.first_token_gate import FirstTokenGate
 from loramux.platform.generation.maintenance import Maintenance
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
@@ -94,6 +96,8 @@ class GatewaySettings:
     """Whether log-probabilities name tokens by their ids, unless the request says otherwise."""
     root_path: str = ""
     """A prefix with which all paths are served, too. It begins with a slash and does not end with one."""
+    tier_objectives: Mapping[str, float] = field(default_factory=dict)
+    """Longest time until the first token, in seconds, by service tier. Requests that would miss it are refused."""
     max_request_tokens: int = 1024 * 1024
     """Maximum total tokens of a request's sequences: the sum over all prompts of n (or best_of) times (prompt tokens +
     max_tokens).
@@ -129,6 +133,7 @@ class RunServices:
 
     requests: RunningRequests
     maintenance: Maintenance
+    gate: FirstTokenGate
     loads: AdapterLoads
     settler: Settler
     commit: GroupCommit
@@ -143,6 +148,8 @@ class RunServices:
         executor: Executor,
         spool: SettlementSpool | None,
         is_held_elsewhere: HeldElsewhere,
+        tier_objectives: Mapping[str, float],
+        clock: Callable[[], float],
     ) -> RunServices:
         admission = Admission(database, metrics.admission.overdrawn.inc)
         health = DatabaseHealth()
@@ -150,7 +157,8 @@ class RunServices:
         generation = metrics.generation
         settler = Settler(commit, generation, health, spool)
         cold_loads = ColdLoads(engine, is_held_elsewhere=is_held_elsewhere)
-        requests = RunningRequests(commit, engine, generation, database.now_us, health, settler, cold_loads)
+        gate = FirstTokenGate(engine, tier_objectives, generation, clock)
+        requests = RunningRequests(commit, engine, generation, database.now_us, health, settler, cold_loads, gate)
         call = partial(call_on, executor)
         metrics.admission.database_connections.set_function(lambda: database.num_connections)
         metrics.admission.database_trouble.set_function(lambda: health.trouble is not None)
@@ -159,7 +167,8 @@ class RunServices:
             generation.spooled_bytes.set_function(lambda: spool.num_bytes)
         return RunServices(
             requests=requests,
-            maintenance=Maintenance(requests, admission, settler, cold_loads, health, generation, call),
+            maintenance=Maintenance(requests, admission, settler, cold_loads, gate, health, generation, call),
+            gate=gate,
             loads=AdapterLoads(engine, cold_loads, commit, health),
             settler=settler,
             commit=commit,
@@ -207,17 +216,20 @@ class GatewayServices:
         tracing: Tracing | None = None,
         is_held_elsewhere: HeldElsewhere = held_nowhere_else,
         draw: BaseDraw | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> GatewayServices:
         """Assemble a gateway. `executor` runs blocking calls, and `close` ends the compute threads.
 
         `is_held_elsewhere` says whether another server can run requests for an adapter without loading it. `draw`
-        divides requests between bases.
+        divides requests between bases. `clock` returns seconds, for forecasts of first tokens.
 
         Without a `spool`, settlements that the database rejects wait only in memory.
         """
         settings = settings if settings is not None else GatewaySettings()
         metrics = metrics if metrics is not None else GatewayMetrics()
-        run = RunServices.over(database, engine, metrics, executor, spool, is_held_elsewhere)
+        run = RunServices.over(
+            database, engine, metrics, executor, spool, is_held_elsewhere, settings.tier_objectives, clock
+        )
         tenants = Tenants(database)
         # Each process has only one cache of tenants and one of keys, so that a change clears what requests use.
         forget = (api_keys.forget_recent, tenants.forget_recent)

@@ -54,6 +54,7 @@ def chat_of(asked: ResponseRequest, earlier: Sequence[InputItem] = ()) -> Respon
         "max_completion_tokens": asked.max_output_tokens,
         "stream": asked.stream,
         "user": asked.user,
+        "service_tier": asked.service_tier,
         "tools": None if asked.tools is None else [tool.as_chat_tool() for tool in offered_tools(asked.tools)],
         "tool_choice": chat_tool_choice(asked.tool_choice),
         "parallel_tool_calls": asked.parallel_tool_calls,

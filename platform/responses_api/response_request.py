@@ -16,6 +16,7 @@ from loramux.platform.bodies.unsupported_fields import Neutral
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.responses_api.input_items import Input, ItemReference
 from loramux.platform.responses_api.response_tools import ToolChoiceField, Tools
+from loramux.platform.service_tiers import AskedTier
 
 LOGPROBS: Final = "message.output_text.logprobs"
 ENCRYPTED: Final = "reasoning.encrypted_content"
@@ -89,7 +90,6 @@ class ResponseRequest(SamplingFields):
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
-            "service_tier",
             "stream_options.include_obfuscation",
         }
     )
@@ -124,7 +124,7 @@ class ResponseRequest(SamplingFields):
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
-    service_tier: str | None = None
+    service_tier: AskedTier | None = None
 
     # vLLM's extensions.
     chat_template_kwargs: dict[str, Any] | None = None

@@ -138,7 +138,7 @@ def _head(services: GatewayServices, target: Target, received: Received[Response
         "prompt_cache_key": asked.prompt_cache_key,
         "reasoning": {"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": None},
         "safety_identifier": asked.safety_identifier,
-        "service_tier": "default",
+        "service_tier": target.tiers.tier(asked.service_tier),
         "store": is_stored(services, target, received),
         "temperature": sampling.temperature,
         "text": {

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from loramux.adapter_store.registry.bases import Base
+from loramux.engine.protocol.service_tiers import SERVICE_TIERS
 from loramux.platform.grammars.keywords import JSON_SCHEMA_KEYWORDS
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.policies import QuotaPolicy
@@ -102,6 +103,24 @@ class GenerationMetrics:
             "loramux_held_settlements", "Settlements in memory, rejected by both the database and the spool"
         )
         self.spooled_bytes = new.gauge("loramux_spooled_bytes", "Bytes of settlements that wait on disk")
+        self.overload_refusals = new.counter(
+            "loramux_overload_refusals",
+            "Requests refused because their first token would have come too late for their service tier",
+            "tier",
+            "status",
+        )
+        self.first_tokens = new.counter(
+            "loramux_first_tokens",
+            "First tokens of service tiers with an objective, by whether they met it",
+            "tier",
+            "outcome",
+        )
+        # Every series exists from the start, so that the first event counts as an increase.
+        for tier in SERVICE_TIERS:
+            for status in ("429", "503"):
+                self.overload_refusals.labels(tier, status)
+            for outcome in ("in_time", "late"):
+                self.first_tokens.labels(tier, outcome)
 
     def count_settlement(self, settlement: Settlement) -> None:
         self._settled.labels(settlement.status).inc()

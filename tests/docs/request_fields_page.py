@@ -140,7 +140,7 @@ MEANINGS = {
     "safety_identifier": "an identifier of the end user; use `user`",
     "seed": "makes sampling repeatable",
     "separate_reasoning": "the reasoning is always returned separately",
-    "service_tier": "there is only one tier",
+    "service_tier": "the [service tier](service-tiers.md) of the request; the answer reports the tier that it got",
     "session_id": "the server has no sessions; use `user`",
     "session_params": "the server has no sessions",
     "skip_special_tokens": "whether special tokens are left out of the text",

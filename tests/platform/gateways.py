@@ -3,7 +3,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ async def open_gateway(
     max_model_len: int = 256,
     routed: tuple[RoutedEngine, ScriptedEngine] | None = None,
     draw: BaseDraw | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Gateway]:
     """Open a gateway over a new scripted engine or, with `routed`, over a routed engine and its scripted engine.
 
@@ -133,6 +135,7 @@ async def open_gateway(
         tracing=tracing,
         is_held_elsewhere=held_nowhere_else if routed is None else routed[0].holds_elsewhere,
         draw=draw,
+        clock=clock,
     )
     tenants = services.callers.tenants
     tenant = tenants.get("acme") or tenants.create("acme")

@@ -47,6 +47,7 @@ async def create(visit: Visit) -> Response:
         body["adapters"] = adapters
     if (days := form.optional_integer("days", "the number of days")) is not None:
         body["expires_in_s"] = days * DAY_S
+    body |= {name: form.text(name) for name in ("max_service_tier", "default_service_tier") if form.text(name)}
     return await _shown_once(visit, await visit.rest.post("/api_keys", body), "Created")
 
 

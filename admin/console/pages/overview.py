@@ -68,6 +68,7 @@ class Overview:
             "latency": latency,
             "engine": engine,
             "refusals": _refusals(visit.site.services) if is_platform else None,
+            "goodput": _goodput(visit.site.services) if is_platform else None,
         }
 
 
@@ -125,6 +126,20 @@ async def _health(services: AdminServices) -> dict[str, Any]:
         "trouble": services.engine.client.trouble,
         "spooled_bytes": _value(services.metrics.generation.spooled_bytes),
     }
+
+
+def _goodput(services: AdminServices) -> dict[str, int] | None:
+    """Requests of service tiers with an objective since this server started: in time, late and refused. None if there
+    are none.
+    """
+    metrics = services.metrics.generation
+    counts = {"in_time": 0, "late": 0, "refused": 0}
+    for counter in (metrics.first_tokens, metrics.overload_refusals):
+        for metric in counter.collect():
+            for sample in metric.samples:
+                if sample.name.endswith("_total"):
+                    counts[sample.labels.get("outcome", "refused")] += int(sample.value)
+    return counts if any(counts.values()) else None
 
 
 def _value(gauge: Gauge) -> int:

@@ -66,6 +66,7 @@ async def change(visit: Visit) -> Response:
         body["weight"] = weight
     if (days := form.optional_integer("response_days", "the number of days")) is not None:
         body["response_days"] = days
+    body |= {name: form.text(name) for name in ("max_service_tier", "default_service_tier") if form.text(name)}
     slug = visit.param("tenant")
     try:
         await visit.rest.call("PATCH", f"/tenants/{slug}", body, etag=form.text("etag"))

@@ -20,7 +20,7 @@ BEGINS_S = {"1": HOUR_S, "7": 6 * HOUR_S, "30": DAY_S, "90": DAY_S}
 """Maps a range in days to a number of seconds. The start of the range is rounded down to a multiple of that number, so
 that the report begins with a whole rollup.
 """
-GROUPS = ("model", "tenant", "key", "endpoint", "status")
+GROUPS = ("model", "tenant", "key", "endpoint", "service_tier", "status")
 MAX_SERIES = 6
 MAX_ROWS = 100
 MAX_CHARTED = 30

@@ -33,6 +33,7 @@ class KeyDocument(TypedDict):
 
     `adapters` lists the adapters that the key is restricted to, and `adapter_names` their names. Both are null for all
     adapters that its tenant may call. `tenant` is null for a platform key.
+    A service tier is null if the key has that of its tenant.
     Until `previous_secret_expires_at`, the secret that the last rotation replaced is also valid.
     """
 
@@ -48,6 +49,8 @@ class KeyDocument(TypedDict):
     expires_at: int | None
     revoked_at: int | None
     previous_secret_expires_at: int | None
+    max_service_tier: str | None
+    default_service_tier: str | None
 
 
 class KeyWithSecret(KeyDocument):
@@ -73,6 +76,8 @@ async def create_key(request: Request, response: Response, services: Services, c
         body.scopes,
         _expiry(services, body.expires_in_s),
         body.adapters,
+        body.max_service_tier,
+        body.default_service_tier,
     )
     return _with_secret(response, created, await _names(services, caller, [created.key]))
 
@@ -103,7 +108,7 @@ async def get_key(key_id: str, response: Response, services: Services, caller: R
 async def change_key(
     key_id: str, request: Request, response: Response, services: Services, caller: Writer, if_match: IfMatch
 ) -> KeyDocument:
-    """Change a key's name, scopes, expiry or allowed adapters.
+    """Change a key's name, scopes, expiry, allowed adapters or service tiers.
 
     Refused for a revoked key, or if the change would leave the platform without an administrator key.
     """
@@ -114,6 +119,8 @@ async def change_key(
         scopes=None if body.scopes is None else tuple(body.scopes),
         adapters=None if body.adapters is None else tuple(body.adapters),
         expires_us=_expiry(services, body.expires_in_s),
+        max_service_tier=body.max_service_tier,
+        default_service_tier=body.default_service_tier,
     )
     # Names never change, so the names of the adapters before the change complete the document that the caller read.
     names = await _names(services, caller, [key])
@@ -195,4 +202,6 @@ def describe_key(key: ApiKey, names: Mapping[str, str]) -> KeyDocument:
         "expires_at": seconds(key.expires_us),
         "revoked_at": seconds(key.revoked_us),
         "previous_secret_expires_at": seconds(key.previous_until_us),
+        "max_service_tier": key.max_service_tier,
+        "default_service_tier": key.default_service_tier,
     }

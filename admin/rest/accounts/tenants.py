@@ -28,6 +28,9 @@ class TenantDocument(TypedDict):
     floors of all tenants do not fit, the floors that were set first take precedence.
 
     Responses, chat completions and conversations are stored for `response_days` days. If it is 0, they are not stored.
+
+    A request that names no service tier gets `default_service_tier`. No request gets a better tier than
+    `max_service_tier`.
     """
 
     id: str
@@ -39,6 +42,8 @@ class TenantDocument(TypedDict):
     timezone: str
     host_floor_bytes: int
     response_days: int
+    max_service_tier: str
+    default_service_tier: str
     created_at: int
 
 
@@ -76,7 +81,8 @@ async def get_tenant(id_or_slug: str, response: Response, services: Services, ca
 async def change_tenant(
     id_or_slug: str, request: Request, response: Response, services: Services, caller: Writer, if_match: IfMatch
 ) -> TenantDocument:
-    """Change a tenant's display name, weight, state, host memory floor, time zone or storage of answers.
+    """Change a tenant's display name, weight, state, host memory floor, time zone, storage of answers or service
+    tiers.
 
     In the state `suspended`, the tenant's keys are refused, immediately by this server and within five seconds by other
     gateways. Running requests finish, and no data is deleted. A new time zone starts new budget windows immediately. A
@@ -132,5 +138,7 @@ def describe_tenant(tenant: Tenant) -> TenantDocument:
         "timezone": tenant.timezone,
         "host_floor_bytes": tenant.host_floor_bytes,
         "response_days": tenant.response_days,
+        "max_service_tier": tenant.max_service_tier,
+        "default_service_tier": tenant.default_service_tier,
         "created_at": seconds(tenant.created_us),
     }

@@ -54,6 +54,8 @@ class PriceDocument(TypedDict):
     cached: int
     completion: int
     batch_percent: int
+    flex_percent: int
+    priority_percent: int
     effective_at: int
     created_at: int
 
@@ -63,7 +65,8 @@ async def add_price(request: Request, services: Services, caller: PlatformAdmin)
     """Add a price that applies from `effective_at` until the next price for the same tenant and scope.
 
     `scope` is `all`, `base`, `adapters` or an adapter's identifier. A price in force never changes. A request is
-    charged at the price in force when it was admitted. A request of a batch is charged `batch_percent` of it.
+    charged at the price in force when it was admitted. A request of a batch is charged `batch_percent` of it. A
+    request of the service tier `flex` or `priority` is charged `flex_percent` or `priority_percent` of it.
     """
     body = await read_json(request, NewPrice)
     tenant = None if body.tenant is None else await find_tenant(services, caller, body.tenant)
@@ -75,6 +78,8 @@ async def add_price(request: Request, services: Services, caller: PlatformAdmin)
         cached_nanos=body.cached,
         completion_nanos=body.completion,
         batch_percent=body.batch_percent,
+        flex_percent=body.flex_percent,
+        priority_percent=body.priority_percent,
         currency=body.currency,
         effective_us=micros(body.effective_at),
     )
@@ -131,6 +136,8 @@ def _describe(price: Price, names: Mapping[str, str]) -> PriceDocument:
         "cached": price.cached_nanos,
         "completion": price.completion_nanos,
         "batch_percent": price.batch_percent,
+        "flex_percent": price.flex_percent,
+        "priority_percent": price.priority_percent,
         "effective_at": seconds(price.effective_us),
         "created_at": seconds(price.created_us),
     }

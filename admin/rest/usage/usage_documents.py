@@ -102,6 +102,7 @@ class UsageEventDocument(TypedDict):
     base: str
     endpoint: str
     end_user: str | None
+    service_tier: str
     status: str
     prompt_tokens: int
     cached_tokens: int

@@ -388,6 +388,9 @@ def test_tenant_is_changed_suspended_and_deleted(loramux: Run) -> None:
     stored = loramux("tenants", "set", "acme", "--response-days", 30)
     assert stored.stdout == "acme: Acme Ltd, weight 3, Europe/Berlin, answers stored for 30 days\n"
     assert re.search(r"response_days +30", loramux("tenants", "show", "acme").stdout)
+    tiers = loramux("tenants", "set", "acme", "--max-service-tier", "priority", "--response-days", 0)
+    assert tiers.stdout.endswith("Berlin, service tier default by default, priority at best\n")
+    assert loramux("tenants", "set", "acme", "--default-service-tier", "gold").exit_code == 1
     assert "acme is suspended" in loramux("tenants", "suspend", "acme").stdout
     assert re.search(r"state +suspended", loramux("tenants", "show", "acme").stdout)
     assert loramux("tenants", "resume", "acme").stdout == "acme is active\n"
@@ -408,6 +411,8 @@ def test_a_key_is_limited_rotated_and_renamed(loramux: Run, make_adapter: Callab
     changed = printed_json(loramux("keys", "set", key["id"], "--name", "ci", "--any-adapter", "--json"))
     assert (changed["name"], changed["adapters"]) == ("ci", None)
     assert "scopes base" in loramux("keys", "set", key["id"], "--scope", "base").stdout
+    changed = printed_json(loramux("keys", "set", key["id"], "--default-service-tier", "flex", "--json"))
+    assert (changed["max_service_tier"], changed["default_service_tier"]) == (None, "flex")
     assert loramux("keys", "set", key["id"]).exit_code == 2
 
 

@@ -181,6 +181,31 @@ async def test_tenant_page_changes_how_long_responses_are_stored(operator: Brows
     assert "30 days" in (await operator.get("/tenants/storing")).text
 
 
+async def test_overview_shows_the_goodput(operator: Browser, console_side: AdminSide) -> None:
+    assert "Goodput" not in (await operator.get("/")).text
+    metrics = console_side.services.metrics.generation
+    metrics.first_tokens.labels("default", "in_time").inc(6)
+    metrics.first_tokens.labels("default", "late").inc()
+    metrics.overload_refusals.labels("flex", "503").inc(3)
+    page = (await operator.get("/")).text
+    assert '60 %</span><span class="sub">first tokens in time; 1 late, 3 refused' in page
+
+
+async def test_pages_change_service_tiers(operator: Browser) -> None:
+    await operator.post("/tenants", slug="tiered")
+    page = (await operator.get("/tenants/tiered")).text
+    assert "default at best" in page
+    [etag] = re.findall(r'name="etag" value="([^"]+)"', page)
+    tiers = {"max_service_tier": "priority", "default_service_tier": "flex"}
+    await operator.post("/tenants/tiered", etag=html.unescape(etag), referer="/tenants/tiered", **tiers)
+    assert "priority at best" in (await operator.get("/tenants/tiered")).text
+    referer = "/keys?tenant=tiered"
+    await operator.post("/keys", tenant="tiered", name="own", max_service_tier="default", referer=referer)
+    page = (await operator.get(referer)).text
+    assert "service tier default at best" in page
+    assert "by default</span>" not in page
+
+
 async def test_second_editor_of_a_quota_is_warned(operator: Browser) -> None:
     await operator.post("/tenants", slug="edited")
     await operator.post("/quotas", tenant="edited", metric="tokens_per_minute", limit="1,000", referer="/quotas")

@@ -394,6 +394,16 @@ async def test_batches_pay_a_part_of_the_price(lab: BatchLab) -> None:
     assert chat.cost_nanos == 4 * chat.prompt_tokens + 8 * chat.completion_tokens
 
 
+async def test_lines_have_the_default_tier_whatever_they_ask_for(lab: BatchLab) -> None:
+    async with lab.running():
+        lines = [line(tier, service_tier=tier) for tier in ("flex", "priority", "auto")]
+        answers, errors = await lab.outputs(await lab.finished(await lab.create(lines)))
+    assert errors == []
+    assert {answer["response"]["body"]["service_tier"] for answer in answers} == {"default"}
+    assert {event.service_tier for event in lab.gateway.usage()} == {"default"}
+    assert {add.service_tier for add in lab.gateway.engine.adds} == {"default"}
+
+
 async def test_request_above_a_quota_fails(lab: BatchLab) -> None:
     lab.gateway.limit("tokens_per_minute", 2)
     async with lab.running():

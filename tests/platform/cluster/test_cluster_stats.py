@@ -3,7 +3,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
-from loramux.engine.protocol.messages import DecodeReads, ResidentAdapter, Stats, StepTimes
+from loramux.engine.protocol.messages import DecodeReads, ResidentAdapter, Stats, StepTimes, TierLoad
 from loramux.platform.cluster.cluster_stats import COUNTERS, GAUGES, ClusterStats, combined
 from tests.platform.cluster.test_replica_report import stats
 
@@ -17,7 +17,7 @@ def numbered(number: int) -> Stats:
 def test_every_number_of_the_statistics_is_added_up_or_named_here() -> None:
     others = {
         *("call_id", "max_adapters_in_step", "page_bytes", "step_times", "waiting", "loading", "adapters", "graphs"),
-        *("grammars", "tiers", "decode_reads", "changes"),
+        *("grammars", "tiers", "decode_reads", "changes", "service_tiers"),
     }
     assert set(Stats.__struct_fields__) == {*COUNTERS, *GAUGES, *others}
 
@@ -43,6 +43,18 @@ def test_counters_of_a_lost_replica_stay_and_its_gauges_go() -> None:
     total = cluster.total(["b"])
     assert total is not None
     assert (total.num_steps, total.num_pages) == (14, 2)
+
+
+def test_loads_of_service_tiers_are_added_up() -> None:
+    cluster = ClusterStats()
+    for name, number in (("a", 1), ("b", 2)):
+        loads = tuple(TierLoad(num_running=number, num_waiting=rank, prompt_tokens=10 * number) for rank in range(4))
+        cluster.note(name, structs.replace(numbered(number), service_tiers=loads))
+    total = cluster.total(["a", "b"])
+    assert total is not None
+    assert total.service_tiers == tuple(
+        TierLoad(num_running=3, num_waiting=2 * rank, prompt_tokens=30) for rank in range(4)
+    )
 
 
 def test_adapters_and_tiers_are_listed_once() -> None:

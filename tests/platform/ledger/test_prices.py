@@ -61,7 +61,7 @@ def test_million_tokens_cost_the_list_price() -> None:
 )
 def test_batches_pay_a_part_of_the_price_rounded_up(percent: int, expected: tuple[int, int, int]) -> None:
     book = PriceBook([replace(price(3, 1, 200), batch_percent=percent)], 0)
-    paid = book.price_of("ten_a", None, 0, is_batch=True)
+    paid = book.price_of("ten_a", None, 0, "batch")
     assert paid is not None
     assert (paid.prompt_nanos, paid.cached_nanos, paid.completion_nanos) == expected
     assert book.price_of("ten_a", None, 0) == replace(price(3, 1, 200), batch_percent=percent)

@@ -12,6 +12,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from sqlalchemy import Connection, func, insert, select
 
+from loramux.engine.protocol.service_tiers import SERVICE_TIERS
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -57,7 +58,13 @@ class Ledgers:
             self.keys += [(tenant, keys.create(tenant.id, "test").key.id) for _ in range(2)]
         self.adapters = self._make_adapters()
         PriceList(database).add(
-            tenant_id=None, scope="all", prompt_nanos=333_333_333, cached_nanos=7, completion_nanos=1_234_567_891
+            tenant_id=None,
+            scope="all",
+            prompt_nanos=333_333_333,
+            cached_nanos=7,
+            completion_nanos=1_234_567_891,
+            flex_percent=50,
+            priority_percent=175,
         )
         self.recovered: list[tuple[ReservationRequest, Settlement]] = []
 
@@ -104,6 +111,7 @@ class Ledgers:
             reserved_tokens=100,
             base=self.random.choice(("base", "")),
             end_user=self.random.choice((None, "one", "two")),
+            service_tier=self.random.choice(SERVICE_TIERS),
         )
 
     def _truth(self, request: ReservationRequest) -> Settlement:
@@ -127,7 +135,9 @@ class Ledgers:
             event = entered[row["request_id"]]
             groups = {"tenant": slugs[event["tenant_id"]], "key": event["api_key_id"]}
             groups |= {"adapter": event["adapter_id"], "version": event["adapter_version_id"]}
-            groups |= {name: event[name] for name in ("model", "base", "endpoint", "end_user", "status")}
+            groups |= {
+                name: event[name] for name in ("model", "base", "endpoint", "end_user", "status", "service_tier")
+            }
             amounts = {name: row[name] for name in AMOUNTS[1:]}
             found.append({"at_us": at_us, "tenant_id": event["tenant_id"], **groups, "requests": requests, **amounts})
         return found

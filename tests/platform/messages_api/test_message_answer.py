@@ -72,7 +72,7 @@ data: {"type":"message_stop"}
 
 
 def made(*, is_clipped: bool = False) -> MessageAnswer:
-    return MessageAnswer("req_7", "m", 25, BlockEvents(None), is_clipped=is_clipped)
+    return MessageAnswer("req_7", "m", 25, BlockEvents(None), "default", is_clipped=is_clipped)
 
 
 def test_a_stream_equals_the_transcript() -> None:

@@ -40,6 +40,7 @@ async def test_body_matches_openais_exactly(gateway: Any, tokenizer: Any) -> Non
         "object": "chat.completion",
         "created": body["created"],
         "model": "base",
+        "service_tier": "default",
         "choices": [
             {
                 "index": 0,
@@ -77,6 +78,7 @@ async def test_stream_matches_openais_exactly(gateway: Any, tokenizer: Any) -> N
         "object": "chat.completion.chunk",
         "created": chunks[0]["created"],
         "model": "base",
+        "service_tier": "default",
     }
     deltas = [
         ({"role": "assistant", "content": ""}, None),

@@ -37,6 +37,7 @@ async def test_body_matches_openais_exactly(gateway: Any, tokenizer: Any) -> Non
         "object": "text_completion",
         "created": body["created"],
         "model": "base",
+        "service_tier": "default",
         "choices": [
             {
                 "text": "Hi",
@@ -84,6 +85,7 @@ async def test_stream_matches_openais_exactly(gateway: Any, tokenizer: Any) -> N
         "object": "text_completion",
         "created": chunks[0]["created"],
         "model": "base",
+        "service_tier": "default",
     }
     texts = [tokenizer.decode([token]) for token in ids]
 

@@ -30,7 +30,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({"mode": "explicit", "ttl": "30m"},),
     "prompt_cache_retention": ("24h",),
     "safety_identifier": ("ann",),
-    "service_tier": ("flex",),
 }
 """Values to send for the fields that have no effect. Boolean fields list both."""
 

@@ -229,6 +229,7 @@ def test_the_own_token_is_listed_first(tokenizer: Any) -> None:
         tokenizer=tokenizer,
         has_logprobs=True,
         include_usage=False,
+        service_tier="default",
         prompts=[(300, 303)],
         echoes=["ab"],
         echoes_logprobs=True,

@@ -25,7 +25,6 @@ VALUES: dict[str, Any] = {
     "prompt_cache_options": {"mode": "explicit"},
     "prompt_cache_retention": "24h",
     "safety_identifier": "ann",
-    "service_tier": "flex",
 }
 """Values to send for the fields that have no effect."""
 

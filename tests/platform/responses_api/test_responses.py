@@ -65,7 +65,7 @@ async def test_response_object_repeats_the_request(tools: Gateway) -> None:
         "prompt_cache_key": "k",
         "reasoning": {"effort": None, "summary": None},
         "safety_identifier": "s",
-        "service_tier": "default",
+        "service_tier": "flex",
         "store": False,
         "temperature": 0.5,
         "text": {"format": {"type": "text"}, "verbosity": "medium"},

@@ -1,0 +1,121 @@
+"""Refuses requests whose first token would come too late for their service tier, before anything is reserved."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from loramux.engine.protocol.messages import StatsRequest
+from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
+from loramux.platform.errors import ApiError, RateLimited, Unavailable
+from loramux.platform.generation.first_token_forecast import FirstTokenForecast, Forecast, Share
+from loramux.platform.generation.plan import Plan, Target
+from loramux.platform.telemetry.package_metrics import GenerationMetrics
+
+REPORT_INTERVAL_S = 0.25
+"""Interval between reports of the engine, in seconds."""
+
+REPORT_WAIT_S = 5.0
+"""Timeout for a report of the engine, in seconds."""
+
+USED_PART = 0.7
+"""Part of an objective that a forecast may use. The rest is for requests of other tenants that arrive later and get
+their turn earlier, and for errors of the forecast.
+"""
+
+MAX_RETRY_S = 60.0
+"""Longest `Retry-After`, in seconds."""
+
+
+class FirstTokenGate:
+    """`objectives` are the longest times until the first token, in seconds, by service tier. Requests of other tiers
+    are never refused. Without objectives, the gate does nothing. `clock` returns seconds.
+
+    The gate must know each request from `enter` to `leave`. `follow` must run alongside.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        objectives: Mapping[str, float],
+        metrics: GenerationMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._objectives = objectives
+        self._metrics = metrics
+        self._clock = clock
+        self._forecast = FirstTokenForecast(clock)
+        self._awaited: dict[str, tuple[str, float]] = {}
+        """The requests without a first token whose tiers have an objective: their tiers, and when they entered."""
+
+    def check(self, target: Target, service_tier: str, prompt_tokens: int = 0, num_sequences: int = 1) -> None:
+        """Raise RateLimited if the tenant's own requests would delay a request's first token beyond the objective of
+        its tier, and Unavailable if those of all tenants together would. Without `prompt_tokens`, the prompt counts as
+        empty, so that a request can be refused before it is tokenised.
+        """
+        objective_s = self._objectives.get(service_tier)
+        if objective_s is None:
+            return
+        forecast = self._forecast.forecast(_share(target, service_tier), prompt_tokens, num_sequences)
+        if forecast.seconds > USED_PART * objective_s:
+            refusal = _refusal(forecast, service_tier, objective_s)
+            self._metrics.overload_refusals.labels(service_tier, str(refusal.status)).inc()
+            raise refusal
+
+    def enter(self, plan: Plan) -> None:
+        """Let a request in. Raises what `check` raises."""
+        if not self._objectives or plan.is_background:
+            return
+        tier = plan.service_tier
+        if plan.pooling is None:
+            self.check(plan.target, tier, plan.prompt_tokens, plan.num_sequences)
+            if tier in self._objectives:
+                self._awaited[plan.request_id] = tier, self._clock()
+        self._forecast.add(plan.request_id, _share(plan.target, tier), plan.prompt_tokens, plan.num_sequences)
+
+    def begin(self, request_id: str) -> None:
+        """Note that a request has got its first token."""
+        self._forecast.begin(request_id)
+        awaited = self._awaited.pop(request_id, None)
+        if awaited is not None:
+            tier, entered_s = awaited
+            is_late = self._clock() - entered_s > self._objectives[tier]
+            self._metrics.first_tokens.labels(tier, "late" if is_late else "in_time").inc()
+
+    def leave(self, request_id: str) -> None:
+        """Note that a request has ended, or that nothing was reserved for it."""
+        self._forecast.remove(request_id)
+        self._awaited.pop(request_id, None)
+
+    async def look(self) -> None:
+        """Ask the engine for a report. If the engine does not answer, keep the last report."""
+        try:
+            self._forecast.note(await self._engine.call(StatsRequest(), REPORT_WAIT_S))
+        except (EngineUnavailable, TimeoutError):
+            return
+
+    async def follow(self) -> None:
+        """Loop forever, asking for reports. Returns at once without objectives."""
+        while self._objectives:
+            await self.look()
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+
+def _share(target: Target, service_tier: str) -> Share:
+    return Share(target.tenant_id, service_tier, target.share.weight)
+
+
+def _refusal(forecast: Forecast, tier: str, objective_s: float) -> ApiError:
+    limit_s = USED_PART * objective_s
+    retry_after_s = min(MAX_RETRY_S, forecast.seconds - limit_s)
+    late = f"the first token is expected in {forecast.seconds:.3g} s"
+    limit = f"too late for the {objective_s:g} s of the service tier {tier}; try again later"
+    if forecast.own_s > limit_s:
+        return RateLimited(
+            f"{late} because of your tenant's own requests, {limit}",
+            param="service_tier",
+            code="overloaded",
+            retry_after_s=retry_after_s,
+        )
+    return Unavailable(f"{late}, {limit}", code="overloaded", retry_after_s=retry_after_s)

@@ -1,0 +1,159 @@
+"""Service tiers in the engine: weights, and the order in which sequences are preempted and refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from loramux.engine.protocol.service_tiers import SERVICE_TIERS, TIER_FACTORS
+from loramux.engine.scheduling.fair_queue import FairQueue
+from tests.engine.scheduling.test_fairness import admit_next, waiting
+from tests.engine.scheduling.test_scheduler import Bench
+from tests.engine.simulated_engine import Simulate, Simulation, stats_of
+
+
+def filled(tier: str, num_sequences: int = 4, **limits: int) -> Bench:
+    bench = Bench(max_sequences=num_sequences, **limits)
+    for number in range(num_sequences):
+        bench.add(f"{tier} {number}", max_tokens=1000, service_tier=tier)
+        bench.step()
+    assert len(bench.running) == num_sequences
+    return bench
+
+
+def test_service_is_proportional_to_the_factor_of_the_tier() -> None:
+    queue = FairQueue()
+    for arrival in range(400):
+        for number, tier in enumerate(SERVICE_TIERS):
+            waiting(queue, 10 * arrival + number, tier, service_tier=tier)
+    admitted = Counter(admit_next(queue).add.service_tier for _ in range(105))
+    assert {tier: admitted[tier] / 20 for tier in SERVICE_TIERS} == TIER_FACTORS
+
+
+def test_tiers_multiply_the_weight_of_the_tenant() -> None:
+    queue = FairQueue()
+    for arrival in range(100):
+        waiting(queue, 2 * arrival, "heavy", weight=4)
+        waiting(queue, 2 * arrival + 1, "priority", service_tier="priority")
+    assert Counter(admit_next(queue).add.share_key for _ in range(40)) == {"heavy": 20, "priority": 20}
+
+
+def test_tiers_of_a_tenant_are_shares_of_their_own() -> None:
+    queue = FairQueue()
+    for arrival in range(40):
+        waiting(queue, arrival, "acme", service_tier="flex")
+    waiting(queue, 40, "acme")
+    admit_next(queue)
+    assert admit_next(queue).add.service_tier == "default", "the flood of the same tenant's other tier is not before it"
+
+
+@pytest.mark.parametrize("first", ["flex", "default", "priority"])
+def test_short_pool_preempts_the_worst_tier(first: str) -> None:
+    """Whichever came first: background sequences before flex, flex before default, default before priority."""
+    tiers = [first, *(tier for tier in SERVICE_TIERS if tier != first)]
+    bench = Bench(num_pages=12, max_batch_tokens=64, max_sequences=8)
+    for tier in tiers:
+        bench.add(tier, num_prompt=11, max_tokens=30, service_tier=tier)
+        bench.step()
+    bench.add("line", num_prompt=3, max_tokens=30, is_background=True)
+    lost: list[str] = []
+    for _ in range(40):
+        before = bench.running
+        bench.step()
+        lost += [name for name in before - bench.running if bench.scheduler.queue.num_waiting]
+        if len(bench.running) == 1:
+            break
+    assert list(dict.fromkeys(lost)) == ["line", "flex", "default"]
+    assert bench.running == {"priority"}
+
+
+def test_priority_takes_the_slot_of_the_last_flex_sequence() -> None:
+    bench = filled("flex")
+    bench.add("chat", service_tier="priority")
+    assert bench.step()["chat"] == 3
+    assert bench.running == {"chat", "flex 0", "flex 1", "flex 2"}
+    assert bench.scheduler.num_preemptions == 1
+
+
+@pytest.mark.parametrize(("running", "new"), [("flex", "default"), ("default", "priority"), ("priority", "priority")])
+def test_other_tiers_wait_for_a_slot(running: str, new: str) -> None:
+    bench = filled(running)
+    bench.add("chat", service_tier=new)
+    for _ in range(5):
+        bench.step()
+    assert "chat" not in bench.running
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_priority_gets_a_flex_slot_although_another_tier_is_next() -> None:
+    bench = filled("flex")
+    bench.add("book", service_tier="default", weight=1000, num_prompt=3)
+    bench.add("chat", service_tier="priority", num_prompt=12)
+    for _ in range(3):
+        bench.step()
+    assert "chat" in bench.running
+    assert "book" not in bench.running
+
+
+def test_background_sequences_make_room_before_flex_ones() -> None:
+    bench = Bench(max_sequences=2, max_batch_tokens=32)
+    bench.add("flex", max_tokens=1000, service_tier="flex")
+    bench.step()
+    bench.add("line", max_tokens=1000, is_background=True)
+    for _ in range(3):
+        bench.step()
+    assert bench.running == {"flex", "line"}
+    bench.add("chat", service_tier="priority")
+    bench.step()
+    assert bench.running == {"flex", "chat"}
+
+
+def test_priority_gets_pages_of_flex_sequences() -> None:
+    bench = Bench(num_pages=8, max_batch_tokens=32, max_sequences=4)
+    for name in "ab":
+        bench.add(name, num_prompt=12, service_tier="flex")
+    assert bench.step() == {"a": 12, "b": 12}
+    bench.add("chat", num_prompt=12, service_tier="priority")
+    assert bench.step()["chat"] == 12
+    assert bench.running == {"chat", "a"}
+
+
+def test_full_queue_refuses_batches_then_flex_then_default(simulate: Simulate) -> None:
+    simulation = simulate(max_sequences=1, max_waiting_tokens=40)
+    simulation.add("running", num_prompt=5, max_tokens=5)
+    simulation.step()
+    for name, fields in {
+        "priority": {"service_tier": "priority"},
+        "default": {},
+        "flex": {"service_tier": "flex"},
+        "line": {"is_background": True},
+    }.items():
+        simulation.add(name, num_prompt=5, max_tokens=5, share_key=name, **fields)
+    simulation.step()
+    refused: list[str] = []
+    for number in range(3):
+        simulation.add(f"more {number}", num_prompt=5, max_tokens=5, share_key="more", service_tier="priority")
+        simulation.step()
+        new = {name for name, one in simulation.finished.items() if one.code == "overloaded"} - set(refused)
+        refused += new
+    assert refused == ["line", "flex", "default"]
+    simulation.run()
+
+
+def test_preempted_flex_sequences_give_the_same_answer(simulate: Simulate) -> None:
+    simulation = simulate(max_sequences=2)
+    adds = [simulation.add(f"flex{i}", num_prompt=5, max_tokens=40, service_tier="flex") for i in range(2)]
+    for _ in range(4):
+        simulation.step()
+    adds += [simulation.add(f"chat{i}", num_prompt=5, max_tokens=5, service_tier="priority") for i in range(2)]
+    simulation.run()
+    assert stats_of(simulation).num_preemptions >= 2
+    for add in adds:
+        assert simulation.tokens[add.sequence_id] == simulation.expected(add)
+
+
+def test_unknown_tier_is_refused(simulation: Simulation) -> None:
+    simulation.add("one", service_tier="gold")
+    simulation.run()
+    assert simulation.finished["one"].code == "invalid_request"

@@ -1,0 +1,287 @@
+"""Forecasts of first tokens, from made-up reports and for a simulated engine at ten times its capacity."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from loramux.engine.protocol.messages import Stats, TierLoad
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.generation.first_token_forecast import FirstTokenForecast, Share
+from loramux.platform.generation.first_token_gate import USED_PART
+from tests.engine.simulated_engine import Clock, simulate_engine, stats_of
+
+ACME, GLOBEX, INITECH = (Share(name, "default") for name in ("acme", "globex", "initech"))
+MAX_SEQUENCES = 4
+IDLE = ScriptedEngine()._stats(with_tiers=False)
+
+
+def report(*loads: TierLoad, **figures: Any) -> Stats:
+    """A report with the load of the tiers `priority`, `default`, `flex` and of the background sequences."""
+    service_tiers = (*loads, *(TierLoad() for _ in range(4 - len(loads))))
+    figures = {
+        "num_running": sum(load.num_running for load in service_tiers),
+        "num_background_running": service_tiers[3].num_running,
+        "max_sequences": MAX_SEQUENCES,
+        **figures,
+    }
+    return structs.replace(IDLE, service_tiers=service_tiers, **figures)
+
+
+class Lab:
+    """A forecast of which the rates are known: sequences that end per second, and prompt tokens per second."""
+
+    def __init__(self, drain: float = 2.0, prefill: float = 100.0) -> None:
+        self.clock = Clock()
+        self.forecast = FirstTokenForecast(self.clock)
+        full = TierLoad(), TierLoad(num_running=MAX_SEQUENCES)
+        self.forecast.note(report(*full))
+        self.clock.now += 10
+        self.forecast.note(report(*full, num_ended=int(10 * drain), prefill_tokens=int(10 * prefill), prefill_s=10.0))
+        self.num_ended = int(10 * drain)
+
+    def note(self, *loads: TierLoad) -> None:
+        """Report this load. The interval since the last report says nothing about the rates."""
+        self.forecast.note(report(*loads, num_ended=self.num_ended, prefill_tokens=0, prefill_s=0.0))
+
+    def seconds(self, share: Share, prompt_tokens: int = 10) -> float:
+        return self.forecast.forecast(share, prompt_tokens).seconds
+
+
+def test_nothing_is_predicted_before_anything_is_measured() -> None:
+    forecast = FirstTokenForecast(Clock())
+    for number in range(1000):
+        forecast.add(f"{number}", ACME, 1000, 1)
+    assert forecast.forecast(ACME, 1000).seconds == 0
+    assert forecast.drain_per_s is None
+
+
+def test_idle_engine_computes_the_prompt_at_once() -> None:
+    lab = Lab()
+    lab.note()
+    assert lab.seconds(ACME, prompt_tokens=50) == pytest.approx(0.5)
+
+
+def test_full_engine_delays_until_sequences_end() -> None:
+    lab = Lab(drain=2.0)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES, num_waiting=7))
+    assert lab.seconds(ACME) == pytest.approx((7 + 1) / 2)
+
+
+def test_longer_of_both_waits_counts() -> None:
+    lab = Lab(drain=2.0, prefill=100.0)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES, num_waiting=7, prompt_tokens=5000))
+    assert lab.seconds(ACME, prompt_tokens=0) == pytest.approx(50)
+
+
+def test_requests_between_two_reports_count() -> None:
+    lab = Lab(drain=2.0)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    before = lab.seconds(ACME)
+    for number in range(6):
+        lab.forecast.add(f"{number}", ACME, 10, 1)
+    assert lab.seconds(ACME) == pytest.approx(before + 3)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES, num_waiting=6, prompt_tokens=60))
+    assert lab.seconds(ACME) == pytest.approx(before + 3), "the report contains them, too"
+
+
+def test_requests_that_have_begun_or_ended_no_longer_wait() -> None:
+    lab = Lab(drain=2.0)
+    lab.note()
+    for number in range(12):
+        lab.forecast.add(f"{number}", ACME, 10, 1)
+    assert lab.seconds(ACME) == pytest.approx((12 + 1 - 4) / 2)
+    for number in range(4):
+        lab.forecast.begin(f"{number}")
+    assert lab.seconds(ACME) == pytest.approx((12 + 1 - 4) / 2), "they hold slots"
+    for number in range(10):
+        lab.forecast.remove(f"{number}")
+        lab.forecast.remove(f"{number}")
+        lab.forecast.begin(f"{number}")
+    assert lab.seconds(ACME, prompt_tokens=0) == pytest.approx(0.2)
+    lab.forecast.remove("10")
+    lab.forecast.remove("11")
+    assert lab.forecast.num_shares == 1, "its arrivals still count"
+    for _ in range(2):
+        lab.clock.now += 5
+        lab.note()
+    assert lab.forecast.num_shares == 0
+
+
+def test_flood_delays_its_tenant_and_barely_others() -> None:
+    lab = Lab(drain=2.0)
+    lab.note()
+    for number in range(500):
+        lab.forecast.add(f"{number}", GLOBEX, 10, 1)
+    flood, polite = lab.forecast.forecast(GLOBEX, 10), lab.forecast.forecast(ACME, 10)
+    assert flood.seconds == flood.own_s > 50
+    assert polite.seconds < 1
+    assert polite.own_s < polite.seconds
+
+
+def test_many_tenants_delay_each_other_through_no_fault_of_their_own() -> None:
+    lab = Lab(drain=2.0)
+    lab.note()
+    for number in range(100):
+        lab.forecast.add(f"{number}", Share(f"tenant {number}", "default"), 10, 1)
+    found = lab.forecast.forecast(ACME, 10)
+    assert found.seconds > 10
+    assert found.own_s < 1
+
+
+@pytest.mark.parametrize(("tier", "num_before"), [("priority", 25), ("default", 100), ("flex", 100)])
+def test_tiers_wait_for_what_their_weights_leave(tier: str, num_before: int) -> None:
+    lab = Lab(drain=1.0, prefill=1e9)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    for number in range(100):
+        lab.forecast.add(f"{number}", Share(f"tenant {number}", "default"), 10, 4)
+    found = lab.forecast.forecast(Share("acme", tier), 10, 4).seconds
+    assert found == pytest.approx(4 + 4 * num_before)
+
+
+def test_heavier_tenants_wait_less() -> None:
+    lab = Lab(drain=1.0)
+    lab.note()
+    for number in range(64):
+        lab.forecast.add(f"{number}", GLOBEX, 10, 1)
+    for number in range(8):
+        lab.forecast.add(f"own {number}", INITECH, 10, 1)
+    lab.forecast.add("own", Share("heavy", "default", 8), 10, 8)
+    assert lab.seconds(Share("heavy", "default", 8)) < lab.seconds(INITECH)
+
+
+def test_running_flex_sequences_do_not_delay_priority() -> None:
+    lab = Lab(drain=0.1)
+    lab.note(TierLoad(), TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    assert lab.seconds(Share("acme", "priority")) == pytest.approx(0.1)
+    assert lab.seconds(ACME) == pytest.approx(10)
+
+
+def test_background_sequences_delay_nobody() -> None:
+    lab = Lab(drain=0.1)
+    lab.note(TierLoad(), TierLoad(), TierLoad(), TierLoad(num_running=MAX_SEQUENCES, num_waiting=50, prompt_tokens=500))
+    assert lab.seconds(ACME) == pytest.approx(0.1)
+
+
+def test_rates_follow_the_engine_and_outlast_its_restart() -> None:
+    lab = Lab(drain=2.0)
+    full = TierLoad(), TierLoad(num_running=MAX_SEQUENCES)
+    for _ in range(20):
+        lab.clock.now += 2
+        lab.num_ended += 20
+        lab.note(*full)
+    assert lab.forecast.drain_per_s == pytest.approx(10, rel=0.01)
+    lab.clock.now += 5
+    lab.forecast.note(report(*full, num_steps=-1))
+    assert lab.forecast.drain_per_s == pytest.approx(10, rel=0.01)
+
+
+def test_rate_falls_while_no_sequence_ends() -> None:
+    clock = Clock()
+    forecast = FirstTokenForecast(clock)
+    full = TierLoad(), TierLoad(num_running=MAX_SEQUENCES)
+    rates: list[float | None] = []
+    for _ in range(5):
+        forecast.note(report(*full))
+        rates.append(forecast.drain_per_s)
+        clock.now += 1
+    assert rates == [None, *(MAX_SEQUENCES / seconds for seconds in (1, 2, 3, 4))]
+    forecast.note(report(*full, num_ended=10))
+    assert forecast.drain_per_s == 2
+
+
+def test_rate_is_measured_only_while_slots_are_taken() -> None:
+    lab = Lab(drain=2.0)
+    lab.clock.now += 60
+    lab.note(TierLoad(), TierLoad(num_running=1))
+    lab.clock.now += 60
+    lab.note(TierLoad(), TierLoad(num_running=1))
+    assert lab.forecast.drain_per_s == pytest.approx(2)
+
+
+def test_cached_prompts_are_faster() -> None:
+    lab = Lab(prefill=100.0)
+    lab.clock.now += 1000
+    lab.forecast.note(
+        report(
+            num_ended=20,
+            prompt_tokens=IDLE.prompt_tokens + 100_000,
+            cached_tokens=300_000,
+            prefill_tokens=101_000,
+            prefill_s=1010.0,
+        )
+    )
+    assert lab.seconds(ACME, prompt_tokens=400) == pytest.approx(1)
+
+
+OBJECTIVES = {"priority": 0.5, "default": 2.0, "flex": 2.0}
+STEP_S = 0.02
+ANSWER_TOKENS = 20
+
+
+def test_ten_times_the_capacity() -> None:
+    """The engine's own scheduler, on a simulated device: 16 slots, 20 steps of 20 ms per answer, so 40 answers/s."""
+    simulation = simulate_engine(num_pages=256, max_sequences=16, max_batch_tokens=128)
+    clock, submit = simulation.clock, simulation.executor.submit
+
+    def timed(batch: Any) -> Any:
+        clock.now += STEP_S
+        return submit(batch)
+
+    simulation.executor.submit = timed  # type: ignore[method-assign]
+    forecast, choose = FirstTokenForecast(clock), random.Random(1)
+    shares = [Share("polite", "priority"), *(Share(f"tenant {number}", "default") for number in range(8))]
+    shares += [Share(f"cheap {number}", "flex") for number in range(8)]
+    rates = [4.0, *[28.0] * 8, *[22.0] * 8]
+    assert sum(rates) >= 10 * 40
+    entered: dict[str, tuple[Share, float]] = {}
+    waits: defaultdict[str, list[float]] = defaultdict(list)
+    refused: Counter[str] = Counter()
+    retries: list[float] = []
+    next_report_s, num_asked, begun = 0.0, 0, set()
+    before = clock.now
+    while clock.now < 20:
+        for share, rate in zip(shares, rates, strict=True):
+            for _ in range(int(choose.random() < (expected := rate * (clock.now - before)) % 1) + int(expected)):
+                num_asked += 1
+                found = forecast.forecast(share, 5)
+                if found.seconds > USED_PART * OBJECTIVES[share.service_tier]:
+                    refused[share.service_tier] += clock.now > 8
+                    retries.append(found.seconds - USED_PART * OBJECTIVES[share.service_tier])
+                    continue
+                name = f"{num_asked}"
+                entered[name] = share, clock.now
+                forecast.add(name, share, 5, 1)
+                tenant = {"share_key": share.tenant_id, "service_tier": share.service_tier}
+                simulation.add(name, max_tokens=ANSWER_TOKENS, **tenant)
+        before = clock.now
+        if not simulation.step():
+            clock.now += STEP_S
+        for name in [name for name in simulation.tokens if name not in begun]:
+            begun.add(name)
+            forecast.begin(name)
+            share, entered_s = entered[name]
+            if entered_s > 8:
+                waits[share.service_tier].append(clock.now - entered_s)
+        for name in [name for name in simulation.finished if name in entered]:
+            forecast.remove(name)
+            del entered[name]
+        if clock.now >= next_report_s:
+            forecast.note(stats_of(simulation))
+            next_report_s = clock.now + 0.25
+    assert refused["priority"] == 0
+    assert max(waits["priority"]) <= OBJECTIVES["priority"]
+    assert len(waits["priority"]) >= 40
+    admitted = {tier: len(waits[tier]) / (len(waits[tier]) + refused[tier]) for tier in OBJECTIVES}
+    assert admitted["flex"] < admitted["default"] / 2, "flex is refused first"
+    late = [seconds for tier in waits for seconds in waits[tier] if seconds > OBJECTIVES[tier]]
+    assert len(late) <= 0.1 * sum(map(len, waits.values()))
+    num_ended = stats_of(simulation).num_ended
+    assert num_ended >= 0.9 * 40 * 20, "the engine is never idle"
+    assert min(retries) > 0
+    assert max(retries) < 30
+    simulation.run()

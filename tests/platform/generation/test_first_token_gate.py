@@ -1,0 +1,230 @@
+"""Requests that would miss the objective of their service tier, through the gateway and a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from loramux.engine.protocol.messages import TierLoad
+from loramux.migrations.database import Database
+from loramux.migrations.schema import reservations
+from loramux.platform.accounts.tenants import TenantChanges
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.quotas.overview import QuotaCaller, QuotaOverview
+from loramux.platform.requests.services import GatewaySettings
+from loramux.platform.service_tiers import parse_objectives
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.engine.simulated_engine import Clock
+from tests.platform.gateways import Gateway, open_gateway
+
+pytestmark = pytest.mark.anyio
+
+SAID = [{"role": "user", "content": "Hi"}]
+CHAT: tuple[str, dict[str, Any]] = ("/v1/chat/completions", {"messages": SAID, "max_tokens": 2})
+COMPLETIONS: tuple[str, dict[str, Any]] = ("/v1/completions", {"prompt": "Hi", "max_tokens": 2})
+RESPONSES: tuple[str, dict[str, Any]] = ("/v1/responses", {"input": "Hi", "max_output_tokens": 2})
+MESSAGES: tuple[str, dict[str, Any]] = ("/v1/messages", {"messages": SAID, "max_tokens": 2})
+HEADERS = {"anthropic-version": "2023-06-01"}
+OBJECTIVES = "priority=5s,default=10s,flex=10s"
+MAX_SEQUENCES = 2
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def gated(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str, clock: Clock
+) -> AsyncIterator[Gateway]:
+    """A gateway with objectives, whose engine has two slots. While they are taken, a sequence ends each second."""
+    settings = GatewaySettings(tier_objectives=parse_objectives(OBJECTIVES))
+    async with open_gateway(accounts, tokenizer, threads, settings, clock=clock) as gateway:
+        tiers = TenantChanges(max_service_tier="priority")
+        gateway.services.callers.tenants.update(gateway.tenant.id, tiers, lambda _: None)
+        await look(gateway, 0, num_running=MAX_SEQUENCES)
+        clock.now += 10
+        await look(gateway, 10, num_running=MAX_SEQUENCES)
+        yield gateway
+
+
+async def look(gateway: Gateway, num_ended: int = 10, **load: int) -> None:
+    """Let the engine report a load of requests of the tier `default` of other gateways."""
+    gateway.engine.figures = {
+        "service_tiers": (TierLoad(), TierLoad(**load), TierLoad(), TierLoad()),
+        "max_sequences": MAX_SEQUENCES,
+        "num_running": load.get("num_running", 0),
+        "num_ended": num_ended,
+    }
+    await gateway.services.run.gate.look()
+
+
+async def status(gateway: Gateway, path: str, body: dict[str, Any], **fields: Any) -> int:
+    response = await gateway.http.post(path, json={"model": "base", **body, **fields}, headers=HEADERS)
+    return response.status_code
+
+
+def value(gateway: Gateway, name: str, **labels: str) -> float:
+    return gateway.services.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+async def nothing_reserved(gateway: Gateway) -> None:
+    assert await gateway.services.run.requests.drain(5)
+    with gateway.database.read() as connection:
+        assert connection.execute(select(reservations.c.id)).all() == []
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"), [CHAT, COMPLETIONS, RESPONSES, MESSAGES], ids=["chat", "completions", "responses", "messages"]
+)
+async def test_late_first_token_is_refused_at_once_and_for_free(
+    gated: Gateway, path: str, body: dict[str, Any], is_streamed: bool
+) -> None:
+    gated.limit("tokens_per_day", 10**6)
+    await look(gated, num_running=MAX_SEQUENCES, num_waiting=30)
+    response = await gated.http.post(path, json={"model": "base", **body, "stream": is_streamed}, headers=HEADERS)
+    assert response.status_code in (503, 529), response.text
+    error = response.json()["error"]
+    assert "expected in 31 s" in error["message"]
+    assert error.get("code", "overloaded") == "overloaded"
+    assert response.headers["retry-after"] == "24", "when the forecast is 7 of the 10 seconds"
+    assert (gated.engine.adds, gated.usage()) == ([], [])
+    await nothing_reserved(gated)
+    [limit] = QuotaOverview(gated.database).effective(QuotaCaller(tenant_id=gated.tenant.id))
+    assert (limit.used, limit.reserved) == (0, 0)
+    assert value(gated, "loramux_overload_refusals_total", tier="default", status="503") == 1
+
+
+async def test_long_prompt_is_refused_where_a_short_one_is_not(gated: Gateway, clock: Clock) -> None:
+    clock.now += 10
+    gated.engine.figures |= {"prefill_tokens": 10, "prefill_s": 10.0, "num_running": 0}
+    await gated.services.run.gate.look()
+    assert await status(gated, *COMPLETIONS, prompt=[5] * 5) == 200
+    assert await status(gated, *COMPLETIONS, prompt=[5] * 8) == 429
+    assert [len(add.prompt) for add in gated.engine.adds] == [5]
+    await nothing_reserved(gated)
+
+
+async def test_better_tiers_are_served_while_worse_ones_are_refused(gated: Gateway) -> None:
+    await look(gated, num_running=MAX_SEQUENCES, num_waiting=8)
+    assert await status(gated, *CHAT, service_tier="priority") == 200
+    assert await status(gated, *CHAT, service_tier="default") == 503
+    assert await status(gated, *CHAT, service_tier="flex") == 503
+    assert [add.service_tier for add in gated.engine.adds] == ["priority"]
+
+
+async def test_tenant_that_floods_gets_429_and_others_are_served(gated: Gateway) -> None:
+    await look(gated)
+    gated.engine.script = lambda add: Script(token_ids=(5,), stall_after=0)
+    flood = [asyncio.create_task(status(gated, *CHAT)) for _ in range(50)]
+    while sum(task.done() for task in flood) + len(gated.engine.adds) < 50:  # noqa: ASYNC110 - no event exists
+        await asyncio.sleep(0)
+    refused = [task.result() for task in flood if task.done()]
+    assert set(refused) == {429}
+    # Two slots are free, and one more sequence begins each second.
+    assert 50 - len(refused) == MAX_SEQUENCES + 7
+    other = {"authorization": f"Bearer {gated.key_of('globex')}"}
+    gated.engine.script = lambda add: Script(token_ids=(5, 6))
+    polite = await gated.http.post(CHAT[0], json={"model": "base", **CHAT[1]}, headers=other)
+    assert polite.status_code == 200
+    gated.engine.die()
+    await asyncio.gather(*flood)
+    gated.engine.revive()
+    await nothing_reserved(gated)
+    assert await status(gated, *CHAT) == 200, "requests that failed no longer wait"
+
+
+async def test_goodput_counts_first_tokens_within_the_objective(gated: Gateway, clock: Clock) -> None:
+    await look(gated)
+
+    def slow(seconds: float) -> Any:
+        def script(add: Any) -> Script:
+            clock.now += seconds
+            return Script(token_ids=(5, 6))
+
+        return script
+
+    for seconds in (1, 9.5, 10.5):
+        gated.engine.script = slow(seconds)
+        assert await status(gated, *CHAT) == 200
+    gated.engine.script = slow(5.5)
+    assert await status(gated, *CHAT, service_tier="priority") == 200
+    found = {
+        (tier, outcome): value(gated, "loramux_first_tokens_total", tier=tier, outcome=outcome)
+        for tier in ("priority", "default")
+        for outcome in ("in_time", "late")
+    }
+    assert found == {
+        ("priority", "in_time"): 0,
+        ("priority", "late"): 1,
+        ("default", "in_time"): 2,
+        ("default", "late"): 1,
+    }
+
+
+async def test_request_without_quota_is_no_longer_awaited(gated: Gateway) -> None:
+    await look(gated, num_running=MAX_SEQUENCES)
+    gated.limit("requests_per_minute", 1)
+    assert await status(gated, *CHAT) == 200
+    for _ in range(20):
+        assert await status(gated, *CHAT) == 429
+    assert await status(gated, *CHAT) == 429
+    assert value(gated, "loramux_overload_refusals_total", tier="default", status="429") == 0
+
+
+async def test_tier_without_an_objective_is_never_refused(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, clock: Clock
+) -> None:
+    settings = GatewaySettings(tier_objectives=parse_objectives("default=10s,flex=none"))
+    async with open_gateway(accounts, tokenizer, threads, settings, clock=clock) as gateway:
+        await look(gateway, 0, num_running=MAX_SEQUENCES)
+        clock.now += 10
+        await look(gateway, num_running=MAX_SEQUENCES, num_waiting=1000)
+        assert await status(gateway, *CHAT) == 503
+        assert await status(gateway, *CHAT, service_tier="flex") == 200
+        embedded = await gateway.http.post("/v1/embeddings", json={"model": "base", "input": "Hi"})
+        assert embedded.status_code == 200, "it has no first token"
+
+
+async def test_nothing_is_refused_by_default(gateway: Gateway) -> None:
+    gateway.engine.figures = {"service_tiers": (TierLoad(num_waiting=10**6),) * 4, "max_sequences": 1}
+    await gateway.services.run.gate.follow()
+    assert await status(gateway, *CHAT) == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "objectives"),
+    [
+        ("", {}),
+        ("priority=1s,default=5s,flex=none", {"priority": 1.0, "default": 5.0}),
+        (" auto=500ms , ", {"default": 0.5}),
+        ("flex=0.25s", {"flex": 0.25}),
+    ],
+)
+def test_objectives(text: str, objectives: dict[str, float]) -> None:
+    assert parse_objectives(text) == objectives
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "priority",
+        "gold=1s",
+        "default=1",
+        "default=0s",
+        "default=-1s",
+        "default=4000s",
+        "default=1s,auto=2s",
+        "flex=nans",
+    ],
+)
+def test_wrong_objectives_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"service tiers|must be a time"):
+        parse_objectives(text)
