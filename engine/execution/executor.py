@@ -60,7 +60,7 @@ class SubmittedStep:
     `read_bytes` is the number of bytes that a decode step must read, or 0 if it is unknown.
     """
 
-    sampling: list[Sequence | None]
+    sampling: Collection[Sequence | None]
     scoring: list[Sequence]
     pooling: list[tuple[Sequence, bool]]
     result: StepResult

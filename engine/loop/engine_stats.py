@@ -75,13 +75,14 @@ class EngineStats:
         num_adapters = len(slots) - (-1 in slots)
         self._num_mixed_steps += num_adapters > 1
         self._max_adapters_in_step = max(self._max_adapters_in_step, num_adapters)
+        self._num_rows += sum([item.num_tokens for item in scheduled])
         for item in scheduled:
             sequence = item.sequence
-            self._num_rows += item.num_tokens
-            begin, end = sequence.num_computed, sequence.num_computed + item.num_tokens
+            begin = sequence.num_computed
             if begin == sequence.num_reached >= sequence.num_prompt:
                 # The common case: the answer continues.
                 continue
+            end = begin + item.num_tokens
             if not sequence.has_run:
                 self._cached_tokens += sequence.num_cached
             self._recomputed_tokens += max(0, min(end, sequence.num_reached) - begin)
@@ -113,7 +114,7 @@ class EngineStats:
             call_id=call_id,
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
-            num_background_running=sum([one.is_background for one in self._scheduler.running]),
+            num_background_running=self._scheduler.num_background_running,
             num_background_waiting=self._scheduler.queue.num_background,
             num_waiting=self._scheduler.queue.num_waiting,
             num_pages=self._pages.num_pages,

@@ -105,6 +105,8 @@ class Simulation:
                     self.finished[outbound.message.sequence_id] = outbound.message
                 case AdapterState():
                     self.answers.append(outbound.message)
+        running = self.scheduler.running
+        assert self.scheduler.num_background_running == sum(one.is_background for one in running)
         self.pages.check_integrity()
         return ran
 
