@@ -23,21 +23,21 @@ def keyset_rows(
     query: Select[*tuple[Any, ...]],
     id_column: ColumnElement[Any],
     limit: int,
-    after: str | None,
-    before: str | None,
+    after: str | int | None,
+    before: str | int | None,
 ) -> tuple[list[Row[*tuple[Any, ...]]], bool]:
     """Return one page of `query`, newest first by `id_column`, and whether there are more rows.
 
     `after` continues after that identifier, toward older rows. `before` alone goes in the other direction: it returns
     the `limit` rows just newer than that identifier, still newest first. With both, the page starts after `after` and
-    ends before `before`. The identifiers need not exist.
+    ends before `before`. The identifiers need not exist. They are text, or integers such as sequence numbers.
 
     Raises ValueError if `limit` is not positive, or if an identifier is not printable ASCII.
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1, not {limit}")
     for position in (after, before):
-        if position is not None and not (position.isascii() and position.isprintable()):
+        if isinstance(position, str) and not (position.isascii() and position.isprintable()):
             raise ValueError("after and before must be identifiers of this list")
     if after is not None:
         query = query.where(id_column < after)

@@ -52,29 +52,11 @@ def watch(
 
 
 def _line(event: Document) -> str:
+    from loramux.admin.client.event_text import event_text
     from loramux.admin.client.safe_text import safe_text
 
     if event["type"] == "events.expired":
         return f"the events after number {event['after']} are no longer kept"
     subject = event["model"] or event["tenant"] or event["tenant_id"]
-    words = (shown_time(event["created_at"]), event["sequence"], event["type"], subject, _details(event))
+    words = (shown_time(event["created_at"]), event["sequence"], event["type"], subject, event_text(event))
     return safe_text("  ".join(str(word) for word in words)).replace("\n", " ")
-
-
-def _details(event: Document) -> str:
-    data = event["data"]
-    match event["type"]:
-        case "version.ready":
-            return f"version {data['version']}"
-        case "version.rejected":
-            return f"version {data['version']}: {(data.get('error') or {}).get('message')}"
-        case "alias.moved":
-            targets = data["targets"]
-            return f"{data['alias']} -> " + ", ".join(
-                f"version {number}" + (f" ({weight})" if len(targets) > 1 else "") for number, weight in targets.items()
-            )
-        case "budget.threshold":
-            return f"{data['metric']} of {data['subject_id']}: {data['percent']} % of {data['limit']}"
-        case "adapter.loaded" | "adapter.evicted" | "adapter.struck":
-            return f"version {data['version']} on {data['server']}"
-    return json.dumps(data, ensure_ascii=False)

@@ -21,6 +21,7 @@ from loramux.admin.console.pages import (
     bases,
     batches,
     evals,
+    events,
     health,
     jobs,
     keys,
@@ -50,7 +51,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
         oidc = OidcLogin(site, services.oidc, site.provider)
     login = Login(site, oidc)
     overview, requests, resident = Overview(), Requests(), residency.Residency()
-    every_batch = batches.Batches()
+    every_batch, every_event = batches.Batches(), events.Events()
 
     def shows(path: str, handler: Handler) -> Route:
         return Route(path, page(site, handler), methods=GET)
@@ -152,6 +153,8 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
             shows("/batches/{batch_id}/cancel", batches.confirm_cancel),
             does("/batches/{batch_id}/cancel", batches.cancel),
             shows("/jobs", jobs.show),
+            shows("/events", every_event.show),
+            shows("/live/events", every_event.live),
             shows("/audit", audit.show),
             shows("/health", health.show),
             shows("/usage", usage.show),

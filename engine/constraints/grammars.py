@@ -194,6 +194,8 @@ class Grammars:
 
     def take_spent(self) -> dict[str, float]:
         """Return the processor time that each share's grammars have taken since the last call, in seconds."""
+        if not self._spent:
+            return {}
         spent, self._spent = self._spent, defaultdict(float)
         return spent
 
@@ -223,6 +225,9 @@ class Grammars:
 
     def receive(self) -> None:
         """Read the answers that have arrived, for the next `poll`, and end idle forks."""
+        if not (self._forks or self._held or self._queue):
+            # The common case: no system call is needed.
+            return
         for descriptor, event in self._epoll.poll(0):
             fork = self._by_descriptor.get(descriptor)
             if fork is None:

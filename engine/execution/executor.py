@@ -61,7 +61,7 @@ class SubmittedStep:
     `prompt_tokens` the number of prompt tokens that the step computes for the first time.
     """
 
-    sampling: list[Sequence | None]
+    sampling: Collection[Sequence | None]
     scoring: list[Sequence]
     pooling: list[tuple[Sequence, bool]]
     result: StepResult

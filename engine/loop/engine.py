@@ -18,7 +18,7 @@ from loramux.engine.adapters.adapter_load import AdapterLoad
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.adapter_strikes import AdapterStrikes
 from loramux.engine.adapters.host_floors import HostFloors, Protect, no_floors
-from loramux.engine.constraints.grammar import Grammar, Mask, Masks
+from loramux.engine.constraints.grammar import NO_MASKS, Grammar, Mask, Masks
 from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.constraints.token_rules import token_rules
 from loramux.engine.execution.executor import Executor, Forward, SubmittedStep
@@ -257,8 +257,12 @@ class Engine:
         read_bytes, before = self._stats.read_bytes(scheduled), self._stats.computed_prompt_tokens
         forward, sampling, scoring, pooling = self._submit(scheduled)
         prompt_tokens = self._stats.computed_prompt_tokens - before
+        constrained = [one for one in sampling if one.grammar is not None or one.token_rules is not None]
+        if not constrained:
+            # The common case: every row may choose any token.
+            return SubmittedStep(sampling, scoring, pooling, forward.choose(NO_MASKS, ()), read_bytes, prompt_tokens)
         in_flight = self._in_flight
-        if in_flight is not None and any(one.is_constrained for one in sampling):
+        if in_flight is not None:
             self._in_flight = None
             self._commit_counted(in_flight, started_s)
             self._await_masks(sampling)
@@ -554,7 +558,7 @@ class Engine:
             self._grammars.note_sharing()
         self._settle_grammars()
         if not self._lookahead:
-            self._await_masks([one for one in self._scheduler.running if not one.has_mask])
+            self._await_masks([one for one in self._constrained.values() if one.is_running and not one.has_mask])
         for share_key, seconds in self._grammars.take_spent().items():
             self._scheduler.queue.charge_time(share_key, seconds)
 

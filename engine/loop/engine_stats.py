@@ -80,13 +80,14 @@ class EngineStats:
         num_adapters = len(slots) - (-1 in slots)
         self._num_mixed_steps += num_adapters > 1
         self._max_adapters_in_step = max(self._max_adapters_in_step, num_adapters)
+        self._num_rows += sum([item.num_tokens for item in scheduled])
         for item in scheduled:
             sequence = item.sequence
-            self._num_rows += item.num_tokens
-            begin, end = sequence.num_computed, sequence.num_computed + item.num_tokens
+            begin = sequence.num_computed
             if begin == sequence.num_reached >= sequence.num_prompt:
                 # The common case: the answer continues.
                 continue
+            end = begin + item.num_tokens
             if not sequence.has_run:
                 self._cached_tokens += sequence.num_cached
             self._recomputed_tokens += max(0, min(end, sequence.num_reached) - begin)

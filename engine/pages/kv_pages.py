@@ -177,14 +177,14 @@ class KvPages:
         Both can happen as soon as the step that fills a page, or reads it last, has been submitted, because only later
         steps read or write the page again.
         """
-        if sequence.num_computed < sequence.next_offer:
+        num_known = min(sequence.num_computed, len(sequence.tokens))
+        if num_known < sequence.next_offer:
             return
         is_shared = sequence.shares_prefixes and not self._layout.num_state_pages
         offers = is_shared and not sequence.is_tainted
         if not offers and not self._has_windows:
             sequence.next_offer = sys.maxsize
             return
-        num_known = min(sequence.num_computed, len(sequence.tokens))
         if offers:
             for index in range(len(self._groups)):
                 self._offer(sequence, index, num_known)

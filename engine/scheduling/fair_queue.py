@@ -75,10 +75,12 @@ class FairQueue:
         self._least_active = ShareHeap(_served)
         self._least_waiting = ShareHeap(_served)
         self._heads = {True: ShareHeap(_ready_turn), False: ShareHeap(_cold_turn)}
-        # Shares to update in `_heads`. `_charged_more` has the shares whose counters rose, and `_changed` has the
-        # shares with other changes, such as a new waiting sequence.
+        # Shares that have changed since the last `order`. `_charged_more` has the shares whose counters rose, and
+        # `_changed` has the shares with other changes, such as a new waiting sequence.
         self._changed: dict[FairShare, None] = {}
         self._charged_more: dict[FairShare, None] = {}
+        # Waiting shares to update in `_heads`, which only a long queue needs.
+        self._outdated: dict[FairShare, None] = {}
         self._last_asked = (0, 0)
         self._last_order: list[Sequence] = []
         self._num_admissions = 0
@@ -202,15 +204,13 @@ class FairQueue:
         is_same = self._last_asked == (num_ready, num_cold) and not self._changed
         if is_same and not (is_exact and self._charged_more):
             return self._last_order
-        self._changed |= self._charged_more
-        self._charged_more.clear()
-        for share in self._changed:
-            for is_ready, heap in self._heads.items():
-                if share.line(is_ready):
-                    heap.update(share)
-                else:
-                    heap.discard(share)
+        self._outdated.update(
+            (share, None) for share in (*self._changed, *self._charged_more) if share in self._waiting
+        )
         self._changed.clear()
+        self._charged_more.clear()
+        if self.num_ready > num_ready or self.num_cold > num_cold:
+            self._update_heads()
         ready = self._order(True, num_ready) if self.num_ready else []
         cold = self._order(False, num_cold) if self.num_cold else []
         if 0 < num_ready < self.num_ready:
@@ -242,12 +242,17 @@ class FairQueue:
         return [one for share in self._active.values() for one in (*share.ready, *share.cold, *share.parked)]
 
     def _order(self, is_ready: bool, count: int) -> list[tuple[TurnKey, Sequence]]:
-        """The first `count` ready or cold sequences, with their turns."""
+        """The first `count` ready or cold sequences, with their turns. The heads must be current unless that is all."""
+        if count >= (self.num_ready if is_ready else self.num_cold):
+            # No heap is needed, because each share's turns ascend.
+            return sorted(
+                [item for share in self._waiting for item in _turns(share, is_ready, self._rounds(share))], key=_turn_of
+            )
         # A turn's last element is the arrival number, which is unique, so comparisons never reach later tuple elements.
         heads: list[tuple[TurnKey, Sequence, Iterator[tuple[TurnKey, Sequence]]]] = []
         for share in self._late:
             if share.line(is_ready):
-                turns = _turns(share, is_ready, self._num_admissions - share.waits_since)
+                turns = _turns(share, is_ready, self._rounds(share))
                 heads.append((*next(turns), turns))
         heapq.heapify(heads)
         others = self._heads[is_ready].ascending()
@@ -275,6 +280,19 @@ class FairQueue:
             else:
                 heapq.heapreplace(heads, (*after, turns))
         return order
+
+    def _update_heads(self) -> None:
+        for share in self._outdated:
+            for is_ready, heap in self._heads.items():
+                if share.line(is_ready):
+                    heap.update(share)
+                else:
+                    heap.discard(share)
+        self._outdated.clear()
+
+    def _rounds(self, share: FairShare) -> int:
+        """Number of admissions since the share began to wait if it has waited too long, otherwise 0."""
+        return self._num_admissions - share.waits_since if share in self._late else 0
 
     def _look_for_late(self) -> None:
         if self._num_admissions - self._looked_at < ROUNDS_BETWEEN_CHECKS:
@@ -330,6 +348,9 @@ class FairQueue:
             self._late.pop(share, None)
             self._waiting_weight -= share.weight
             self._least_waiting.discard(share)
+            self._outdated.pop(share, None)
+            for heap in self._heads.values():
+                heap.discard(share)
 
     def _count_line(self, is_ready: bool, change: int) -> None:
         if is_ready:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
@@ -30,7 +31,7 @@ QUIET_STEPS = 100
 MAX_YIELDS = 16
 """Maximum number of consecutive steps in which running background sequences do not take part because of others."""
 
-_row_place = attrgetter("sequence.row_place")
+_row_place = attrgetter("row_place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +46,15 @@ class SchedulerLimits:
     look_ahead: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Lane:
     """The background sequences, or all others."""
 
-    decoding: list[Sequence] = field(default_factory=list)
+    decoding: list[Sequence]
     """Running sequences whose next row is a decode row, in order of admission."""
-    prompts: list[Sequence] = field(default_factory=list)
+    prompts: list[Sequence]
     """Running sequences whose prompt is not yet computed, in order of admission."""
-    waiting: list[tuple[int, Sequence]] = field(default_factory=list)
+    waiting: list[tuple[int, Sequence]]
     """Waiting sequences by turn, each with its position among all waiting sequences."""
 
     @property
@@ -83,8 +84,11 @@ class Scheduler:
         self._adapters = adapters
         self._limits = limits
         self.running: list[Sequence] = []
+        """In order of admission."""
         self.running_by_rank = [0] * (BACKGROUND_RANK + 1)
         """Number of running sequences of each rank."""
+        # The running sequences in the order of their rows.
+        self._by_row: list[Sequence] = []
         self._order: list[Sequence] = []
         # Page shortage in the last step: whether a running sequence had to wait for pages, and the first sequence that
         # was not admitted for lack of pages.
@@ -145,15 +149,7 @@ class Scheduler:
         self._is_short, self._short_of_pages = False, None
         has_vacated = self._make_room_for_adapters()
         scheduled: dict[Sequence, ScheduledSequence] = {}
-        ahead, behind = _Lane(), _Lane()
-        for sequence in self._active():
-            lane = behind if sequence.is_background else ahead
-            if sequence.num_tokens - sequence.num_computed == 1:
-                lane.decoding.append(sequence)
-            else:
-                lane.prompts.append(sequence)
-        for position, sequence in enumerate(self._order):
-            (behind if sequence.is_background else ahead).waiting.append((position, sequence))
+        ahead, behind = self._lanes()
         num_free_slots = self._limits.max_sequences - ahead.num_running - behind.num_running
         is_due = behind.num_running > 0 and self._num_yields >= MAX_YIELDS
         kept = self._few_rows if is_due else 0
@@ -170,7 +166,7 @@ class Scheduler:
             self._fill(scheduled, behind, budget, self._num_free_slots(), can_free_slots=False)
         yields = behind.num_running > 0 and len(scheduled) == num_ahead
         self._num_yields = self._num_yields + 1 if yields else 0
-        return sorted(scheduled.values(), key=_row_place)
+        return [item for one in self._by_row if (item := scheduled.get(one)) is not None]
 
     def loads(self) -> list[TierLoad]:
         """The load of each rank."""
@@ -212,7 +208,7 @@ class Scheduler:
         prefix cache.
         """
         if sequence.state is SequenceState.RUNNING:
-            self._stop_running(sequence)
+            self._remove_running(sequence)
             self.num_ended += 1
             if is_broken:
                 self._kv.disown(sequence)
@@ -272,7 +268,7 @@ class Scheduler:
         # After a preemption, admit no sequence in this step. Otherwise, the victim would immediately take its pages
         # back.
         if self.num_preemptions == num_preemptions and not self.is_short_of_pages:
-            under_way = (scheduled[one] for one in lane.prompts if one in scheduled)
+            under_way = [scheduled[one] for one in lane.prompts if one in scheduled]
             is_midway = any(item.num_tokens < item.sequence.num_pending for item in under_way)
             for item in self._admit(scheduled, lane.waiting, budget, num_free_slots, is_midway):
                 scheduled[item.sequence] = item
@@ -301,7 +297,7 @@ class Scheduler:
         """Preempt background sequences if that gives another sequence's adapter a slot or pages. Returns True if any
         was preempted.
         """
-        if self._adapters.is_copying or not self.running_by_rank[BACKGROUND_RANK]:
+        if not self.running_by_rank[BACKGROUND_RANK] or self._adapters.is_copying:
             return False
         for position, sequence in enumerate(self._order):
             load = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
@@ -393,7 +389,27 @@ class Scheduler:
         """The running sequences that take a slot: those that neither are paused nor wait for a mask. If all slots are
         taken when such a sequence resumes, it waits for a free one.
         """
-        return [one for one in self.running if one.num_tokens < one.num_reserved and not one.waits_for_mask]
+        # Most sequences have no grammar, and reading a property takes longer than the rest of the condition.
+        return [
+            one
+            for one in self.running
+            if one.num_tokens < one.num_reserved and (one.grammar is None or not one.waits_for_mask)
+        ]
+
+    def _lanes(self) -> tuple[_Lane, _Lane]:
+        """Divide the active and the waiting sequences into background sequences, which come second, and all others."""
+        running, waiting = self._active(), list(enumerate(self._order))
+        background = [one for one in self._order if one.is_background]
+        if not background and not self.running_by_rank[BACKGROUND_RANK]:
+            return _lane(running, waiting), _lane([], [])
+        ahead, behind = (
+            _lane(
+                [one for one in running if one.is_background is is_background],
+                [item for item in waiting if item[1].is_background is is_background],
+            )
+            for is_background in (False, True)
+        )
+        return ahead, behind
 
     def _num_free_slots(self) -> int:
         return self._limits.max_sequences - len(self._active())
@@ -487,6 +503,7 @@ class Scheduler:
         sequence.row_place = sequence.slot, sequence.arrival
         self.running.append(sequence)
         self.running_by_rank[sequence.rank] += 1
+        insort(self._by_row, sequence, key=_row_place)
         if not sequence.has_run:
             sequence.num_cached = sequence.num_computed
         return ScheduledSequence(sequence, num_tokens)
@@ -499,7 +516,7 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Return a running sequence to the queue. Its tokens are computed again when it is admitted."""
-        self._stop_running(sequence)
+        self._remove_running(sequence)
         self._kv.offer(sequence)
         self._give_back(sequence)
         sequence.state = SequenceState.WAITING
@@ -508,8 +525,9 @@ class Scheduler:
         self.queue.leave(sequence)
         self.num_preemptions += 1
 
-    def _stop_running(self, sequence: Sequence) -> None:
+    def _remove_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._by_row.remove(sequence)
         self.running_by_rank[sequence.rank] -= 1
 
     def _give_back(self, sequence: Sequence) -> None:
@@ -524,3 +542,11 @@ def _num_held(sequence: Sequence, prefix: Prefix, budget: int) -> int:
     num_pending = sequence.num_tokens - prefix.num_tokens
     # A preempted sequence resumes only if there is room for all its tokens, so that it gets further than before.
     return num_pending if sequence.has_run else min(num_pending, budget)
+
+
+def _lane(running: list[Sequence], waiting: list[tuple[int, Sequence]]) -> _Lane:
+    decoding: list[Sequence] = []
+    prompts: list[Sequence] = []
+    for sequence in running:
+        (decoding if sequence.num_tokens - sequence.num_computed == 1 else prompts).append(sequence)
+    return _Lane(decoding, prompts, waiting)

@@ -223,7 +223,9 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
             pooled.append(_pooled_rows(sequence, len(tokens) - num_tokens, num_tokens))
         elif end == sequence.num_tokens:
             sample_rows.append(len(tokens) - 1)
-            samples.append(sampling_row(sequence))
+            # Copied, because later steps may change the sequence.
+            num_chosen = end - sequence.num_prompt
+            samples.append(SamplingRow(sequence.add.sampling, sequence.seed, num_chosen, sequence.logit_penalties))
     first_positions, cu_q = np.asarray(begins), _running_sum(counts)
     blocks, block_starts, state_starts = _listed_blocks(sequences)
     positions, row_slots, row_starts = first_positions, np.asarray(slots), block_starts
@@ -278,13 +280,6 @@ def _listed_blocks(
         state_starts.append(len(blocks))
         blocks += sequence.state_pages
     return np.asarray(blocks), block_starts, np.asarray(state_starts)
-
-
-def sampling_row(sequence: Sequence) -> SamplingRow:
-    """Capture the sampling inputs of the sequence's next token, because later steps may change the sequence."""
-    return SamplingRow(
-        sequence.add.sampling, sequence.seed, sequence.num_tokens - sequence.num_prompt, sequence.logit_penalties
-    )
 
 
 def _scored_rows(sequence: Sequence, first_row: int, num_tokens: int) -> ScoredRows:

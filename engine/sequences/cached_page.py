@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 COMPUTE_COST = 1.0
 """Cost of recomputing one KV page, the unit of all eviction costs."""
@@ -27,23 +27,11 @@ class CachedPage:
     page: int
     digest: str | None
     num_users: int = 0
-
-    @property
-    def num_pages(self) -> int:
-        return 1
-
-    @property
-    def cost(self) -> float:
-        return COMPUTE_COST
-
-    @property
-    def has_slot(self) -> bool:
-        return False
-
-    @property
-    def is_waited_for(self) -> bool:
-        """False, because sequences recompute a missing prefix instead of waiting for it."""
-        return False
+    num_pages: ClassVar[int] = 1
+    cost: ClassVar[float] = COMPUTE_COST
+    has_slot: ClassVar[bool] = False
+    is_waited_for: ClassVar[bool] = False
+    """False, because sequences recompute a missing prefix instead of waiting for it."""
 
     def evict(self) -> None:
         self.cache.num_evictions += 1

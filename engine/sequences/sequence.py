@@ -85,7 +85,9 @@ class Sequence:
     """The pages of a hybrid decoder's state after the first `num_computed` tokens. Their number does not depend on the
     sequence's length. The first step ignores their contents."""
     next_offer: int = 0
-    """Value that `num_computed` must reach before another page can be cached or freed: see `KvPages.offer`."""
+    """Number of tokens that must be computed and committed before another page can be cached or freed: see
+    `KvPages.offer`.
+    """
     tokens: list[int] = field(default_factory=list)
     pending_output: list[int] = field(default_factory=list)
     """Committed tokens not yet emitted to the gateway: see `Add.tokens_at_once`."""
@@ -211,11 +213,6 @@ class Sequence:
     def shares_prefixes(self) -> bool:
         """True if the sequence uses and fills the prefix cache."""
         return bool(self.add.isolation_key) and not self.is_pooled
-
-    @property
-    def is_constrained(self) -> bool:
-        """True if a grammar or token rules limit the next token."""
-        return self.grammar is not None or self.token_rules is not None
 
     @property
     def is_running(self) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, bindparam, delete, func, select, update
+from sqlalchemy import Column, Connection, Row, Select, bindparam, delete, func, select, update
 
-from loramux.migrations.database import Database
+from loramux.migrations.database import LONGEST_READ_S, Database
+from loramux.migrations.paging import Page, keyset_rows
 from loramux.migrations.schema import adapters, event_heads, events, tenants
 from loramux.migrations.upserts import upsert
 
@@ -100,26 +101,29 @@ class EventLog:
 
     def read(self, after: int, wanted: EventFilter, since_us: int = 0, limit: int = MAX_READ) -> list[Event]:
         """Return the oldest events after a number: a sequence number if a tenant is wanted, otherwise a position."""
-        number = events.c.position if wanted.tenant_id is None else events.c.sequence
-        owners = tenants.alias()
-        query = (
-            select(*events.c, tenants.c.slug.label("tenant"), (owners.c.slug + "/" + adapters.c.name).label("model"))
-            .outerjoin(tenants, tenants.c.id == events.c.tenant_id)
-            .outerjoin(adapters, adapters.c.id == events.c.adapter_id)
-            .outerjoin(owners, owners.c.id == adapters.c.tenant_id)
-            .where(number > after)
-        )
-        if wanted.tenant_id is not None:
-            query = query.where(events.c.tenant_id == wanted.tenant_id)
-        if wanted.adapter_ids is not None:
-            query = query.where(events.c.adapter_id.in_(sorted(wanted.adapter_ids)))
-        if wanted.types is not None:
-            query = query.where(events.c.type.in_(sorted(wanted.types)))
+        number = _number_column(wanted)
+        query = _selected(wanted).where(number > after)
         if since_us:
             query = query.where(events.c.created_us >= since_us)
         with self._database.read() as connection:
             rows: list[Row[Any]] = list(connection.execute(query.order_by(number).limit(limit)))
         return [_event(row) for row in rows]
+
+    def page(self, wanted: EventFilter, limit: int, after: str | None = None, before: str | None = None) -> Page[Event]:
+        """Return a page of the numbered events, newest first. `after` and `before` are identifiers. An event that is no
+        longer kept counts as older than all others.
+        """
+        number = _number_column(wanted)
+        query = _selected(wanted).where(events.c.position.is_not(None))
+        edges = [one for one in (after, before) if one is not None]
+        with self._database.read(LONGEST_READ_S) as connection:
+            known = select(events.c.id, number).where(events.c.id.in_(edges))
+            if wanted.tenant_id is not None:
+                known = known.where(events.c.tenant_id == wanted.tenant_id)
+            numbers: dict[str, int] = {row[0]: row[1] or 0 for row in connection.execute(known)} if edges else {}
+            first, last = (None if one is None else numbers.get(one, 0) for one in (after, before))
+            rows, has_more = keyset_rows(connection, query, number, limit, first, last)
+        return Page(tuple(_event(row) for row in rows), has_more)
 
     def sweep(self, kept_days: int, max_kept: int = MAX_KEPT) -> int:
         """Delete the events that are older than this many days, and each tenant's oldest events beyond a number of
@@ -176,6 +180,28 @@ class EventLog:
 def _head(connection: Connection, tenant_id: str) -> int:
     query = select(event_heads.c.number).where(event_heads.c.tenant_id == tenant_id)
     return int(connection.scalar(query) or 0)
+
+
+def _number_column(wanted: EventFilter) -> Column[Any]:
+    """The column that orders the wanted events."""
+    return events.c.position if wanted.tenant_id is None else events.c.sequence
+
+
+def _selected(wanted: EventFilter) -> Select[tuple[Any, ...]]:
+    owners = tenants.alias()
+    query = (
+        select(*events.c, tenants.c.slug.label("tenant"), (owners.c.slug + "/" + adapters.c.name).label("model"))
+        .outerjoin(tenants, tenants.c.id == events.c.tenant_id)
+        .outerjoin(adapters, adapters.c.id == events.c.adapter_id)
+        .outerjoin(owners, owners.c.id == adapters.c.tenant_id)
+    )
+    if wanted.tenant_id is not None:
+        query = query.where(events.c.tenant_id == wanted.tenant_id)
+    if wanted.adapter_ids is not None:
+        query = query.where(events.c.adapter_id.in_(sorted(wanted.adapter_ids)))
+    if wanted.types is not None:
+        query = query.where(events.c.type.in_(sorted(wanted.types)))
+    return query
 
 
 def _event(row: Row[Any]) -> Event:

@@ -37,6 +37,7 @@ PAGES = {
     "keys": ("/keys?tenant=harbour", "demo"),
     "usage": ("/usage?group_by=model", "harbour/pirate@1"),
     "jobs": ("/jobs?state=succeeded", "harbour/pirate@1"),
+    "events": ("/events", "alias.moved"),
     "audit": ("/audit", "tenant.create"),
     "health": ("/health", "demo-base"),
     "move": ("/adapters/{harbour}/move?alias=default", "Weight"),

@@ -177,7 +177,9 @@ def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab:
         request.is_charged and status in (0, 200) and usage_of(answer) is None
         for request, (status, answer) in zip(requests, answers, strict=True)
     )
-    truths, events = lab.truths(), lab.events_of(tenant.id)
+    truths = lab.truths()
+    # A line of a cancelled batch that was not stored is charged nothing. `batches.check` has compared the others.
+    events = {one: event for one, event in lab.events_of(tenant.id).items() if event.endpoint != "batches"}
     wrong = [event for request_id, event in events.items() if not truths[request_id].fits(event)]
     print(
         f"\n{num_streams} requests, {kinds(requests)}, statuses {dict(Counter(status for status, _ in answers))}: "

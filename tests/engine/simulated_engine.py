@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from loramux.engine.protocol.messages import (
     StatsRequest,
     StepOutput,
 )
+from loramux.engine.protocol.service_tiers import BACKGROUND_RANK
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -105,6 +106,9 @@ class Simulation:
                     self.finished[outbound.message.sequence_id] = outbound.message
                 case AdapterState():
                     self.answers.append(outbound.message)
+        running = self.scheduler.running
+        ranks = Counter(one.rank for one in running)
+        assert self.scheduler.running_by_rank == [ranks[rank] for rank in range(BACKGROUND_RANK + 1)]
         self.pages.check_integrity()
         return ran
 

@@ -1,4 +1,4 @@
-"""`/events`: what happens to tenants' adapters and budgets, as a stream of server-sent events."""
+"""`/events`: what happens to tenants' adapters and budgets, as a stream of server-sent events and as a list."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated, get_args
 
 from fastapi import APIRouter, Header, Query, Response
 
-from loramux.admin.rest.access import Reader, Services, tenant_filter
+from loramux.admin.rest.access import Caller, Reader, Services, tenant_filter
 from loramux.admin.rest.adapters.adapters import find_adapter
 from loramux.admin.rest.held_response import HeldResponse
-from loramux.admin.rest.listing import IDENTIFIER, TenantParam
+from loramux.admin.rest.listing import IDENTIFIER, ListDocument, Paging, TenantParam, list_document, paged
 from loramux.admin.rest.services import AdminServices
 from loramux.migrations.events import EventType
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.events.documents import describe_event
+from loramux.platform.events.documents import EventDocument, describe_event
 from loramux.platform.events.event_log import MAX_READ, Event, EventFilter
 from loramux.platform.requests.openapi import answers_events
 from loramux.platform.requests.sse import event as encoded
@@ -30,6 +30,11 @@ RETRY_MS = 2000
 EXPIRED = "events.expired"
 """Type of the first event of a stream that cannot begin where the client left off. It has no number."""
 
+AdapterParam = Annotated[str | None, Query(pattern=IDENTIFIER, description="Only events of this adapter.")]
+TypesParam = Annotated[
+    str | None, Query(max_length=400, description="Only these types, separated by commas, such as `alias.moved`.")
+]
+
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _TYPES = frozenset(get_args(EventType))
 
@@ -39,10 +44,8 @@ async def follow_events(
     services: Services,
     caller: Reader,
     tenant: TenantParam = None,
-    adapter: Annotated[str | None, Query(pattern=IDENTIFIER, description="Only events of this adapter.")] = None,
-    types: Annotated[
-        str | None, Query(max_length=400, description="Only these types, separated by commas, such as `alias.moved`.")
-    ] = None,
+    adapter: AdapterParam = None,
+    types: TypesParam = None,
     last_event_id: Annotated[
         str | None, Header(max_length=40, description="Continue after this number instead of with the next event.")
     ] = None,
@@ -53,17 +56,13 @@ async def follow_events(
     gaps. Platform keys without `tenant` get the numbers among all events. The stream ends after five minutes; send the
     last number as `Last-Event-ID` to continue.
     """
-    tenant_id = await tenant_filter(services, caller, tenant)
-    adapter_ids = caller.adapter_ids
-    if adapter is not None:
-        adapter_ids = frozenset({(await find_adapter(services, caller, adapter)).id})
-    wanted = EventFilter(tenant_id=tenant_id, adapter_ids=adapter_ids, types=_parsed_types(types))
+    wanted = await _wanted(services, caller, tenant, adapter, types)
     if last_event_id is not None and not _NUMBER.fullmatch(last_event_id):
         raise InvalidRequest("Last-Event-ID must be the number of an event", param="last-event-id")
     release_slot = await services.slots.event_streams.acquire_slot(caller.principal.holder, rests=False)
     try:
         position = await services.events.feed.head()
-        head = await services.call(services.events.log.head, tenant_id)
+        head = await services.call(services.events.log.head, wanted.tenant_id)
     except BaseException:
         release_slot()
         raise
@@ -71,6 +70,33 @@ async def follow_events(
     stream = _stream(services, wanted, after, position, is_resumed=last_event_id is not None)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return HeldResponse(stream, release_slot, headers, "text/event-stream")
+
+
+@router.get("/recent")
+@paged
+async def list_recent_events(
+    services: Services,
+    caller: Reader,
+    paging: Paging,
+    tenant: TenantParam = None,
+    adapter: AdapterParam = None,
+    types: TypesParam = None,
+) -> ListDocument[EventDocument]:
+    """List the events that are kept, newest first. The filters, and who sees which events, are those of the stream."""
+    wanted = await _wanted(services, caller, tenant, adapter, types)
+    await services.events.feed.head()
+    page = await services.call(services.events.log.page, wanted, *paging)
+    return list_document(page, lambda event: describe_event(event, is_of_tenant=wanted.tenant_id is not None))
+
+
+async def _wanted(
+    services: AdminServices, caller: Caller, tenant: str | None, adapter: str | None, types: str | None
+) -> EventFilter:
+    tenant_id = await tenant_filter(services, caller, tenant)
+    adapter_ids = caller.adapter_ids
+    if adapter is not None:
+        adapter_ids = frozenset({(await find_adapter(services, caller, adapter)).id})
+    return EventFilter(tenant_id=tenant_id, adapter_ids=adapter_ids, types=_parsed_types(types))
 
 
 def _parsed_types(text: str | None) -> frozenset[str] | None:

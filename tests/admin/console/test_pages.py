@@ -24,7 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.console.app import create_console
 from loramux.admin.serving.app import create_admin_app
-from loramux.migrations.schema import adapter_versions, base_servers, version_bases
+from loramux.migrations.events import EventType, note_event
+from loramux.migrations.schema import adapter_versions, base_servers, version_bases, webhooks
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from tests.admin.added_batches import add_batch
 from tests.admin.admin_side import ADMIN_KEY, MODEL_SOURCE, AdminSide
@@ -50,7 +51,7 @@ async def operator(console_app: ASGIApp) -> AsyncIterator[Browser]:
 
 PAGES = ["/", "/adapters", "/residency", "/residency?tier=disk", "/requests", "/playground", "/tenants", "/quotas"]
 PAGES += ["/bases", "/keys", "/usage", "/usage?days=30&group_by=endpoint", "/jobs", "/jobs?state=failed"]
-PAGES += ["/audit", "/health", "/batches"]
+PAGES += ["/audit", "/health", "/batches", "/events", "/events?type=alias.moved"]
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -101,6 +102,7 @@ async def test_missing_object_gets_a_not_found_page(operator: Browser, path: str
         "/residency?tier=%F0%9F%92%A9",
         "/jobs?state=none",
         "/audit?action=%00%0a",
+        "/events?tenant=%00&adapter=%3Cb%3E%2F%00&type=%3Cb%3E&after=%00",
         "/adapters/%00",
         "/adapters/x/versions/99999999999999999999",
         "/adapters/x/evals/%00?after_line=-1",
@@ -419,6 +421,74 @@ async def test_batches_show_their_progress_and_are_cancelled(operator: Browser, 
     assert "No batches yet" in (await operator.get(f"/batches?tenant=batching&after=bat_{'0' * 32}")).text
 
 
+async def test_events_are_filtered_and_updated_beside_their_webhooks(
+    operator: Browser, console_app: ASGIApp, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = console_side.services
+    tenant, other = (services.accounts.tenants.create(slug) for slug in ("eventful", "uneventful"))
+    support, sales = (services.adapters.registry.create_adapter(tenant.id, name) for name in ("support", "sales"))
+    add_ready_versions(services.database, support.id, 1)
+    _note(console_side, "adapter.loaded", {"version": 1, "server": "srv_1"}, tenant.id, sales.id)
+    budget = {"metric": "tokens_per_day", "subject_id": other.id, "percent": 81, "limit": 1000}
+    _note(console_side, "budget.threshold", budget, other.id, None)
+    path = "/events?tenant=eventful"
+    page = (await operator.get(path)).text
+    assert re.findall(r'<span class="tag \w+">([a-z]+\.[a-z]+)</span>', page) == ["adapter.loaded", "alias.moved"]
+    assert f'<a href="/console/adapters/{sales.id}/versions/1">eventful/sales@1</a>' in page
+    assert "version 1 on srv_1" in page
+    assert "default -&gt; version 1" in page
+    for adapter in ("eventful/support", support.id):
+        page = (await operator.get(f"/events?adapter={adapter}")).text
+        assert ("eventful/support" in page, "eventful/sales" in page) == (True, False)
+    page = (await operator.get("/events?type=budget.threshold")).text
+    assert f"tokens_per_day of {other.id}: 81 % of 1000" in page
+    assert "eventful/sales" not in page
+    assert "there is no adapter eventful/none" in (await operator.get("/events?adapter=eventful/none")).text
+
+    webhook, _ = services.events.webhooks.create(tenant.id, "https://hooks.example.com/in", ["alias.moved"])
+    failing = update(webhooks).where(webhooks.c.id == webhook.id).values(num_failures=3, last_error="answered 500")
+    with services.database.write() as connection:
+        connection.execute(failing)
+    page = (await operator.get(path)).text
+    shown = r"hooks.example.com/in</code></th><td>eventful</td><td>alias.moved</td>.*failing.*>3</td>.*answered 500"
+    assert re.search(shown, page)
+    assert "No webhooks" in (await operator.get("/events?tenant=uneventful")).text
+
+    monkeypatch.setattr("loramux.admin.console.pages.events.EVERY_S", 0.01)
+    async with Stream(console_app, operator.client, "/console/live/events") as stream:
+        await stream.until("eventful/sales@1")
+        _note(console_side, "adapter.struck", {"version": 7, "server": "srv_1"}, tenant.id, sales.id)
+        await stream.until("eventful/sales@7")
+
+
+async def test_tenant_sees_only_its_own_events_and_webhooks(console_app: ASGIApp, console_side: AdminSide) -> None:
+    services = console_side.services
+    secret = ""
+    for slug in ("unseen", "seeing"):
+        tenant = services.accounts.tenants.create(slug)
+        adapter = services.adapters.registry.create_adapter(tenant.id, "voice")
+        _note(console_side, "adapter.loaded", {"version": 1, "server": "srv_1"}, tenant.id, adapter.id)
+        services.events.webhooks.create(tenant.id, f"https://{slug}.example.com", None)
+        secret = services.accounts.api_keys.create(tenant.id, "reader", ["tenant:read"]).secret
+    async with client_of(console_app) as client:
+        reader = Browser(client)
+        await reader.sign_in(secret)
+        for path in ("/events", "/events?adapter=voice"):
+            page = (await reader.get(path)).text
+            assert "seeing/voice@1" in page
+            assert "https://seeing.example.com" in page
+            assert "unseen" not in page
+        page = (await reader.get("/events?tenant=unseen")).text
+        assert "there is no such tenant" in page
+        assert "unseen/voice" not in page
+
+
+def _note(side: AdminSide, kind: EventType, data: dict[str, Any], tenant_id: str, adapter_id: str | None) -> None:
+    database = side.services.database
+    with database.write() as connection:
+        note_event(connection, database.now_us(connection), kind, data, tenant_id=tenant_id, adapter_id=adapter_id)
+
+
 async def _followed(operator: Browser, path: str) -> str:
     return (await operator.client.get((await operator.get(path, 303)).headers["location"])).text
 
@@ -433,6 +503,7 @@ async def test_markup_in_names_is_escaped_on_every_page(
     settle_request(console_side, tenant.id, key.key.id, "the-base", 5, 5)
     running = begin_request(console_side, tenant.id, key.key.id, "the-base", 5)
     batch_id = add_batch(services.database, tenant.id, key.key.id)
+    services.events.webhooks.create(tenant.id, "https://hooks.example.com/marked", None)
     adapter = f"/adapters/{await _voice(operator, make_adapter)}"
     spoilt = Starlette(routes=[Mount("/console", create_console(services, HostileRest(console_app)))])
     pages = [path for path in PAGES if path != "/playground"]

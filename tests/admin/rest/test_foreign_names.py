@@ -109,6 +109,8 @@ CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("GET", "/audit_log?tenant={slug}", None),
     ("GET", "/events?tenant={slug}", None),
     ("GET", "/events?adapter={adapter}", None),
+    ("GET", "/events/recent?tenant={slug}", None),
+    ("GET", "/events/recent?adapter={adapter}", None),
     ("GET", "/webhooks?tenant={slug}", None),
     ("GET", "/webhooks/{webhook}", None),
     ("DELETE", "/webhooks/{webhook}", None),

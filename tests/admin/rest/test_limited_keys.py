@@ -216,6 +216,7 @@ NARROWED = {
     "GET /api_keys",
     "GET /batches",
     "GET /costs",
+    "GET /events/recent",
     "GET /jobs",
     "GET /models",
     "GET /prices",
@@ -417,6 +418,8 @@ LISTS = [
     "/jobs?state=queued",
     "/jobs?state=succeeded",
     "/jobs?state=failed",
+    "/events/recent?limit=1",
+    "/events/recent?tenant=acme&limit=100",
     "/prices?tenant=acme&limit=100",
     "/quotas?tenant=acme&limit=100",
     "/quotas/effective?tenant=acme",
@@ -610,15 +613,13 @@ async def test_console_forms_leak_nothing_to_a_limited_key(app: ASGIApp, world: 
             assert world.leaks(shown.text) == [], path
 
 
-@pytest.mark.parametrize("path", ["/live/batches", "/live/overview", "/live/requests", "/live/residency"])
+LIVE = ["/live/batches", "/live/events", "/live/overview", "/live/requests", "/live/residency"]
+
+
+@pytest.mark.parametrize("path", LIVE)
 async def test_live_parts_leak_nothing_to_a_limited_key(
     app: ASGIApp, world: World, signed_in: Browser, path: str
 ) -> None:
-    assert {one for one in pages(app, "GET") if one.startswith("/live/")} == {
-        "/live/batches",
-        "/live/overview",
-        "/live/requests",
-        "/live/residency",
-    }
+    assert {one for one in pages(app, "GET") if one.startswith("/live/")} == {*LIVE}
     async with Stream(app, signed_in.client, f"/console{path}") as stream:
         assert world.leaks(await stream.until("event: ")) == []

@@ -168,7 +168,7 @@ def test_costly_requests_get_only_their_share(num_shares: int) -> None:
 
 
 class PlainOrder:
-    """The expected order, sorted from scratch. The queue's heaps must produce the same order."""
+    """The expected order, sorted from scratch. The queue must produce the same order with and without its heaps."""
 
     def __init__(self, queue: FairQueue, num_ready: int, num_cold: int) -> None:
         self.turns: list[tuple[tuple[float, ...], int]] = []
@@ -231,6 +231,22 @@ def test_queue_order_equals_sorting_all_waiting_sequences(data: st.DataObject) -
         num_ready, num_cold = rng.choice([(1, 0), (4, 4), (0, 3), (50, 50)])
         found = [one.arrival for one in queue.order(num_ready, num_cold)]
         assert found == PlainOrder(queue, num_ready, num_cold).arrivals
+
+
+def test_queue_keeps_nothing_of_shares_that_no_longer_wait() -> None:
+    queue = FairQueue()
+    for number in range(40):
+        waiting(queue, number, str(number), digest="a")
+    assert len(queue.order(1, 1)) == 1
+    for number in range(40, 80):
+        waiting(queue, number, str(number))
+    # The heaps are not needed here, so they are not updated.
+    assert len(queue.order(100, 100)) == 80
+    for sequence in queue.sequences():
+        queue.remove(sequence)
+    assert queue.order(1, 1) == []
+    assert not queue._outdated
+    assert not any(heap._current for heap in queue._heads.values())
 
 
 def test_flood_does_not_age_to_the_front() -> None:

@@ -9,6 +9,7 @@ import pytest
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.migrations.events import note_event
+from loramux.migrations.paging import Page
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.events.event_log import EventFilter, EventLog
 from tests.platform.clocked_databases import FakeClock, empty
@@ -49,6 +50,26 @@ def test_filters_by_adapter_and_type(clocked: Database, acme: Tenant) -> None:
     assert (found.data["n"], found.model) == (2, "acme/support")
     assert log.read(0, EventFilter(types={"version.ready"})) == []
     assert len(log.read(0, EventFilter(types={"alias.moved"}), limit=1)) == 1
+
+
+def test_pages_go_from_the_newest_event_to_older_ones(clocked: Database, acme: Tenant) -> None:
+    log, globex = EventLog(clocked), Tenants(clocked).create("globex")
+    for number, tenant in enumerate((acme, acme, globex, acme)):
+        note(clocked, tenant.id, number)
+    of_all, of_acme = EventFilter(), EventFilter(tenant_id=acme.id)
+    # Events without a number are not shown, because their order is not known yet.
+    assert log.page(of_all, 10) == Page((), False)
+    log.advance()
+    newest = log.page(of_all, 3)
+    assert ([one.data["n"] for one in newest.data], newest.has_more) == ([3, 2, 1], True)
+    assert [one.data["n"] for one in log.page(of_all, 3, after=newest.data[-1].id).data] == [0]
+    assert [one.data["n"] for one in log.page(of_all, 2, before=newest.data[-1].id).data] == [3, 2]
+    assert [one.data["n"] for one in log.page(of_acme, 2, after=newest.data[0].id).data] == [1, 0]
+    # Neither an unknown identifier nor that of another tenant's event says where that event is.
+    for unknown in ("evt_" + "f" * 32, newest.data[1].id):
+        assert log.page(of_acme, 2, after=unknown) == Page((), False)
+        assert [one.data["n"] for one in log.page(of_acme, 3, before=unknown).data] == [3, 1, 0]
+    assert log.page(EventFilter(types={"version.ready"}), 3) == Page((), False)
 
 
 def test_event_that_commits_late_gets_a_later_number(migrated_postgres_url: str) -> None:

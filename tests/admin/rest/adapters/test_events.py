@@ -76,6 +76,35 @@ async def test_limited_key_follows_only_its_adapters(http: httpx.AsyncClient, ad
     assert answer.json()["error"]["code"] == "adapter_not_found"
 
 
+async def test_list_goes_from_the_newest_event_to_older_ones(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
+    for slug in ("acme", "globex"):
+        await new_tenant(http, slug)
+    adapters = [await move(admin_side, http, "acme", name) for name in ("support", "sales")]
+    await move(admin_side, http, "globex", "secret")
+    key = (await new_key(http, "acme", "tenant:read"))["secret"]
+
+    async def listed(query: str, key: str = ADMIN_KEY) -> dict[str, Any]:
+        answer = await http.get(f"/admin/v1/events/recent{query}", headers=bearer(key))
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    whole = await listed("")
+    assert [(one["sequence"], one["model"]) for one in whole["data"]] == [
+        (3, "globex/secret"),
+        (2, "acme/sales"),
+        (1, "acme/support"),
+    ]
+    first = await listed("?limit=1", key)
+    assert ([one["model"] for one in first["data"]], first["has_more"]) == (["acme/sales"], True)
+    older = await listed(f"?limit=1&after={first['last_id']}", key)
+    assert ([one["sequence"] for one in older["data"]], older["has_more"]) == ([1], False)
+    assert older["data"] == (await listed(f"?adapter={adapters[0]}", key))["data"]
+    assert (await listed("?types=version.ready"))["data"] == []
+    body = {"tenant": "acme", "scopes": ["tenant:develop"], "adapters": [adapters[0]]}
+    limited = (await http.post("/admin/v1/api_keys", json=body)).json()["secret"]
+    assert [one["model"] for one in (await listed("", limited))["data"]] == ["acme/support"]
+
+
 async def test_reader_continues_where_it_left_off(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
     await new_tenant(http, "acme")
     adapter = await move(admin_side, http, "acme", "support")
@@ -114,6 +143,9 @@ async def test_reader_learns_that_events_have_expired(http: httpx.AsyncClient, a
         ("?types=", None),
         ("?adapter=x", None),
         ("?tenant=" + "a" * 65, None),
+        ("/recent?types=alias.moved,x", None),
+        ("/recent?after=x", None),
+        ("/recent?limit=0", None),
     ],
 )
 async def test_hostile_calls_are_refused(http: httpx.AsyncClient, path: str, number: str | None) -> None:
