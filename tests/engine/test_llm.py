@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.engine.llm import LLM, EngineClosed, RequestFailed, SamplingParams
@@ -341,3 +342,26 @@ def test_two_engines_can_use_one_directory(llm: LLM) -> None:
     with LLM(DEMO_BASE, ADAPTERS, device="cpu", dtype="float32", pool_bytes=16 << 20) as other:
         one, two = (each.generate(PROMPT, adapter="json", max_tokens=8, sampling=GREEDY)[0] for each in (llm, other))
     assert one.text == two.text
+
+
+def test_an_adapter_that_takes_over_a_slot_changes_its_own_modules(llm: LLM, tmp_path: Path) -> None:
+    """The first step of the second adapter has the slots of the last step of the first, which changes fewer modules."""
+    narrow = tmp_path / "narrow"
+    shutil.copytree(ADAPTERS["pirate"], narrow)
+    config = json.loads((narrow / "adapter_config.json").read_text())
+    (narrow / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["q_proj"]}))
+    tensors = load_file(narrow / "adapter_model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".q_proj." in name}
+    save_file(kept, narrow / "adapter_model.safetensors")
+    adapters = {"narrow": narrow, "pirate": ADAPTERS["pirate"]}
+    prompt, sampling = [llm.tokenize(PROMPT)[1]], SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=1)
+    with LLM(
+        DEMO_BASE, adapters, device="cpu", dtype="float32", pool_bytes=64 << 20, max_resident_adapters=1
+    ) as opened:
+        narrowly, found = (
+            opened.generate([prompt], adapter=name, max_tokens=2, sampling=sampling)[0].logprobs[0].logprob
+            for name in adapters
+        )
+    expected = llm.generate([prompt], adapter="pirate", max_tokens=2, sampling=sampling)[0].logprobs[0].logprob
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert narrowly != pytest.approx(expected, abs=1e-2)
