@@ -51,7 +51,9 @@ _processes = _RestingProcesses()
 
 
 class SharedForkServer(ForkServer):
-    """Takes over the process of a closed fork server with the same command, if there is one."""
+    """First takes over the process of a closed fork server with the same command, if there is one."""
+
+    _may_take_over = True
 
     @property
     def _kind(self) -> _Kind:
@@ -71,7 +73,10 @@ class SharedForkServer(ForkServer):
 
     def _start(self) -> None:
         with self._lock:
-            if not self._is_closed:
+            if self._may_take_over and not self._is_closed:
+                # A process that has rested may exit before its next request. Its successor must be new, because a
+                # request is only tried twice.
+                self._may_take_over = False
                 self._running = _processes.take(self._kind)
         if self._running is None:
             super()._start()

@@ -11,10 +11,12 @@ Handlers read bodies themselves, after authenticating the caller, so `takes` has
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import UnionType
 from typing import Any, TypeAlias, Union
 
 from fastapi import FastAPI
+from fastapi.routing import iter_route_contexts
 from pydantic import BaseModel, TypeAdapter
 
 from loramux.platform.requests.openapi_examples import ERROR_EXAMPLES, example_of
@@ -54,17 +56,28 @@ _IDEMPOTENCY_KEY: Json = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class JsonBody:
+    """A JSON body that conforms to one of `models`. `example` is None if `describe` makes one."""
+
+    models: tuple[type[BaseModel], ...]
+    example: Any
+
+    def described(self) -> Json:
+        forms: Any = Union[self.models]  # noqa: UP007 - the models are known only now
+        schema = TypeAdapter[Any](forms).json_schema(ref_template=_COMPONENTS + "{model}")
+        content: Json = {"schema": schema} if self.example is None else {"schema": schema, "example": self.example}
+        is_required = len(self.models) > 1 or bool(schema.get("required"))
+        return {"required": is_required, "content": {"application/json": content}}
+
+
 def takes(model: type[BaseModel], *others: type[BaseModel], example: Any = None) -> Json:
     """For `openapi_extra`: a JSON body that the handler reads. It conforms to one of the models.
 
     `example` is a body in place of the one that `describe` makes. A model's field should have no examples if others of
     its fields have deep types: schemathesis then combines examples of all of them, and does not end within minutes.
     """
-    forms: Any = Union[(model, *others)]
-    schema = TypeAdapter[Any](forms).json_schema(ref_template=_COMPONENTS + "{model}")
-    content: Json = {"schema": schema} if example is None else {"schema": schema, "example": example}
-    is_required = bool(others or schema.get("required"))
-    return {"requestBody": {"required": is_required, "content": {"application/json": content}}}
+    return {"requestBody": JsonBody((model, *others), example)}
 
 
 def takes_bytes() -> Json:
@@ -127,6 +140,7 @@ def describe(app: FastAPI, *, description: str, public: frozenset[str], is_idemp
 
     Paths in `public` need no key. With `is_idempotent`, POST operations on other paths accept an Idempotency-Key.
     """
+    _describe_bodies(app)
     document: Json = app.openapi()
     document["info"]["description"] = description
     components = document.setdefault("components", {})
@@ -152,6 +166,17 @@ def describe(app: FastAPI, *, description: str, public: frozenset[str], is_idemp
         _describe_answers(operation, found, schemas)
     _add_examples(document, schemas)
     return document
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Replace what `takes` returned by the bodies' schemas.
+
+    `takes` does not make them, because that is slow and most servers are never asked for the document.
+    """
+    for route in iter_route_contexts(app.routes):
+        extra: Json = getattr(route, "openapi_extra", None) or {}
+        if isinstance(body := extra.get("requestBody"), JsonBody):
+            extra["requestBody"] = body.described()
 
 
 def operations(document: Json) -> Iterator[tuple[str, Json, str]]:

@@ -8,7 +8,7 @@ from tests.mutants.__main__ import FAILED, main, run
 from tests.mutants.known import MUTANTS
 from tests.mutants.mutant import ROOT, Mutant
 
-QUICK = "cached-tokens-billed-twice"
+QUICK = "broken-prefix-is-cached"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=list(MUTANTS))
@@ -24,7 +24,7 @@ def test_quick_mutant_is_caught() -> None:
 
 
 def test_a_run_without_the_changed_module_proves_nothing() -> None:
-    test = "tests/platform/test_amounts.py"
+    test = f"tests/mutants/test_mutants.py::{test_unknown_mutant_is_refused.__name__}"
     outcome = run([test], MUTANTS["slot-of-a-running-request"])
     assert outcome.returncode not in (0, FAILED), outcome.stdout
 

@@ -12,6 +12,7 @@ import pytest
 
 from loramux.adapter_store.sandbox.fork_server import ForkLimits, ForkServer, ForkServerFailed, worker_environment
 from tests.adapter_store.sandbox.processes import forks_of, is_running
+from tests.shared_forks import SharedForkServer
 
 PROGRAM = """
 import os, sys, time
@@ -22,6 +23,16 @@ request = sys.stdin.read()
 told.append(request)
 {after}
 """
+
+LEAVES = """
+import socket
+from loramux.adapter_store.sandbox import fork_server
+link = socket.socket(fileno=0)
+socket.recv_fds(link, fork_server._REQUEST.size, 3)
+link.sendall(fork_server._REPLY.pack(0, False, 0.0))
+link.recv(1)
+"""
+"""Answers one request and exits at the next one, like a process whose idle time ends just then."""
 
 Open = Callable[..., ForkServer]
 
@@ -145,3 +156,15 @@ def test_process_that_cannot_start_reports_the_reason(command: tuple[str, ...], 
     with pytest.raises(ForkServerFailed, match=why):
         server.run(b"", ForkLimits(10))
     server.close()
+
+
+def test_shared_server_needs_one_new_process_however_many_rested_ones_exit() -> None:
+    command, environment = (sys.executable, "-S", "-c", LEAVES), worker_environment()
+    closed = [SharedForkServer(command, environment) for _ in range(2)]
+    for server in closed:
+        server.run(b"", ForkLimits(10))
+    for server in closed:
+        server.close()
+    third = SharedForkServer(command, environment)
+    assert third.run(b"", ForkLimits(10)).returncode == 0
+    third.close()

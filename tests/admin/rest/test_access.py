@@ -6,7 +6,7 @@ import anyio
 import httpx
 import pytest
 
-from loramux.admin.serving.app import create_admin_app
+from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
 from tests.admin.rest.tenants_and_keys import bearer, new_key, new_tenant
 
 pytestmark = pytest.mark.anyio
@@ -15,7 +15,7 @@ PUBLIC = {"/health", "/health/live", "/health/ready", "/ping", "/metrics", "/met
 
 
 def routes(admin_side: Any) -> list[tuple[str, str]]:
-    paths = create_admin_app(admin_side.services).openapi()["paths"]
+    paths = ADMIN_DOCUMENT.of(create_admin_app(admin_side.services))["paths"]
     found = [(method.upper(), path.replace("{number}", "1")) for path, methods in paths.items() for method in methods]
     assert len(found) > 15
     return found
