@@ -55,7 +55,8 @@ def to_fp8_factors(A: npt.NDArray[np.float32], B: npt.NDArray[np.float32]) -> Fp
 
 def _largest(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     """The largest absolute value of each row."""
-    return np.maximum(rows.max(axis=1, initial=0.0), -rows.min(axis=1, initial=0.0)).astype(np.float64)
+    largest: npt.NDArray[np.float32] = np.maximum(rows.max(axis=1, initial=0.0), -rows.min(axis=1, initial=0.0))
+    return largest.astype(np.float64)
 
 
 def to_fp8(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
@@ -65,8 +66,8 @@ def to_fp8(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
     _, exponents = np.frexp(np.maximum(sizes, _SMALLEST_NORMAL))
     steps = np.rint(np.ldexp(sizes, 4 - exponents)).astype(np.int32)
     # A normal value has 8 to 16 steps, and each further exponent begins 8 codes later.
-    codes = steps + 8 * (exponents.astype(np.int32) + 5)
-    return (codes + 128 * np.signbit(values)).astype(np.uint8)
+    codes: npt.NDArray[np.int32] = steps + 8 * (exponents.astype(np.int32) + 5) + 128 * np.signbit(values)
+    return codes.astype(np.uint8)
 
 
 def not_in_fp8() -> AdapterRejected:

@@ -36,7 +36,7 @@ PACK_FORMAT = 3
 FP8 = "float8_e4m3"
 """The dtype of adapters that are stored as FP8 codes: see `fp8.py`."""
 
-_STORAGE = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2"), FP8: np.dtype("u1")}
+_STORAGE: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2"), FP8: np.dtype("u1")}
 _WIDEST_ITEMSIZE = 4
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_ENTRY_BYTES = 256
