@@ -80,9 +80,9 @@ class Limits:
         The pages and a large part of the file are never in memory together, so the larger of the two sizes determines
         the limit. The time limit grows with the size of the upload, so a small file gets only the minimum of 10 s.
         """
-        largest = max(target.max_payload_bytes, target.max_tensors_bytes)
+        largest = max(target.max_packing_bytes, target.max_tensors_bytes)
         # Even a file with a single layer is packed into pages for all layers. Each layer takes as many pages as the
         # largest.
-        pages_bytes = min(target.max_payload_bytes, 2 * target.geometry.num_layers * tensors_bytes)
+        pages_bytes = min(target.max_packing_bytes, 2 * target.geometry.num_layers * tensors_bytes)
         time_s = max(MIN_TIME_S, (tensors_bytes + pages_bytes) / BYTES_PER_S)
         return cls(_OWN_MEMORY_BYTES + largest, _OWN_FILE_BYTES + largest, time_s)

@@ -18,6 +18,7 @@ from loramux.adapter_store.formats.files.file_names import CONFIG_FILE
 from loramux.adapter_store.formats.files.ignored_tensors import is_ignored
 from loramux.adapter_store.formats.files.safetensors_header import TensorEntry
 from loramux.adapter_store.formats.files.tensor_file import TensorFile
+from loramux.adapter_store.formats.packed.fp8 import not_in_fp8
 from loramux.adapter_store.formats.packed.invocation_tokens import INVOCATION_KEY
 from loramux.adapter_store.formats.packed.module_places import (
     A_SUFFIX,
@@ -28,7 +29,7 @@ from loramux.adapter_store.formats.packed.module_places import (
     shared_places,
     unused_projections,
 )
-from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.packed.rearranged_places import places_in_file
 from loramux.adapter_store.formats.packed.trained_rows import max_row_counts, outer_weight_names
 from loramux.adapter_store.formats.packed.trained_vectors import TrainedVector
@@ -100,6 +101,9 @@ def validate_files(
                     "the invocation",
                     INVOCATION_KEY,
                 )
+            has_vectors = vectors or any(module.vector_name is not None for module in expected)
+            if target.dtype == FP8 and (has_trained or has_vectors or parts.task is not None):
+                raise not_in_fp8()
             _check_names(parsed, entries, expected, parts, vectors, target)
             if parts.vocabulary is not None:
                 parts.vocabulary.check(parts.rows, target, adapted)

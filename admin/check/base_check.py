@@ -38,10 +38,11 @@ def check_base(directory: Path, dtype: str = "auto") -> CheckVerdict:
     try:
         directory = model_directory(model)
         config = ModelConfig.load(directory)
-        target = pack_target(config, resolve_dtype(dtype, config, resolve_device("auto")))
+        resolved = resolve_dtype(dtype, config, resolve_device("auto"))
+        target, in_fp8 = pack_target(config, resolved), pack_target(config, resolved, "fp8")
     except ModelNotSupported as error:
         return CheckVerdict("base", str(model), problems=(Problem("model_not_supported", str(error), "config.json"),))
-    facts = _facts(config, target)
+    facts = _facts(config, target, in_fp8)
     problems: list[Problem] = []
     warnings: list[Warn] = []
     try:
@@ -66,7 +67,8 @@ def check_base(directory: Path, dtype: str = "auto") -> CheckVerdict:
     return CheckVerdict("base", str(model), facts, tuple(problems), tuple(warnings))
 
 
-def _facts(config: ModelConfig, target: PackTarget) -> dict[str, Any]:
+def _facts(config: ModelConfig, target: PackTarget, in_fp8: PackTarget) -> dict[str, Any]:
+    """Return facts about the base. `in_fp8` is the target of a server with `adapter_dtype` fp8."""
     geometry = target.geometry
     return {
         "architecture": config.architecture,
@@ -79,6 +81,7 @@ def _facts(config: ModelConfig, target: PackTarget) -> dict[str, Any]:
         "page_bytes": geometry.total_page_bytes,
         "state_pages": config.num_state_pages(geometry),
         "pages_by_rank": {str(rank): _num_pages(target, rank) for rank in RANKS},
+        "fp8_pages_by_rank": {str(rank): _num_pages(in_fp8, rank) for rank in RANKS},
     }
 
 

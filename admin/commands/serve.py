@@ -89,6 +89,13 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    adapter_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="fp8: store adapters in the page pool in 8 bits per weight (default: in the dtype of the weights).",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).", show_default=False)] = None,
     database_url: DatabaseUrl = None,
     blob_url: Annotated[

@@ -70,6 +70,7 @@ FLAGS = frozenset(
         "dtype",
         "quantization",
         "activations",
+        "adapter_dtype",
         "device",
         "database_url",
         "blob_url",
@@ -273,6 +274,10 @@ class Settings(ModelSettings):
     """[Round the inputs](quantization.md#activations-in-8-bits) of quantised linear layers to 8 bits, which is faster
     and loses some accuracy. `int8`: on a CPU with VNNI or AVX2. `fp8`: in large steps on a GPU, for FP8 weights; this
     is the default if the checkpoint says so. `16bit`: do not.
+    """
+    adapter_dtype: Literal["fp8"] | None = None
+    """`fp8`: store the adapters in the page pool [as FP8 codes](quantization.md#adapters-in-fp8), in half of the memory
+    of bfloat16. By default, they have the dtype of the weights.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None

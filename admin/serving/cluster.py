@@ -99,12 +99,13 @@ class ClusterMember:
     replica. It never stops one.
     """
 
-    def __init__(self, settings: Settings, dtype: str) -> None:
+    def __init__(self, settings: Settings, dtype: str, adapter_dtype: str | None = None) -> None:
         self.cluster = ClusterEngine()
         self.address = ClusterPlace.of(settings).address
         self._settings = settings
         self._link = ClusterLink(self._target)
         self._dtype = dtype
+        self._adapter_dtype = adapter_dtype
         self._router = settings.router
         self._sharing: ClusterSharing | None = None
 
@@ -143,6 +144,11 @@ class ClusterMember:
             raise EngineStartError(
                 f"the replicas compute in {self.info.dtype}, but this server packs adapters in {self._dtype}: "
                 f"set --dtype {self.info.dtype}"
+            )
+        if self.info.adapter_dtype != self._adapter_dtype:
+            raise EngineStartError(
+                f"the replicas have adapter_dtype {self.info.adapter_dtype or 'unset'}, but this server packs adapters "
+                f"with {self._adapter_dtype or 'unset'}: use the same setting"
             )
 
     async def close(self) -> None:

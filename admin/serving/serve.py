@@ -121,6 +121,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             program_dir=str(DataDirectory(settings.data_dir).programs.absolute()) if device == "cuda" else None,
             device=device,
             dtype=resolve_dtype(settings.dtype, model, device),
+            adapter_dtype=settings.adapter_dtype,
             activations=settings.activations,
             pool_bytes=None if settings.pool_bytes is None else int(settings.pool_bytes),
             max_model_len=settings.max_model_len,
@@ -256,7 +257,7 @@ def _engine(
         # Like sharing, below: a server with an engine of its own never imports it.
         from loramux.admin.serving.cluster import ClusterMember
 
-        member = ClusterMember(settings, config.dtype)
+        member = ClusterMember(settings, config.dtype, config.adapter_dtype)
         return member, member.share
     lines = OutputLines("engine printed") if settings.log_format == "json" else None
     supervision = supervision_of(settings, config)

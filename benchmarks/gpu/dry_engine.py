@@ -206,10 +206,10 @@ def _prefills(bench: Bench, engine: PlannedEngine, wanted: list[gpu_prefill.Pref
         )
 
 
-def s_lora(bench: Bench) -> Iterator[Need]:
+def s_lora(bench: Bench, adapter_dtype: gpu_s_lora.AdapterDtype = None) -> Iterator[Need]:
     model, workload = gpu_s_lora.model_of(bench), gpu_s_lora.workload_of(bench)
-    settings = gpu_s_lora.settings_of(workload)
-    adapters = RandomAdapters(bench, model, "bfloat16")
+    settings = gpu_s_lora.settings_of(workload, adapter_dtype)
+    adapters = RandomAdapters(bench, model, "bfloat16", adapter_dtype)
     yield check()
     # One row describes the workload.
     yield Need("every case", {"workload": str(workload)}, 1, {}, 0.0)
@@ -217,7 +217,7 @@ def s_lora(bench: Bench) -> Iterator[Need]:
     most = max(workload.num_adapters)
     whole = gpu_s_lora.whole_pool_bytes(bench) // adapters.page_bytes
     engine = PlannedEngine(bench, model, settings, whole)
-    for name in gpu_s_lora.settings_to_run(bench):
+    for name in gpu_s_lora.settings_to_run(bench, adapter_dtype):
         turns = gpu_s_lora.SETTINGS[name]
         pages = [adapters.layout(rank, gpu_s_lora.ATTENTION_MODULES).num_pages for rank in turns]
         capped = workload.kv_pages + sum(pages[number % len(turns)] for number in range(gpu_s_lora.CAPPED_ADAPTERS))
@@ -251,6 +251,10 @@ def s_lora(bench: Bench) -> Iterator[Need]:
                 full.num_launches,
             )
     yield engine.compiling()
+
+
+def s_lora_fp8(bench: Bench) -> Iterator[Need]:
+    yield from s_lora(bench, "fp8")
 
 
 def _captures_s(full: PlannedStep) -> float:

@@ -16,6 +16,7 @@ from benchmarks.gpu import lora as gpu_lora
 from benchmarks.gpu import peer as gpu_peer
 from benchmarks.gpu import prefill as gpu_prefill
 from benchmarks.gpu import s_lora as gpu_s_lora
+from benchmarks.gpu import s_lora_fp8 as gpu_s_lora_fp8
 from benchmarks.gpu import step as gpu_step
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.model import Model, model_of
@@ -69,6 +70,15 @@ PARTS = (
     Part("prefill", 40, gpu_prefill.run, gpu_dry_engine.prefill, gpu_prefill.warm),
     Part("attention", 40, gpu_attention.run, gpu_dry_kernels.attention, gpu_attention.warm),
     Part("codes", 35, gpu_codes.run, gpu_dry_kernels.codes, gpu_codes.warm),
+    Part(
+        "s_lora_fp8",
+        110,
+        gpu_s_lora_fp8.run,
+        gpu_dry_engine.s_lora_fp8,
+        gpu_s_lora_fp8.warm,
+        gpu_s_lora.model_of,
+        is_apart=True,
+    ),
     Part("cold", 300, _cold, _cold_needs, _warm_cold, is_apart=True),
     Part("peer", 420, gpu_peer.run, gpu_dry_peer.peer, gpu_peer.warm, is_apart=True),
 )

@@ -133,6 +133,12 @@ RUNS = (
     ),
     _part("lora", 4, "`over_budget` at most 1; no case slower than before", ("kernels/gpu",)),
     _part("s_lora", 6, "`over_fewest` at least 0.955 with 2,000 adapters", _GPU_CODE),
+    _part(
+        "s_lora_fp8",
+        4,
+        "with `adapter_dtype` fp8, `over_fewest` at least 0.98 with 2,000 adapters",
+        (*_GPU_CODE, "benchmarks/gpu/s_lora.py"),
+    ),
     _trace(
         "context",
         4,

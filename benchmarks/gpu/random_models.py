@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.model import Model
 from loramux.adapter_store.formats.packed.module_places import A_SUFFIX, B_SUFFIX, TENSOR_PREFIX, module_key
-from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.config import pack_target
@@ -68,9 +68,9 @@ class RandomAdapters:
     pinned, as in the host tier.
     """
 
-    def __init__(self, bench: Bench, model: Model, dtype: str) -> None:
+    def __init__(self, bench: Bench, model: Model, dtype: str, adapter_dtype: Literal["fp8"] | None = None) -> None:
         self._bench = bench
-        self.target = pack_target(model_config(model, 1), dtype)
+        self.target = pack_target(model_config(model, 1), dtype, adapter_dtype)
         self.packed: dict[str, PackedAdapter] = {}
 
     def make(
@@ -89,7 +89,7 @@ class RandomAdapters:
         ranks = layout.ranks
         payload = _random_payload(self._bench, self.target, layout, seed)
         no_outer = np.zeros(len(self.target.outer_modules), np.float32)
-        made = PackedAdapter("", layout, (ranks > 0).astype(np.float32), payload, no_outer)
+        made = PackedAdapter("", layout, _scales(self.target, ranks), payload, no_outer)
         listed = list(digests)
         self.packed |= {digest: dataclasses.replace(made, digest=digest) for digest in listed}
         return listed
@@ -117,15 +117,30 @@ def ranks_of(target: PackTarget, rank: int, modules: Iterable[int], first_layer:
     return ranks
 
 
+def _scales(target: PackTarget, ranks: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    """The scale of each module, by layer; 0 for an absent module."""
+    scales = (ranks > 0).astype(np.float32)
+    if target.dtype == FP8:
+        in_features = np.array([module.in_features for module in target.all_modules])
+        scales *= EFFECT * (in_features * np.maximum(ranks, 1)) ** -0.5
+    return scales
+
+
 def _random_payload(bench: Bench, target: PackTarget, layout: AdapterLayout, seed: int) -> np.ndarray:
     """The pages of a random adapter, uint8 `[num_pages, num_layers, page_bytes]`. Elements outside rows are zero."""
     geometry = target.geometry
     size = (geometry.num_layers, layout.num_pages * geometry.adapter_elements)
-    streams = torch.zeros(size, dtype=DTYPES[target.dtype], device=bench.device)
+    is_fp8 = target.dtype == FP8
+    streams = torch.zeros(size, dtype=torch.uint8 if is_fp8 else DTYPES[target.dtype], device=bench.device)
     generator = torch.Generator(bench.device).manual_seed(int(layout.ranks.sum()) + seed)
     for _, module, half, rows in _rows_of(target, layout, streams):
-        spread = module.in_features**-0.5 if half == A else EFFECT * len(rows) ** -0.5
-        rows.normal_(0.0, spread, generator=generator)
+        if is_fp8:
+            # Codes of values with a spread of 1. `_scales` makes their products as large as those of floats.
+            values = torch.empty(rows.shape, device=rows.device).normal_(generator=generator)
+            rows.copy_(values.to(torch.float8_e4m3fn).view(torch.uint8))
+        else:
+            spread = module.in_features**-0.5 if half == A else EFFECT * len(rows) ** -0.5
+            rows.normal_(0.0, spread, generator=generator)
     pages = streams.view(geometry.num_layers, layout.num_pages, -1).transpose(0, 1).contiguous().view(torch.uint8)
     host = torch.empty(pages.shape, dtype=torch.uint8, pin_memory=bench.device.type == "cuda")
     return host.copy_(pages).numpy()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -148,10 +148,11 @@ class MetaEngine:
         max_resident_adapters: int,
         num_pages: int,
         form: CodeFormat | None = None,
+        adapter_dtype: Literal["fp8"] | None = None,
     ) -> None:
         self.card = card
         config = model_config(model, max_len)
-        self.target = pack_target(config, "bfloat16")
+        self.target = pack_target(config, "bfloat16", adapter_dtype)
         accelerator = UncomputingAccelerator()
         backend = Backend(accelerator, lambda pool, shapes: kernels, DenseLinear, None, sample_tokens=sample_tokens)
         if form is not None:
@@ -163,8 +164,8 @@ class MetaEngine:
         cache = self.decoder.cache_layout
         self.num_state_pages = cache.num_state_pages
         self.pool = allocate_pool(
-            geometry, num_pages * geometry.total_page_bytes, torch.bfloat16, torch.bfloat16, META,
-            cache.has_pages_of_blocks,
+            geometry, num_pages * geometry.total_page_bytes, torch.bfloat16,
+            torch.bfloat16 if adapter_dtype is None else torch.uint8, META, cache.has_pages_of_blocks,
         )  # fmt: skip
         kernels = self._kernels = GpuKernels(
             self.pool, num_processors=card.multiprocessors, contiguous_attention=flash_attention

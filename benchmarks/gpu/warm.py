@@ -65,7 +65,7 @@ def warm_steps(
     if not steps:
         return
     dtype = engine_dtype(bench)
-    adapters = RandomAdapters(bench, model, dtype)
+    adapters = RandomAdapters(bench, model, dtype, settings.get("adapter_dtype"))
     ranks = sorted({step.rank for step in steps if step.rank})
     for rank in ranks:
         adapters.make([f"r{rank}"], rank, modules)

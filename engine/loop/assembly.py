@@ -177,7 +177,7 @@ def _allocate_views(base: LoadedBase, num_bytes: int) -> PoolViews:
         base.target.geometry,
         num_bytes,
         kv_dtype=dtype,
-        adapter_dtype=dtype,
+        adapter_dtype=dtype if base.config.adapter_dtype is None else torch.uint8,
         device=base.backend.device,
         has_cache_groups=base.decoder.cache_layout.has_pages_of_blocks,
     )
@@ -256,6 +256,7 @@ def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
         device=config.device,
         dtype=base.dtype,
         quantization=_quantization(base),
+        adapter_dtype=config.adapter_dtype,
         num_dequantized=base.num_dequantized,
         model_sha256=model_sha256(model_dir),
         base_sha256=base_sha256(model_dir) if has_files else "",
@@ -267,13 +268,15 @@ def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
 def _quantization(base: LoadedBase) -> str | None:
     """The format of the weights, by the name that operators know, such as `int4` for weights quantised at startup.
 
-    If activations are rounded too, their format is appended, because the answers depend on both.
+    If activations or adapters are rounded too, their format is appended, because the answers depend on all of them.
     """
     name = None if base.model.quantization is None else base.model.quantization.name
     if base.config.quantized_dir is not None:
         made = read_format(Path(base.config.quantized_dir))
         name = None if made is None else made.name.removeprefix("compressed-tensors ")
-    return name if base.activations is None else f"{name}, activations in {base.activations}"
+    if base.activations is not None:
+        name = f"{name}, activations in {base.activations}"
+    return name if base.config.adapter_dtype is None else f"{name or 'float'}, adapters in {base.config.adapter_dtype}"
 
 
 def _grammars(config: EngineConfig, model: ModelConfig) -> Grammars:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.quantization.base_format import rounds_inputs
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.cuda_driver import missing_for_cuda
@@ -28,7 +28,7 @@ MOST_PINNED_SHARE = 0.9
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of an engine. `dtype` applies to the weights, the KV cache and the adapters in the pool.
+    """Settings of an engine. `dtype` applies to the weights, the KV cache and, by default, the adapters in the pool.
 
     On a CPU, activations are always float32. Products with bfloat16 weights are computed in float32 unless the CPU has
     bfloat16 instructions. Raises ConfigNotUsable for settings that contradict each other or are out of range.
@@ -45,6 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Directory for compiled GPU programs, unless TRITON_CACHE_DIR is set. None means Triton's default directory."""
     device: str = "cpu"
     dtype: str = "bfloat16"
+    adapter_dtype: Literal["fp8"] | None = None
+    """`fp8` stores the adapters in the pool as FP8 codes. None stores them in `dtype`."""
     activations: Literal["int8", "fp8", "16bit"] | None = None
     """On a CPU, `int8` rounds the inputs of quantised linear layers to 8 bits instead of 16. On a GPU, `fp8` rounds the
     inputs of linear layers with FP8 weights to FP8 in large steps, and None does so if the checkpoint says so. `16bit`
@@ -182,13 +184,14 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def pack_target(model: ModelConfig, dtype: str) -> PackTarget:
+def pack_target(model: ModelConfig, dtype: str, adapter_dtype: Literal["fp8"] | None = None) -> PackTarget:
     """The layout in which adapters must be packed so that an engine of this dtype can load them."""
-    geometry = model.geometry(ITEMSIZE[dtype], ITEMSIZE[dtype])
+    is_fp8 = adapter_dtype is not None
+    geometry = model.geometry(ITEMSIZE[dtype], 1 if is_fp8 else ITEMSIZE[dtype])
     return PackTarget(
         modules=model.modules,
         geometry=geometry,
-        dtype=dtype,
+        dtype=FP8 if is_fp8 else dtype,
         outer_modules=model.outer_modules,
         tied_embeddings=model.tied_embeddings,
         experts=model.experts,

@@ -74,7 +74,7 @@ def load_base(config: EngineConfig, backend: Backend, weights: WeightSource | No
     model = ModelConfig.load(Path(config.model_dir))
     dtype = resolve_dtype(config.dtype, model, config.device)
     max_model_len = resolve_max_model_len(config, model)
-    target = pack_target(model, dtype)
+    target = pack_target(model, dtype, config.adapter_dtype)
     layers = CodedLayers()
     decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, layers.counted(backend))
     format_of_bytes, device = ("int8", "CPU") if config.device == "cpu" else ("fp8", "GPU")

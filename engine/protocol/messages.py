@@ -482,8 +482,10 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     device: str
     dtype: str
     quantization: str | None = None
-    """The format of the base's weights, followed by the format of activations if `EngineConfig.activations` is set.
-    None if the weights are floats."""
+    """The format of the base's weights, followed by the formats of activations and adapters if they are
+    rounded too. None if nothing is rounded."""
+    adapter_dtype: str | None = None
+    """`EngineConfig.adapter_dtype`."""
     num_dequantized: int = 0
     """Number of linear layers, without experts, whose quantised weights the device has no kernel for. They are
     dequantised.

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.backend import open_backend
@@ -64,28 +65,38 @@ def perplexity(log_probabilities: torch.Tensor, text: tuple[int, ...]) -> float:
 
 
 @torch.inference_mode()
-def log_probabilities(config: EngineConfig, text: tuple[int, ...]) -> torch.Tensor:
-    """The log-probabilities of all tokens after each token of the text, float32 `[num_tokens, vocab_size]`."""
+def log_probabilities(
+    config: EngineConfig, text: tuple[int, ...], adapter: PackedAdapter | None = None
+) -> torch.Tensor:
+    """The log-probabilities of all tokens after each token of the text, float32 `[num_tokens, vocab_size]`.
+
+    `adapter` is packed for `config.adapter_dtype`. None means the base alone.
+    """
     backend = open_backend("cpu")
     backend.set_num_threads(config.num_threads)
     model = ModelConfig.load(Path(config.model_dir))
     dtype = DTYPES[config.dtype]
-    target = pack_target(model, config.dtype)
+    target = pack_target(model, config.dtype, config.adapter_dtype)
     decoder = load_decoder(config, model, dtype, len(text), None, backend)
     cache = decoder.cache_layout
     tables, state_pages, num_pages = _pages(cache, len(text))
+    adapter_pages = list(range(num_pages, num_pages + (0 if adapter is None else adapter.num_pages)))
     views = allocate_pool(
         target.geometry,
-        num_pages * target.geometry.total_page_bytes,
+        (num_pages + len(adapter_pages)) * target.geometry.total_page_bytes,
         dtype,
-        dtype,
+        dtype if config.adapter_dtype is None else torch.uint8,
         backend.device,
         has_cache_groups=cache.has_pages_of_blocks,
     )
     slots = SlotTables(target, 1, backend.accelerator, decoder.outer_factors)
     executor = DirectExecutor(decoder, backend.make_kernels(views, decoder.shapes), slots, model.eos_token_ids)
+    if adapter is not None:
+        views.raw[num_pages:] = torch.from_numpy(adapter.payload)
+        slots.write(0, adapter_pages, adapter)
     add = Add(sequence_id="", prompt=text, max_tokens=1, sampling=SamplingParams())
-    sequence = EngineSequence(add=add, owner=b"", arrival=0, seed=0, slot=-1, tables=tables)
+    slot = -1 if adapter is None else 0
+    sequence = EngineSequence(add=add, owner=b"", arrival=0, seed=0, slot=slot, tables=tables)
     sequence.state_pages = state_pages
     batch = build_batch([ScheduledSequence(sequence, len(text))], cache.block_tokens)
     every_row = msgspec.structs.replace(batch, sample_rows=np.arange(len(text), dtype=np.int32))

@@ -95,6 +95,7 @@ def warm(dtype: torch.dtype) -> None:
     kernels.sum_experts(y, routing, x, x[:, :1])
     warm_delta(kernels, geometry, batch)
     warm_program(kernels, call, linears)
+    warm_fp8(raw, dtype, call, linears)
 
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -129,6 +130,17 @@ def warm_program(kernels: CpuKernels, call: LoraCall, linears: list[Linear]) -> 
     segments = build_segments(np.zeros(2, np.int32), kernels.segment_rows, RANK)
     recorder.lora_add(x, replace(call, segments=segments), torch.zeros(2, width))
     recorder.finish().run((batch,), segments)
+
+
+def warm_fp8(raw: torch.Tensor, kv_dtype: torch.dtype, call: LoraCall, linears: list[Linear]) -> None:
+    """Call the kernels that read adapters, on a pool whose adapters are FP8 codes."""
+    geometry = PageGeometry(1, HEADS, HEAD_DIM, kv_dtype.itemsize, 1)
+    kernels = CpuKernels(PoolViews(raw, raw.view(kv_dtype), raw, geometry))
+    x = torch.zeros(3, HEADS * HEAD_DIM)
+    kernels.lora_add(x, call, torch.zeros_like(x))
+    embedding = replace(call, group=replace(call.group, is_embedding=True))
+    kernels.lora_gather(torch.zeros(3, dtype=torch.int32), embedding, kernels.lora_planes(embedding, 3))
+    warm_program(kernels, call, linears)
 
 
 def warm_delta(kernels: CpuKernels, geometry: PageGeometry, batch: AttentionBatch) -> None:

@@ -12,7 +12,8 @@ from loramux.kernels.tables import ModuleGroup
 MIN_CHUNK = 16
 """Shortest chunk that tensor cores support, in elements."""
 
-POOL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+POOL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
+"""The dtypes of a pool's adapters. uint8 elements are FP8 codes (float8_e4m3fn)."""
 
 
 @triton.jit
@@ -44,6 +45,19 @@ def chunk_addresses(
 
 
 @triton.jit
+def widened(elements: tl.tensor) -> tl.tensor:
+    """Elements of an adapter as values: FP8 codes as float32, exactly, and other dtypes unchanged."""
+    values = elements
+    if elements.dtype == tl.uint8:
+        code = elements.to(tl.int32)
+        # A float32 with these bits is 2**-120 times the value. No GPU before compute capability 8.9 converts FP8.
+        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+        FACTOR: tl.constexpr = 2.0**120
+        values = bits.to(tl.float32, bitcast=True) * FACTOR
+    return values
+
+
+@triton.jit
 def read_a(
     pool: tl.tensor,
     pages: tl.tensor,
@@ -58,12 +72,16 @@ def read_a(
     E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Rows `ranks` of A, columns `[begin, begin + BLOCK_K)`. Rows from `rank` on and columns from `IN` on are 0."""
+    """Rows `ranks` of A, columns `[begin, begin + BLOCK_K)`. Rows from `rank` on and columns from `IN` on are 0.
+
+    FP8 codes become float32.
+    """
     is_read = ranks < tl.where(begin < IN, rank, 0)
     chunk = chunk_addresses(pool, pages, offset + ranks * PADDED + begin, layer, is_read, L, E)
     column = tl.arange(0, BLOCK_K)
     is_column = begin + column < IN
-    return tl.load(chunk[:, None] + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0)
+    elements = tl.load(chunk[:, None] + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0)
+    return widened(elements)
 
 
 @triton.jit
@@ -85,21 +103,28 @@ IS_COMPILED = isinstance(pick, triton.JITFunction)
 
 def dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
     """The dtype of operands on tensor cores: a 16-bit dtype if both have it, otherwise float32 (as three tf32
-    products).
+    products). Weights in FP8, whose codes are uint8, take the dtype of `x`, which contains their values.
     """
+    if weights is torch.uint8:
+        weights = x
     if x is not weights or not IS_COMPILED:
         return tl.float32
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x, tl.float32)
 
 
+def halves_planes(pool: torch.dtype, y: torch.dtype) -> bool:
+    """Whether a product with B divides planes into two bfloat16 values, because B's values are exact in bfloat16."""
+    return pool in (torch.bfloat16, torch.uint8) and y is not torch.float32
+
+
 def check_geometry(geometry: PageGeometry, group: ModuleGroup, dtype: torch.dtype) -> None:
     """Reject unsupported geometry when a model is loaded rather than at a launch.
 
-    Raises ValueError for an adapter dtype other than bfloat16, float16 or float32, or for pages so small that a chunk
-    is shorter than 16 elements.
+    Raises ValueError for an adapter dtype other than bfloat16, float16, float32 or FP8, or for pages so small that a
+    chunk is shorter than 16 elements.
     """
     if dtype not in POOL_DTYPES:
-        raise ValueError(f"adapters are {dtype}; the GPU kernels support bfloat16, float16 and float32")
+        raise ValueError(f"adapters are {dtype}; the GPU kernels support bfloat16, float16, float32 and FP8")
     # An embedding's A is read one element at a time.
     row_lens = group.out_features if group.is_embedding else (group.in_features, *group.out_features)
     for row_len in row_lens:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.addresses import IS_COMPILED, chunk_addresses, pick, prefetch
+from loramux.kernels.gpu.addresses import IS_COMPILED, chunk_addresses, halves_planes, pick, prefetch, widened
 from loramux.kernels.gpu.launches import (
     TARGET_PROGRAMS,
     TILE_ROWS,
@@ -45,13 +45,14 @@ def read_b(
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
     """Rows `ranks` of B transposed, BLOCK_N columns from `offset` on. Values from row `rank` on and past the last
-    column are 0.
+    column are 0. FP8 codes become float32.
     """
     is_rank = ranks < rank
     chunk = chunk_addresses(pool, pages, offset + ranks * padded_len, layer, is_rank, L, E)
-    return tl.load(
-        chunk[:, None] + tl.arange(0, BLOCK_N)[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0
+    elements = tl.load(
+        chunk[:, None] + tl.arange(0, BLOCK_N)[None, :], mask=is_rank[:, None] & is_column[None, :], other=0
     )
+    return widened(elements)
 
 
 @triton.jit
@@ -91,7 +92,8 @@ def with_affine(
     """`total + gain * total + shift` for the last axis of `total`. Gain and shift start at `offset` of the stream."""
     row = tl.arange(0, 2)
     chunk = chunk_addresses(pool, pages, offset + row * padded_len, layer, row >= 0, L, E)
-    both = tl.load(chunk[:, None] + tl.arange(0, BLOCK_N)[None, :], mask=is_column[None, :], other=0.0).to(tl.float32)
+    both = tl.load(chunk[:, None] + tl.arange(0, BLOCK_N)[None, :], mask=is_column[None, :], other=0)
+    both = widened(both).to(tl.float32)
     gain = tl.sum(tl.where((row == 0)[:, None], both, 0.0), 0)
     shift = tl.sum(tl.where((row == 1)[:, None], both, 0.0), 0)
     return total + gain * total + shift
@@ -401,8 +403,8 @@ def lora_expand(
 
     If the adapter has affines, each sum `y` then becomes `y + gain * y + shift`.
 
-    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` describes how B transposed is
-      stored.
+    - `pool.adapter` bfloat16, float16, float32 or FP8 codes as uint8 `[P, L, E]`, contiguous; `layout.py` describes
+      how B transposed is stored.
     - `planes` float32 `[num_splits, T, len(group.modules), max_rank]` as `lora_shrink` wrote them. Only entries
       below `rank` of rows that a segment lists are read.
     - `call` as for `lora_shrink`.
@@ -433,7 +435,7 @@ def lora_expand(
     _, num_layers, page_elements = pool.adapter.shape
     rows = tile_rows(segments)
     plan = _plan(group, page_elements, num_rows, num_segments, max_rank, rows)
-    halves_v = pool.adapter.dtype is torch.bfloat16 and y.dtype is not torch.float32
+    halves_v = halves_planes(pool.adapter.dtype, y.dtype)
     launch = overlapping(pdl)
     expand_kernel[plan.num_blocks, *segment_grid(num_columns)](
         planes, y, pool.adapter, tables.page_table, tables.off, tables.rank, tables.scale,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loramux.kernels.gpu.addresses import widened
 from loramux.kernels.gpu.launches import TILE_ROWS
 from loramux.kernels.tables import LoraCall, PoolViews
 
@@ -55,16 +56,18 @@ def gather_kernel(
         # A token's row has `rank` elements. It can begin anywhere and cross a page boundary.
         e = offset + token[:, None] * rank + ranks[None, :]
         page = tl.load(pages + e // E, mask=is_read, other=0).to(tl.int64)
-        values = tl.load(pool + (page * (L * E) + layer * E + e % E), mask=is_read, other=0.0)
-        tl.store(planes + row[:, None] * plane_row_stride + ranks[None, :], values.to(tl.float32), mask=is_read)
+        values = tl.load(pool + (page * (L * E) + layer * E + e % E), mask=is_read, other=0)
+        tl.store(
+            planes + row[:, None] * plane_row_stride + ranks[None, :], widened(values).to(tl.float32), mask=is_read
+        )
         first += ROWS
 
 
 def lora_gather(pool: PoolViews, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
     """`planes[0, t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]` for each row `t` of each segment.
 
-    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` describes how an embedding's A is
-      stored.
+    - `pool.adapter` bfloat16, float16, float32 or FP8 codes as uint8 `[P, L, E]`, contiguous; `layout.py` describes
+      how an embedding's A is stored.
     - `tokens` int32 or int64 `[T]`, contiguous, in `[0, in_features)` for rows listed by a segment.
     - `call` as for `lora_shrink`, except that `call.group` is one embedding.
     - `planes` float32 `[1, T, 1, max_rank]`, last axis contiguous. Only the first `rank` elements of listed rows are

@@ -15,7 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.addresses import IS_COMPILED, chunk_addresses, dot_dtype, pick, prefetch
+from loramux.kernels.gpu.addresses import (
+    IS_COMPILED,
+    chunk_addresses,
+    dot_dtype,
+    halves_planes,
+    pick,
+    prefetch,
+    widened,
+)
 from loramux.kernels.gpu.launches import overlapping, power_of_two_within
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
@@ -116,11 +124,11 @@ def rows_of_b(
 ) -> tl.tensor:
     """Rows `ranks` of a slot's B transposed, BLOCK_N columns from `offset` on; 0 from row `rank` on.
 
-    Columns past the module's last are in the padding of the rows, and may have any value.
+    FP8 codes stay codes. Columns past the module's last are in the padding of the rows, and may have any value.
     """
     is_read = ranks < rank
     chunk = chunks_of(pool, page_table, slot, offset + ranks * padded_len, layer, is_read, L, E, MAX_PAGES)
-    return tl.load(chunk[:, None] + tl.arange(0, BLOCK_N)[None, :], mask=is_read[:, None], other=0.0)
+    return tl.load(chunk[:, None] + tl.arange(0, BLOCK_N)[None, :], mask=is_read[:, None], other=0)
 
 
 @triton.jit(do_not_specialize=["layer", "num_rows", "num_listed"])
@@ -257,7 +265,7 @@ def lora_linear_kernel(
                 pool, page_table, next_slot, offset + begin, layer, padded_len, ranks, rank, L, E, MAX_PAGES, BLOCK_N
             )
             is_own = (row_slot == slot)[:, None]
-            factors = b.to(high.dtype)
+            factors = widened(b).to(high.dtype)
             total = tl.dot(tl.where(is_own, high, 0.0), factors, total, input_precision="tf32x3")
             if HALVES_V:
                 total = tl.dot(tl.where(is_own, low, 0.0), factors, total, input_precision="tf32x3")
@@ -293,9 +301,8 @@ def lora_linear_kernel(
             for part in tl.range(0, 2, num_stages=1):
                 e = affine + part * padded_len + begin
                 chunk = chunks_of(pool, page_table, row_slot, e, layer, has_affine, L, E, MAX_PAGES)
-                values = tl.load(
-                    chunk[:, None] + tl.arange(0, BLOCK_N)[None, :], mask=has_affine[:, None], other=0.0
-                ).to(tl.float32)
+                values = tl.load(chunk[:, None] + tl.arange(0, BLOCK_N)[None, :], mask=has_affine[:, None], other=0)
+                values = widened(values).to(tl.float32)
                 factor = tl.where(part == 0, total, 1.0)
                 total += tl.where(has_affine[:, None], values * factor, 0.0)
         tl.store(y + at, total.to(y.dtype.element_ty), mask=is_out)
@@ -404,7 +411,7 @@ def lora_linear(
     sums = y
     if plan.num_splits > 1:
         sums = torch.empty(plan.num_splits, num_rows, total_out, dtype=torch.float32, device=x.device)
-    halves_v = pool.adapter.dtype is torch.bfloat16 and x.dtype is not torch.float32
+    halves_v = halves_planes(pool.adapter.dtype, x.dtype)
     launch = overlapping(pdl)
     lora_linear_kernel[plan.num_blocks, plan.num_splits](
         x, weight, weight if bias is None else bias, y, sums, counters, planes,

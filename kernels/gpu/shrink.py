@@ -331,7 +331,8 @@ def lora_shrink(
 ) -> None:
     """`sum over s of planes[s, t, i, :rank] = x[t] @ A[slot, modules[i]]ᵀ` for each row `t` of each segment.
 
-    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` describes how A is stored.
+    - `pool.adapter` bfloat16, float16, float32 or FP8 codes as uint8 `[P, L, E]`, contiguous; `layout.py` describes
+      how A is stored.
     - `x` bfloat16, float16 or float32 `[T, in_features]`, last axis contiguous.
     - `call.tables` on the device, contiguous; ranks are at most `max_rank`.
     - `call.segments` on the device: `slots` int32 `[num_segments]`; -1 marks a padding segment, and its `starts` and

@@ -24,7 +24,8 @@ class ReferenceLora:
         """Read A `[rank, in_features]`, B transposed `[rank, out_features]` or affine `[2, out_features]`, in float32.
 
         Element `e` of the stream is `pool[page_table[slot, e // E], layer, e % E]`; row `r` starts at `off[slot, layer,
-        module, part] + r * padded_len`. An embedding's A is returned as stored, `[in_features, rank]`.
+        module, part] + r * padded_len`. Elements in uint8 are FP8 codes (float8_e4m3fn). An embedding's A is returned
+        as stored, `[in_features, rank]`.
         """
         layer, group, tables = call.layer, call.group, call.tables
         page_elements = self._pool.geometry.adapter_elements
@@ -36,7 +37,10 @@ class ReferenceLora:
         row_start = offset + torch.arange(rows.num_rows) * rows.row.padded_len
         element = row_start[:, None] + torch.arange(rows.row.row_len)  # [num_rows, row_len]
         page = tables.page_table[slot].long()[element // page_elements]
-        return self._pool.adapter[page, layer, element % page_elements].float()
+        elements = self._pool.adapter[page, layer, element % page_elements]
+        if elements.dtype is torch.uint8:
+            elements = elements.view(torch.float8_e4m3fn)
+        return elements.float()
 
     def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
         """float32 `[num_tokens, len(group.modules), segments.max_rank]`, uninitialised."""

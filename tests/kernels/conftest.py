@@ -49,6 +49,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.uint8], ids=["float32", "bfloat16", "fp8"])
+def adapter_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """The dtype of a pool's adapters. uint8 elements are FP8 codes."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def gpu_module() -> ModuleType:
     """The module `loramux.kernels.gpu.kernels`, compiled if there is a GPU and interpreted otherwise."""

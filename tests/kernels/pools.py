@@ -14,9 +14,10 @@ from loramux.kernels.tables import AdapterTables, PoolViews
 
 
 def poisoned_pool(num_pages: int, geometry: PageGeometry, dtype: torch.dtype) -> PoolViews:
-    """A pool of NaN. All bits are set, which is NaN in both dtypes."""
+    """A pool of NaN. All bits are set, which is NaN in all dtypes. With FP8 codes (uint8), K and V are float32."""
     raw = torch.full((num_pages, geometry.num_layers, geometry.page_bytes), 0xFF, dtype=torch.uint8)
-    return PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
+    kv_dtype = torch.float32 if dtype is torch.uint8 else dtype
+    return PoolViews(raw=raw, kv=raw.view(kv_dtype), adapter=raw.view(dtype), geometry=geometry)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,12 +67,13 @@ def adapter_pool(
                 rank, offsets = layout.rank_and_offsets(layer, m)
                 for index in layout.parts:
                     part = part_layout(module, index, rank, geometry.adapter_elements)
-                    rows = torch.randn(part.num_rows if rank else 0, part.row.row_len).to(dtype)
+                    rows = torch.randn(part.num_rows if rank else 0, part.row.row_len)
+                    rows = rows.to(torch.float8_e4m3fn if dtype is torch.uint8 else dtype)
                     dense[index][slot, layer, m] = rows.float()
                     starts = offsets[index] + torch.arange(rows.shape[0]) * part.row.padded_len
                     e = starts[:, None] + torch.arange(part.row.row_len)
                     page = page_table[slot].long()[e // geometry.adapter_elements]
-                    pool.adapter[page, layer, e % geometry.adapter_elements] = rows
+                    pool.adapter[page, layer, e % geometry.adapter_elements] = rows.view(dtype)
     tables = AdapterTables(
         page_table=page_table,
         off=torch.tensor(np.stack([layout.offsets for layout in layouts])),

@@ -15,8 +15,9 @@ from loramux.kernels.tables import LoraCall, ModuleGroup, Segments
 GEOMETRY = {
     torch.float32: PageGeometry(num_layers=2, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4),
     torch.bfloat16: PageGeometry(num_layers=2, num_kv_heads=3, head_dim=40, kv_itemsize=2, adapter_itemsize=2),
+    torch.uint8: PageGeometry(num_layers=2, num_kv_heads=3, head_dim=8, kv_itemsize=4, adapter_itemsize=1),
 }
-"""Pages of 1,024 or 3,840 elements. 3,840 is not a power of two."""
+"""Pages of 1,024, 3,840 or 3,072 elements. The last two numbers are not powers of two."""
 
 NUM_SLOTS = 5
 RANKS = (0, 1, 3, 31, 64, 128)
@@ -63,7 +64,7 @@ def test_equals_dense_matrices(
     in_features: int,
     out_features: tuple[int, ...],
     slots: list[int],
-    dtype: torch.dtype,
+    adapter_dtype: torch.dtype,
     make_kernels: Callable[..., Any],
     make_adapter_pool: Callable[..., Any],
 ) -> None:
@@ -71,7 +72,7 @@ def test_equals_dense_matrices(
     group = group_of(in_features, out_features)
     modules = [LinearShape("other", 72, 72), *(LinearShape("m", in_features, out) for out in out_features)]
     ranks = rng.choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
-    adapters = make_adapter_pool(modules, ranks, GEOMETRY[dtype], dtype)
+    adapters = make_adapter_pool(modules, ranks, GEOMETRY[adapter_dtype], adapter_dtype)
     kernels = make_kernels(adapters.pool)
     segments = segments_of(slots, kernels, max_rank=max(RANKS))
     num_rows = len(slots)
@@ -109,14 +110,17 @@ def test_equals_dense_matrices(
 
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
 def test_lora_add_equals_shrink_then_expand(
-    slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
+    slots: list[int],
+    adapter_dtype: torch.dtype,
+    make_kernels: Callable[..., Any],
+    make_adapter_pool: Callable[..., Any],
 ) -> None:
     """The results are bitwise equal, even if an adapter changes the group in only one layer."""
     group = group_of(128, OUT_FEATURES["three"])
     modules = [LinearShape("other", 72, 72), *(LinearShape("m", 128, out) for out in OUT_FEATURES["three"])]
     ranks = np.random.default_rng(len(slots)).choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
     ranks[:3, 0, 1:] = 0
-    adapters = make_adapter_pool(modules, ranks, GEOMETRY[dtype], dtype)
+    adapters = make_adapter_pool(modules, ranks, GEOMETRY[adapter_dtype], adapter_dtype)
     kernels = make_kernels(adapters.pool)
     segments = segments_of(slots, kernels, max_rank=max(RANKS))
     x, before = torch.randn(len(slots), 128), torch.randn(len(slots), group.total_out)
@@ -132,13 +136,16 @@ def test_lora_add_equals_shrink_then_expand(
 
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
 def test_delta_equals_lora_add_on_zeros(
-    slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
+    slots: list[int],
+    adapter_dtype: torch.dtype,
+    make_kernels: Callable[..., Any],
+    make_adapter_pool: Callable[..., Any],
 ) -> None:
     """Rows without an adapter and modules that an adapter does not change become 0, whatever the memory contained."""
     group = group_of(128, OUT_FEATURES["three"])
     modules = [LinearShape("other", 72, 72), *(LinearShape("m", 128, out) for out in OUT_FEATURES["three"])]
     ranks = np.random.default_rng(len(slots)).choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
-    adapters = make_adapter_pool(modules, ranks, GEOMETRY[dtype], dtype)
+    adapters = make_adapter_pool(modules, ranks, GEOMETRY[adapter_dtype], adapter_dtype)
     adapters.tables.off[..., AFFINE] = NO_AFFINE
     kernels = make_kernels(adapters.pool)
     call = LoraCall(1, group, adapters.tables, segments_of(slots, kernels, max_rank=max(RANKS)))
@@ -151,12 +158,15 @@ def test_delta_equals_lora_add_on_zeros(
 
 @pytest.mark.parametrize("slots", [[2], SLOTS["mixed"]], ids=["one-row", "mixed"])
 def test_linear_equals_a_product_then_lora_add(
-    slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
+    slots: list[int],
+    adapter_dtype: torch.dtype,
+    make_kernels: Callable[..., Any],
+    make_adapter_pool: Callable[..., Any],
 ) -> None:
     group = group_of(128, OUT_FEATURES["three"])
     modules = [LinearShape("other", 72, 72), *(LinearShape("m", 128, out) for out in OUT_FEATURES["three"])]
     ranks = np.random.default_rng(len(slots)).choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
-    adapters = make_adapter_pool(modules, ranks, GEOMETRY[dtype], dtype)
+    adapters = make_adapter_pool(modules, ranks, GEOMETRY[adapter_dtype], adapter_dtype)
     kernels = make_kernels(adapters.pool)
     listed = torch.tensor(sorted({slot for slot in slots if slot >= 0}), dtype=torch.int32)
     segments = replace(segments_of(slots, kernels, max_rank=max(RANKS)), adapters=listed)
@@ -234,13 +244,13 @@ def test_tables_can_be_rewritten_between_steps(
 
 @pytest.mark.parametrize("in_features", [63, 1000], ids=lambda n: f"in-{n}")
 def test_row_is_bitwise_independent_of_rows_with_its_adapter(
-    in_features: int, dtype: torch.dtype, make_adapter_pool: Callable[..., Any]
+    in_features: int, adapter_dtype: torch.dtype, make_adapter_pool: Callable[..., Any]
 ) -> None:
     from loramux.kernels.cpu.kernels import CpuKernels
 
     group = group_of(in_features, (203,))
     modules = [LinearShape("other", 72, 72), LinearShape("m", in_features, 203)]
-    adapters = make_adapter_pool(modules, np.full((1, 2, 2), 9, np.int32), GEOMETRY[dtype], dtype)
+    adapters = make_adapter_pool(modules, np.full((1, 2, 2), 9, np.int32), GEOMETRY[adapter_dtype], adapter_dtype)
     kernels = CpuKernels(adapters.pool)
     x = torch.randn(9, in_features)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -33,7 +33,10 @@ from loramux.kernels.layout import (
 PACK_FORMAT = 3
 """Version of the packed layout. When it increases, every packed file is rebuilt."""
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+FP8 = "float8_e4m3"
+"""The dtype of adapters that are stored as FP8 codes: see `fp8.py`."""
+
+_STORAGE: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2"), FP8: np.dtype("u1")}
 _WIDEST_ITEMSIZE = 4
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_ENTRY_BYTES = 256
@@ -44,13 +47,13 @@ _MAX_ENTRY_BYTES = 256
 class PackTarget:
     """The engine for which adapters are validated and packed: its modules, page geometry and dtype.
 
-    `modules` have the names that PEFT uses within a layer, and some layers may lack a module. `dtype` is float32 or
-    bfloat16. `experts` describes the linear layers of the base's experts, which `all_modules` lists after `modules`.
-    `norms` are the norms that adapters can replace, which `all_modules` lists last.
-    `outer_modules` are the modules outside the layers, by full name. With `tied_embeddings`, the base's head uses the
-    weight of its embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. If `tp_size`
-    GPUs share each linear layer, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s
-    own pages, with its share of the K and V heads, and each adapter is packed for that rank only.
+    `modules` have the names that PEFT uses within a layer, and some layers may lack a module. `dtype` is float32,
+    bfloat16 or FP8. `experts` describes the linear layers of the base's experts, which `all_modules` lists after
+    `modules`. `norms` are the norms that adapters can replace, which `all_modules` lists last. `outer_modules` are
+    the modules outside the layers, by full name. With `tied_embeddings`, the base's head uses the weight of its
+    embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. If `tp_size` GPUs share each
+    linear layer, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s own pages, with
+    its share of the K and V heads, and each adapter is packed for that rank only.
     """
 
     modules: tuple[LinearShape, ...]
@@ -67,7 +70,8 @@ class PackTarget:
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:
             raise ValueError(f"tp_rank {self.tp_rank} is outside [0, {self.tp_size})")
-        if _ITEMSIZE.get(self.dtype) != self.geometry.adapter_itemsize:
+        storage = _STORAGE.get(self.dtype)
+        if storage is None or storage.itemsize != self.geometry.adapter_itemsize:
             raise ValueError(
                 f"adapters of dtype {self.dtype!r} do not fit pages of {self.geometry.adapter_itemsize}-byte elements"
             )
@@ -91,8 +95,13 @@ class PackTarget:
 
     @property
     def storage_dtype(self) -> np.dtype[Any]:
-        """The numpy dtype of packed elements. bfloat16 is stored as its bits."""
-        return np.dtype("<f4") if self.dtype == "float32" else np.dtype("<u2")
+        """The numpy dtype of packed elements. bfloat16 and FP8 are stored as their bits."""
+        return _STORAGE[self.dtype]
+
+    @property
+    def in_float32(self) -> PackTarget:
+        """This target with elements in float32."""
+        return replace(self, dtype="float32", geometry=replace(self.geometry, adapter_itemsize=4))
 
     @property
     def pack_key(self) -> str:
@@ -159,6 +168,12 @@ class PackTarget:
     def max_payload_bytes(self) -> int:
         """Largest packed size of an adapter, in bytes."""
         return self.max_pages * self.geometry.total_page_bytes
+
+    @property
+    def max_packing_bytes(self) -> int:
+        """Memory for the pages of the largest adapter while it is packed. FP8 codes are computed from float32 pages."""
+        wide = self.in_float32.max_payload_bytes if self.dtype == FP8 else 0
+        return wide + self.max_payload_bytes
 
     def equal_ranks(self, rank: int) -> npt.NDArray[np.int32]:
         """Return the ranks, int32 `[num_layers, num_modules]`, of an adapter with this rank on every linear layer.

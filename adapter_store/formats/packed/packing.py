@@ -17,6 +17,7 @@ from loramux.adapter_store.formats.files.ignored_tensors import is_ignored
 from loramux.adapter_store.formats.packed.affines import dora_affine, norm_affine
 from loramux.adapter_store.formats.packed.canonical import CanonicalAdapter, digest_of
 from loramux.adapter_store.formats.packed.class_head import CLASS_HEADS, class_head_names
+from loramux.adapter_store.formats.packed.fp8 import not_in_fp8, to_fp8_factors
 from loramux.adapter_store.formats.packed.module_places import (
     MAGNITUDE_SUFFIX,
     ModulePlace,
@@ -26,7 +27,7 @@ from loramux.adapter_store.formats.packed.module_places import (
     shared_places,
     unused_projections,
 )
-from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.packed.rearranged_places import in_order, rearranged_places
 from loramux.adapter_store.formats.packed.replaced_rows import LoadedWeights, ReplacedRows, replaced_rows, write_rows
 from loramux.adapter_store.formats.packed.trained_rows import outer_weight_names
@@ -38,6 +39,7 @@ from loramux.kernels.layout import (
     A,
     AdapterLayout,
     B,
+    LinearShape,
     part_layout,
 )
 
@@ -85,6 +87,8 @@ def pack(
     Raises AdapterCorrupt if the file is damaged, AdapterRejected if the adapter does not fit the base, or
     AdapterUnavailable if the base's weights cannot be read.
     """
+    if target.dtype == FP8:
+        return _to_fp8(pack(canonical, target.in_float32, base, digest), target)
     with CanonicalAdapter(canonical) as file:
         vectors = trained_vectors(file.header.tensors, target, file.scales)
         places = _places(file, target, vectors)
@@ -131,6 +135,59 @@ def pack(
         write_rows(file, replaced, layout, pages[:first].reshape(-1), target)
     fingerprint = base.fingerprint if base else None
     return PackedAdapter(digest or digest_of(canonical), layout, scales, payload, outer_scales, fingerprint)
+
+
+def _to_fp8(packed: PackedAdapter, target: PackTarget) -> PackedAdapter:
+    """Convert an adapter that is packed in float32. Raises AdapterRejected if FP8 codes cannot represent it."""
+    wide, old = target.in_float32, packed.layout
+    if old.has_affines or any(old.rows.counts):
+        raise not_in_fp8()
+    layout = target.layout(old.ranks, old.outer_ranks)
+    scales, outer_scales = packed.scales.copy(), packed.outer_scales.copy()
+    values = packed.payload.view(wide.storage_dtype)
+    payload = np.zeros((layout.num_pages, target.geometry.num_layers, target.geometry.page_bytes), np.uint8)
+    for layer in (None, *range(target.geometry.num_layers)):
+        is_outer = layer is None
+        pages, into = (
+            (values[: old.num_outer_pages], payload[: layout.num_outer_pages])
+            if is_outer
+            else (values[:, layer], payload[:, layer])
+        )
+        # Copies, because the pages of a layer are not contiguous.
+        source, stream = pages.reshape(-1), into.reshape(-1).copy()
+        for index, module in enumerate(target.outer_modules if is_outer else target.all_modules):
+            rank, offsets = layout.rank_and_offsets(layer, index)
+            if not rank:
+                continue
+            shape = target.shard(module).shape(module)
+            old_offsets = old.rank_and_offsets(layer, index)[1]
+            A_rows, B_rows = (_rows_of_part(source, shape, p, rank, old_offsets[p], wide, layer) for p in (A, B))
+            codes = to_fp8_factors(A_rows, B_rows)
+            for p, coded in ((A, codes.A), (B, codes.B)):
+                _rows_of_part(stream, shape, p, rank, offsets[p], target, layer)[...] = coded
+            of_all, at = (outer_scales, index) if layer is None else (scales, (layer, index))
+            with np.errstate(over="ignore"):
+                of_all[at] *= np.float32(codes.factor)
+            if not np.isfinite(of_all[at]):
+                raise AdapterRejected("non_finite_values", "the products of A and B are too large for FP8", module.name)
+        into[...] = stream.reshape(into.shape)
+    return PackedAdapter(packed.digest, layout, scales, payload, outer_scales, packed.base)
+
+
+def _rows_of_part(
+    stream: npt.NDArray[Any],
+    shape: LinearShape,
+    part: int,
+    rank: int,
+    begin: int,
+    target: PackTarget,
+    layer: int | None,
+) -> npt.NDArray[Any]:
+    """A view of a part of one module in its stream: A `[rank, in_features]` or B transposed `[rank, out_features]`."""
+    geometry = target.geometry.flat if layer is None else target.geometry
+    rows = part_layout(shape, part, rank, geometry.adapter_elements)
+    view = stream[begin : begin + rows.num_elements].reshape(rows.num_rows, rows.row.padded_len)[:, : rows.row.row_len]
+    return view.T if shape.is_embedding and part == A else view
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Sixteen float32 lanes as a numba value. Kernels use it to control vectorisation and the use of registers.
 
 LLVM's own vectoriser gives up on most loops of these kernels, because of accumulators that outlive an inner loop,
-bfloat16 widened from integers, or stores that might overlap loads. Arrays of float32, and of bfloat16 bits as uint16,
-load as float32 lanes.
+bfloat16 widened from integers, or stores that might overlap loads. Arrays of float32, of bfloat16 bits as uint16, and
+of FP8 codes as uint8, load as float32 lanes.
 """
 
 from __future__ import annotations
@@ -67,12 +67,31 @@ def emit_splat(builder: Any, scalar: Any, count: int = LANES) -> Any:
 
 
 def emit_load(builder: Any, pointer: Any, dtype: Any, count: int = LANES) -> Any:
-    """Load `count` elements (float32, or bfloat16 bits as uint16) as float32 lanes."""
+    """Load `count` elements (float32, bfloat16 bits as uint16, or FP8 codes as uint8) as float32 lanes."""
     if dtype == types.float32:
         return builder.load(builder.bitcast(pointer, ir.VectorType(_FLOAT, count).as_pointer()), align=4)
-    halves = builder.load(builder.bitcast(pointer, ir.VectorType(ir.IntType(16), count).as_pointer()), align=2)
-    wide = builder.zext(halves, ir.VectorType(_INT, count))
-    return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * count)), ir.VectorType(_FLOAT, count))
+    size = dtype.bitwidth // 8
+    bits = builder.load(builder.bitcast(pointer, ir.VectorType(ir.IntType(8 * size), count).as_pointer()), align=size)
+    return _emit_widened(builder, builder.zext(bits, ir.VectorType(_INT, count)), ir.VectorType(_FLOAT, count), size)
+
+
+def _emit_widened(builder: Any, bits: Any, floats: Any, size: int) -> Any:
+    """The float32 values, of type `floats`, of elements of `size` bytes, whose bits are int32: bfloat16 or FP8."""
+
+    def shifted(mask: int, count: int) -> Any:
+        kept, places = (_repeated(bits.type, number) for number in (mask, count))
+        return builder.shl(builder.and_(bits, kept), places)
+
+    if size == 2:
+        return builder.bitcast(shifted(0xFFFF, 16), floats)
+    # A float32 with these bits is 2**-120 times the value of the code, which is exact even if it is subnormal.
+    small = builder.bitcast(builder.or_(shifted(0x80, 24), shifted(0x7F, 20)), floats)
+    return builder.fmul(small, _repeated(floats, 2.0**120))
+
+
+def _repeated(kind: Any, number: float) -> Any:
+    """A constant scalar, or a vector of equal constants."""
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
 
 
 def emit_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -259,13 +278,12 @@ def float_of_bits(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def widen(typing_context: Any, value: Any) -> Any:
-    """An array element (float32, or bfloat16 bits as uint16) as float32."""
+    """An array element (float32, bfloat16 bits as uint16, or an FP8 code as uint8) as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if value == types.float32:
             return args[0]
-        wide = builder.zext(args[0], _INT)
-        return builder.bitcast(builder.shl(wide, ir.Constant(_INT, 16)), _FLOAT)
+        return _emit_widened(builder, builder.zext(args[0], _INT), _FLOAT, value.bitwidth // 8)
 
     return types.float32(value), generate
 

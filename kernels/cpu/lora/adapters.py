@@ -36,8 +36,8 @@ class CpuLora:
     segment_rows = SEGMENT_ROWS
 
     def __init__(self, pool: PoolViews) -> None:
-        if pool.adapter.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"the pool holds {pool.adapter.dtype}; the CPU kernels support float32 and bfloat16")
+        if pool.adapter.dtype not in (torch.float32, torch.bfloat16, torch.uint8):
+            raise ValueError(f"adapters are {pool.adapter.dtype}; the CPU kernels support float32, bfloat16 and FP8")
         self._geometry = pool.geometry
         self.adapter_pool = array(pool.adapter, pool.adapter.dtype)  # [P, L, E]
         self._adapter_dtype = pool.adapter.dtype

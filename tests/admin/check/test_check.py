@@ -73,6 +73,12 @@ def test_base_is_described() -> None:
     assert (spoken.exit_code, spoken.stdout.splitlines()[-1]) == (0, f"{DEMO_BASE} would be served")
 
 
+def test_an_adapter_in_fp8_takes_half_of_the_pages() -> None:
+    facts = checked(DEMO_BASE, "--dtype", "bfloat16")["facts"]
+    for rank, num_pages in facts["pages_by_rank"].items():
+        assert 0 <= 2 * facts["fp8_pages_by_rank"][rank] - num_pages <= 1
+
+
 def test_adapter_takes_the_reported_pages() -> None:
     facts = checked(DEMO / "adapters" / "json", "--model", DEMO_BASE)["facts"]
     assert facts["max_rank"] == 16

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.gpu import table_bytes
 from benchmarks.gpu.cards import CARDS
+from benchmarks.gpu.model import TINY
 from benchmarks.gpu.table_step import TritonLaunch
 
 ROOT = Path(__file__).parents[3]
@@ -55,6 +56,51 @@ def test_programs_of_one_wave_share_their_loads(
     written = 8 * 4
     moved = table_bytes.shared_bytes(launch, cast(Any, None), num_resident)
     assert moved == 2 * (elements_loaded + written)
+
+
+# In a process of its own, because the interpreter has no programs to inspect.
+COUNT_ADAPTERS = """
+import json
+import sys
+
+from benchmarks.gpu.cards import CARDS
+from benchmarks.gpu.model import TINY
+from benchmarks.gpu.random_models import ALL_MODULES
+from benchmarks.gpu.table_bytes import bytes_of
+from benchmarks.gpu.table_step import MetaEngine, TableCase
+
+found = {}
+for adapter_dtype in (None, "fp8"):
+    engine = MetaEngine(
+        TINY, CARDS["h200"], max_len=64, max_batch_tokens=16, max_sequences=16, max_resident_adapters=16,
+        num_pages=128, adapter_dtype=adapter_dtype,
+    )
+    moved = found[str(adapter_dtype)] = {}
+
+    def note(launch, step):
+        name = launch.name
+        moved[name] = moved.get(name, 0) + bytes_of(launch, step).least
+
+    engine.record(TableCase("decode", 16, 31, 1, 16, ALL_MODULES, 8), note)
+json.dump(found, sys.stdout)
+"""
+
+
+def test_a_decode_reads_half_as_many_bytes_of_adapters_in_fp8() -> None:
+    """Sixteen sequences, each with its own adapter. Activations and all other bytes stay the same."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COUNT_ADAPTERS]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    halves, codes = json.loads(done.stdout).values()
+    assert halves.keys() == codes.keys()
+    changed = {name: halves[name] - codes[name] for name in halves if halves[name] != codes[name]}
+    assert changed.keys() == {"shrink_kernel", "expand_kernel"}
+    elements = {
+        "shrink_kernel": sum(module.in_features for module in TINY.modules),
+        "expand_kernel": sum(module.out_features for module in TINY.modules),
+    }
+    assert changed == {name: 16 * 8 * TINY.num_layers * count for name, count in elements.items()}
 
 
 def steps_of(model: str, card: str, directory: Path, *options: str) -> dict[str, Any]:

@@ -93,6 +93,22 @@ def call_every_kernel(dtype: torch.dtype) -> None:
     mixed = kernels.convolve(qkv[:, : spec.channels], torch.zeros(3, spec.channels), 0, batch, spec)  # type: ignore[attr-defined]
     kernels.delta_rule(mixed, qkv[:, :4], torch.zeros(2, 2), 0, batch, spec)
     record_every_operation(kernels, call, linears)
+    call_with_fp8(dtype, linears)
+
+
+def call_with_fp8(kv_dtype: torch.dtype, linears: list[Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    """Call what reads adapters with a pool of FP8 codes. Its adapters have neither affines nor trained rows."""
+    geometry = PageGeometry(2, 2, 16, kv_dtype.itemsize, 1)
+    adapters = adapter_pool([LinearShape("m", 64, 64)] * 2, np.full((3, 2, 2), 3, np.int32), geometry, torch.uint8)
+    kernels = CpuKernels(replace(adapters.pool, kv=adapters.pool.raw.view(kv_dtype)))
+    segments = build_segments(np.array([2, -1, 0], np.int32), kernels.segment_rows)
+    call = LoraCall(1, ModuleGroup((0, 1), 64, (64, 64), (0, 64)), adapters.tables, segments)
+    kernels.lora_add(torch.zeros(3, 64), call, torch.zeros(3, 128))
+    embedding = ModuleGroup((1,), 64, (64,), (0,), is_embedding=True)
+    flat = replace(adapters.tables, off=torch.zeros(3, 1, 2, 3).int(), rank=torch.ones(3, 1, 2).int())
+    tokens, planes = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 1, 5)
+    kernels.outer.lora_gather(tokens, LoraCall(0, embedding, flat, segments), planes)
+    record_every_operation(kernels, call, linears)
 
 
 def record_every_operation(

@@ -72,9 +72,9 @@ def expand(triton_kernels: dict[str, ModuleType]) -> Callable[..., None]:
 
 def geometry_of(dtype: torch.dtype) -> PageGeometry:
     """Pages of 1,024 or 3,840 elements per layer. 3,840 is not a power of two."""
-    itemsize = torch.empty(0, dtype=dtype).element_size()
+    itemsize = dtype.itemsize
     num_kv_heads, head_dim = (2, 16) if itemsize == 4 else (3, 40)
-    return PageGeometry(2, num_kv_heads, head_dim, itemsize, itemsize)
+    return PageGeometry(2, num_kv_heads, head_dim, max(2, itemsize), itemsize)
 
 
 def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
@@ -104,7 +104,7 @@ def on_device(adapters: Any) -> Any:
     fields = {name: getattr(tables, name).to(DEVICE) for name in ("page_table", "off", "rank", "scale")}
     return replace(
         adapters,
-        pool=replace(pool, raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype)),
+        pool=replace(pool, raw=raw, kv=raw.view(pool.kv.dtype), adapter=raw.view(dtype)),
         tables=replace(tables, **fields),
     )
 
@@ -289,6 +289,14 @@ def test_large_segments_equal_dense_matrices(
                 "float32-pool-float16-rows": (torch.float32, torch.float16),
             }.items()
         )
+    ]
+    + [
+        pytest.param(*sizes, torch.uint8, x_dtype, id=f"{kind}-fp8-pool-{name}-rows")
+        for (kind, sizes), (name, x_dtype) in zip(
+            TILES.items(),
+            {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.items(),
+            strict=True,
+        )
     ],
 )
 def test_every_pair_of_dtypes_equals_dense_matrices(
@@ -429,7 +437,7 @@ def test_number_of_splits_suits_the_batch(num_segments: int, triton_kernels: dic
 @pytest.mark.parametrize(
     ("dtype", "page_elements", "message"),
     [
-        pytest.param(torch.float64, 1024, "support bfloat16, float16 and float32", id="dtype"),
+        pytest.param(torch.float64, 1024, "support bfloat16, float16, float32 and FP8", id="dtype"),
         pytest.param(torch.float32, 8 * 125, "chunks of 8; .* at least 16", id="chunk"),
     ],
 )

@@ -83,12 +83,15 @@ def run_case(
     max_rows: int = 16,
     has_bias: bool = False,
     has_affines: bool = True,
+    pool_dtype: torch.dtype | None = None,
 ) -> None:
+    """`pool_dtype` is the dtype of the adapters, `dtype` unless it is given."""
+    pool_dtype = pool_dtype or dtype
     rng = np.random.default_rng(in_features + len(slots))
     group = group_of(in_features, out_features)
     shapes = [LinearShape("other", 72, 72), *(LinearShape("m", in_features, out) for out in out_features)]
     table = rng.choice(ranks, (NUM_SLOTS, 2, len(shapes))).astype(np.int32)
-    adapters = make_adapter_pool(shapes, table, geometry_of(dtype), dtype)
+    adapters = make_adapter_pool(shapes, table, geometry_of(pool_dtype), pool_dtype)
     if not has_affines:
         adapters.tables.off[..., AFFINE] = NO_AFFINE
     # The scale of a module without ranks is undefined.
@@ -146,6 +149,23 @@ def test_ranks_and_inputs_that_fill_no_tile(
     run_case(
         multiply, make_adapter_pool, dtype, slots, ranks, in_features, (64, 63), num_splits=num_splits,
         num_planes=num_planes, has_affines=dtype is torch.float32,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks"),
+    [
+        pytest.param(torch.float32, (0, 1, 31, 64), id="float32"),
+        pytest.param(torch.bfloat16, (0, 3, 16), id="bfloat16"),
+    ],
+)
+def test_adapters_in_fp8(
+    dtype: torch.dtype, ranks: tuple[int, ...], multiply: Callable[..., torch.Tensor],
+    make_adapter_pool: Callable[..., Any],
+) -> None:  # fmt: skip
+    run_case(
+        multiply, make_adapter_pool, dtype, MIXED, ranks, 129, (64, 63), num_splits=2, has_affines=False,
+        pool_dtype=torch.uint8,
     )  # fmt: skip
 
 
