@@ -176,6 +176,9 @@ test-gpu: $(READY) ## Run everything that needs a GPU, 9 minutes (CONSTRAINTS=co
 campaign: $(if $(NAME),$(WARM),$(READY)) ## Run a long test (NAME=fleet ARGS=...), or list them all
 	@$(VENV)/bin/python -m tests.campaigns $(NAME) $(ARGS)
 
+reliability: $(WARM) ## Run the rows of docs/reliability.md (ARGS='--size tiny --only kills'; full takes days)
+	@$(VENV)/bin/python -m tests.reliability $(ARGS)
+
 # A GPU machine needs no CPU kernels.
 bench: $(if $(filter-out gpu%,$(NAME)),$(WARM),$(READY)) ## Run a benchmark (NAME=mixed-batch ARGS='--help'), or list them all
 	@$(VENV)/bin/python -m benchmarks $(NAME) $(ARGS)

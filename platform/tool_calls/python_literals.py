@@ -20,6 +20,8 @@ _NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "fal
 """Models sometimes write JSON's names instead of Python's."""
 
 _SCALAR = re.compile(r"[\w.+-]*")
+_NUMBER = re.compile(r"[0-9a-fA-FxXoO_.+-]+")
+"""Python warns about numbers that a keyword follows, such as `1if`. A keyword has other letters."""
 _ESCAPE = re.compile(r"\\(?:[\n\\'\"abfnrtv]|0(?!\d)|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})?|[\n\r\0]")
 """A valid Python escape, the backslash of an invalid one, or a character that a string cannot contain unescaped."""
 
@@ -65,7 +67,7 @@ def _json_string(token: str) -> str:
 
 def _json_number(text: str) -> str:
     """Convert a number such as `.5`, `+1` or `1_000` to JSON. Raises Malformed."""
-    if not text or len(text) > MAX_NUMBER_LENGTH:
+    if len(text) > MAX_NUMBER_LENGTH or _NUMBER.fullmatch(text) is None:
         raise Malformed
     try:
         number = ast.literal_eval(text)

@@ -18,6 +18,7 @@ from loramux.adapter_store.blobs.s3_limits import S3Limits
 from tests.adapter_store.blobs.fault_proxy import FaultProxy, SeededPlan, no_faults
 from tests.conformance.demo_adapters import DEMO, changed_adapter
 from tests.conformance.served import deployment
+from tests.reliability.record import recorded
 
 NUM_RESIDENT, NUM_COLD, NUM_COLD_CLIENTS, NUM_SLOTS = 2, 12, 6, 10
 NUM_FAULTS = int(os.environ.get("LORAMUX_STORE_FAULTS", "200"))
@@ -89,9 +90,17 @@ def test_resident_adapters_are_served_and_cold_ones_are_right_or_refused(proxy: 
                 while (answer := ask(client, name)).status_code == 503 and time.monotonic() < until:
                     time.sleep(1)
                 assert logprobs(answer) == pytest.approx(right[name], abs=1e-6), "no damage remains"
-    assert resident.wrong == []
-    assert cold.wrong == []
-    assert set(resident.outcomes) == {"200"}
+    injected = {fault.name: number for fault, number in proxy.num_injected.items() if number}
+    with recorded(
+        "store-faults",
+        faults=sum(injected.values()),
+        kinds=len(injected),
+        wrong=len(resident.wrong) + len(cold.wrong),
+        resident_share=resident.outcomes["200"] / resident.outcomes.total(),
+    ):
+        assert resident.wrong == []
+        assert cold.wrong == []
+        assert set(resident.outcomes) == {"200"}
     assert set(cold.outcomes) <= {"200", "503 adapter_unavailable", "503 overloaded"}
     assert cold.outcomes["200"] > 0
     assert cold.outcomes["503 adapter_unavailable"] > 0

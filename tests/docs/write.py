@@ -10,6 +10,7 @@ from tests.docs.endpoints_page import endpoints_page
 from tests.docs.json_schema_page import json_schema_page
 from tests.docs.models_page import models_page
 from tests.docs.request_fields_page import request_fields_page
+from tests.reliability.table import reliability_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -19,6 +20,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "endpoints.md": endpoints_page,
     "json-schema.md": json_schema_page,
     "models.md": models_page,
+    "reliability.md": reliability_page,
     "request-fields.md": request_fields_page,
 }
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests import campaigns
 from tests.campaigns import CAMPAIGNS, main
+from tests.reliability.rows import ROWS
 
 Call = tuple[list[str], Mapping[str, str]]
 
@@ -106,6 +107,7 @@ def test_nightly_names_need_only_the_standard_library() -> None:
 def test_every_test_of_a_campaign_is_run_by_one() -> None:
     root = Path(__file__).parents[2]
     commands = [argument for one in CAMPAIGNS.values() for command in one.commands for argument in command]
+    commands += [word for row in ROWS.values() for command in row.commands for word in command.arguments]
     named = {*commands, *re.findall(r"tests/[\w/.]+", (root / "Makefile").read_text())}
     mark = re.compile(r"\bmark\.(campaign|fleet|cluster)\b|\bFOR_GPUS\b")
     marked = [path for path in (root / "tests").rglob("test_*.py") if mark.search(path.read_text())]

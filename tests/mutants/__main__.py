@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tests.mutants.known import MUTANTS
 from tests.mutants.mutant import ENVIRONMENT, ROOT, Mutant
+from tests.reliability.record import recorded
 
 FAILED = 1
 """pytest's exit status if a selected test failed."""
@@ -51,14 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("the tests fail on the unchanged product, so they can prove nothing")
         return 1
     caught: dict[str, bool] = {}
-    for number, mutant in enumerate(mutants, 1):
-        started = time.monotonic()
-        outcome = run([mutant.test], mutant)
-        caught[mutant.name] = outcome.returncode == FAILED
-        word = "caught" if caught[mutant.name] else f"NOT CAUGHT (pytest ended with {outcome.returncode})"
-        print(f"{number:>2}/{len(mutants)} {mutant.name}: {word}, {time.monotonic() - started:.0f} s", flush=True)
-        if outcome.returncode not in (0, FAILED):
-            print(outcome.stdout)
+    with recorded("mutants") as figures:
+        for number, mutant in enumerate(mutants, 1):
+            started = time.monotonic()
+            outcome = run([mutant.test], mutant)
+            caught[mutant.name] = outcome.returncode == FAILED
+            word = "caught" if caught[mutant.name] else f"NOT CAUGHT (pytest ended with {outcome.returncode})"
+            print(f"{number:>2}/{len(mutants)} {mutant.name}: {word}, {time.monotonic() - started:.0f} s", flush=True)
+            if outcome.returncode not in (0, FAILED):
+                print(outcome.stdout)
+        figures |= {"mutants": len(caught), "missed": len(caught) - sum(caught.values())}
     print(f"{sum(caught.values())} of {len(caught)} mutants were caught")
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

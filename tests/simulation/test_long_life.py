@@ -21,6 +21,7 @@ from loramux.engine.protocol.messages import (
 )
 from loramux.engine.sequences.cache_groups import CacheLayout, cache_layout, hybrid_layout
 from tests.engine.simulated_engine import GREEDY, VOCAB_SIZE, Simulation, simulate_engine, stats_of
+from tests.reliability.record import recorded
 
 NUM_TURNS = int(os.environ.get("LORAMUX_SIMULATION_TURNS", "10000"))
 """Number of turns in each campaign run."""
@@ -72,6 +73,7 @@ class Life:
         self.scores: dict[str, list[PromptLogprob]] = {}
         self.num_answers = 0
         self.num_calls = 0
+        self.num_steps = 0
 
     def turn(self, number: int) -> None:
         rng, engine = self.rng, self.simulation.engine
@@ -176,6 +178,7 @@ class Life:
 
     def _step(self) -> None:
         self.simulation.engine.step()
+        self.num_steps += 1
         for outbound in self.simulation.engine.take_outbox():
             match outbound.message:
                 case StepOutput(outputs=outputs):
@@ -198,10 +201,13 @@ class Life:
 
 def live(seed: int, lookahead: bool, num_turns: int, layers: str = "whole") -> Life:
     life = Life(seed, lookahead, layers)
-    for number in range(num_turns):
-        life.turn(number)
-    life.end()
-    life.check()
+    with recorded("simulation") as figures:
+        for number in range(num_turns):
+            life.turn(number)
+            figures["steps"] = life.num_steps
+        life.end()
+        life.check()
+        figures["steps"] = life.num_steps
     return life
 
 

@@ -134,6 +134,7 @@ def read_open_packed(
         found, layout = _laid_out(
             *map(bytes, (header.target, header.ranks, header.outer_ranks, header.rows)), header.has_affines
         )
+        scales, outer_scales = np.array(header.scales, np.float32), np.array(header.outer_scales, np.float32)
     except (KeyError, TypeError, ValueError, msgspec.DecodeError):
         raise AdapterCorrupt("the packed file has no valid layout") from None
     if (target is not None and found != target) or (digest is not None and header.digest != digest):
@@ -160,7 +161,6 @@ def read_open_packed(
     payload = payload.reshape(shape)
     if not is_right:
         raise AdapterCorrupt(f"the packed file is damaged in {_damaged(payload, layout, found, header)}")
-    scales, outer_scales = np.array(header.scales, np.float32), np.array(header.outer_scales, np.float32)
     return PackedAdapter(header.digest, layout, scales, payload, outer_scales, header.base)
 
 
@@ -194,7 +194,7 @@ def _read_header(descriptor: int) -> tuple[_Header, int]:
         raise AdapterCorrupt("the header of the packed file is damaged")
     try:
         return msgspec.json.decode(text, type=_Header), end + -end % _PAYLOAD_ALIGNMENT
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise AdapterCorrupt("the header of the packed file is incomplete") from None
 
 

@@ -24,9 +24,12 @@ from tests.adapter_store.ingest.process_lab import KILLED, STOPPED, Lab, Process
 from tests.adapter_store.tenant_rows import add_tenant
 from tests.adapter_store.waiting import wait_until
 from tests.migrated import migrated_sqlite
+from tests.reliability.record import recorded
 
 OpenLab = Callable[..., Lab]
 LIFETIME_S = 86_400.0
+NUM_SEEDS = int(os.environ.get("LORAMUX_INGEST_SEEDS", "50"))
+"""Number of kills at random times on each database and blob store."""
 
 BEFORE_A_VERSION = (Failpoint.UPLOAD_DECLARED, Failpoint.FILE_RECEIVED, Failpoint.FILE_STORED)
 AFTER_THE_VERDICT = (Failpoint.PUBLISHED, Failpoint.FIRST_FILE_DELETED, Failpoint.FILES_DELETED)
@@ -170,7 +173,7 @@ def test_server_killed_at_a_step_loses_nothing_on_any_backend(
 @pytest.mark.campaign
 @pytest.mark.parametrize("store", ["local", "s3"])
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_server_killed_at_any_time_loses_nothing(open_lab: OpenLab, seed: int, database: str, store: str) -> None:
     lab = open_lab(database, store)
     process = lab.start("push")
@@ -182,8 +185,10 @@ def test_server_killed_at_any_time_loses_nothing(open_lab: OpenLab, seed: int, d
     lab.check_served()
     assert lab.run("recover", offset_s=LEASE_S) == 0
     versions = lab.versions()
-    assert [version.state for version in versions] in ([], ["ready"])
-    assert versions or not was_acknowledged
+    is_lost = was_acknowledged and not versions
+    with recorded("kills", kills=1, lost=is_lost):
+        assert [version.state for version in versions] in ([], ["ready"])
+        assert not is_lost
     assert lab.run("push", offset_s=LEASE_S) == 0
     assert [version.state for version in lab.versions()] == ["ready"]
     assert lab.check_served() is not None

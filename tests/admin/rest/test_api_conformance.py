@@ -18,6 +18,7 @@ from tests.adapter_store.validation.hostile import TARGET
 from tests.admin.admin_side import open_admin_side
 from tests.admin.openai_side import open_services, served, whole_app
 from tests.admin.rest.api_stock import ApiStock
+from tests.reliability.record import recorded
 
 if TYPE_CHECKING:
     from tests.admin.rest.api_cases import Cases
@@ -48,7 +49,13 @@ def test_many_calls_are_answered_as_documented(listener: str, tmp_path: Path, de
 
     cases = Cases()
     try:
-        _run(listener, tmp_path, demo_base, CASES * 9 // 10 if listener == "admin" else CASES // 10, cases=cases)
+        with recorded("api") as figures:
+            try:
+                num_calls = CASES * 9 // 10 if listener == "admin" else CASES // 10
+                _run(listener, tmp_path, demo_base, num_calls, cases=cases)
+            finally:
+                errors = sum(number for status, number in cases.statuses.items() if status >= 500)
+                figures |= {"calls": cases.num_calls, "server_errors": errors}
     finally:
         # Print the figures even if the run fails or is interrupted.
         answered = dict(sorted(cases.statuses.items()))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 
 import pytest
 
@@ -141,3 +142,12 @@ def test_arguments_are_passed_on_before_the_call_ends() -> None:
     parser = PARSERS["hermes"]()
     parser.feed('<tool_call>{"name": "a", "arguments": {"city"')
     assert parser.feed(': "Ro') == [ArgumentsEvent(0, ': "Ro')]
+
+
+def test_number_before_a_keyword_is_text_and_causes_no_warning() -> None:
+    parser = new_parser("pythonic")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        events = [*parser.feed("[f(a=1if)]"), *parser.finish()]
+    assert seen == []
+    assert events

@@ -181,6 +181,30 @@ def test_file_in_an_older_format_is_refused(make_adapter: Any, target: PackTarge
         read_packed(tmp_path / "p", target)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"digest":"', b'"digest":"\xff'),
+        (b'"crc32":', b'"more":' + b"[" * 5000 + b',"crc32":'),
+        (b'"scales":[[', b'"scales":[[1],['),
+    ],
+    ids=["not UTF-8", "nested", "ragged"],
+)
+def test_damaged_header_with_a_right_checksum_is_refused(
+    old: bytes, new: bytes, make_adapter: Any, target: PackTarget, tmp_path: Path
+) -> None:
+    write_packed(tmp_path / "p", packed_of(make_adapter(), target, tmp_path / "c"), target)
+    data = (tmp_path / "p").read_bytes()
+    length = int.from_bytes(data[8:12], "little")
+    header, payload = data[44 : 44 + length], data[44 + length + -(44 + length) % 4096 :]
+    assert old in header
+    header = header.replace(old, new, 1)
+    start = data[:8] + len(header).to_bytes(4, "little") + hashlib.sha256(header).digest() + header
+    (tmp_path / "p").write_bytes(start + bytes(-len(start) % 4096) + payload)
+    with pytest.raises(AdapterCorrupt):
+        read_packed(tmp_path / "p", target)
+
+
 def test_scales_and_digest_match_the_canonical_file(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
     files = make_adapter(rank=3, use_rslora=True)
     packed = packed_of(files, target, tmp_path / "c")
