@@ -54,8 +54,8 @@ class AdapterTables:
     `outer` contains the tables of the modules outside the layers, with L = 1, offsets in elements of whole pages, and
     the same `page_table`. `trained_rows` contains the tables of the rows that adapters replace in those modules, with
     L = 1: `rank` is the number of rows, `off[..., 0]` is their offset in elements of whole pages, and `off[..., 1]` is
-    the offset of their ids in units of four bytes. `scale` is unused. These two tables have no such tables of their
-    own.
+    the offset of their ids in units of four bytes. `scale` is unused. It is None if no adapter has such rows. These two
+    tables have no such tables of their own.
     """
 
     page_table: torch.Tensor

@@ -283,7 +283,7 @@ class PackedSource:
                 self._blobs.put(packed_key(digest, self._pack_key, packed.base), file)
             self._keep(digest, file)
         except AdapterRejected as error:
-            raise AdapterUnavailable(f"adapter {digest[:12]} does not fit the served base model") from error
+            raise AdapterUnavailable(f"adapter {digest[:12]} does not fit the served base model: {error}") from error
         finally:
             canonical.unlink(missing_ok=True)
             file.unlink(missing_ok=True)

@@ -296,6 +296,7 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
     parser.add_argument("--card", choices=CARDS, default="h200")
     parser.add_argument("--weights", choices=FORMATS, help="format of the layers' weights (default: bfloat16)")
+    parser.add_argument("--adapter-dtype", choices=["fp8"], help="format of the adapters (default: bfloat16)")
     parser.add_argument("--node-us", type=float, help="microseconds that each launch adds to a graph")
     parser.add_argument(
         "--out", type=out_file, help="write JSON to this file, and the same tables as Markdown next to it"
@@ -308,12 +309,14 @@ def main() -> int:
         print("unset TRITON_INTERPRET: the interpreter does not compile kernels", file=sys.stderr)
         return 2
     tables = []
+    form = None if arguments.weights is None else FORMATS[arguments.weights]
     for case in cases(MODELS[arguments.model]):
-        form = None if arguments.weights is None else FORMATS[arguments.weights]
-        table = table_of(record_step(MODELS[arguments.model], card, case, form), card)
+        table = table_of(record_step(MODELS[arguments.model], card, case, form, arguments.adapter_dtype), card)
         print(f"{table.case}: {table.launches} launches, floor {table.floor_us:,.0f} us", file=sys.stderr, flush=True)
         tables.append(table)
     model = arguments.model if arguments.weights is None else f"{arguments.model} in {arguments.weights}"
+    if arguments.adapter_dtype is not None:
+        model += f", adapters in {arguments.adapter_dtype}"
     text = markdown(tables, model, card)
     print(text)
     if arguments.out is not None:
@@ -321,6 +324,7 @@ def main() -> int:
         document = {
             "model": arguments.model,
             "weights": arguments.weights or "bfloat16",
+            "adapters": arguments.adapter_dtype or "bfloat16",
             "card": asdict(card),
             **versions,
             "steps": [asdict(one) for one in tables],

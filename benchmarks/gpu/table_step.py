@@ -199,13 +199,19 @@ class MetaEngine:
         return RecordedStep(case, batch, tuple(launches))
 
 
-def record_step(model: Model, card: Card, case: TableCase, form: CodeFormat | None = None) -> RecordedStep:
+def record_step(
+    model: Model,
+    card: Card,
+    case: TableCase,
+    form: CodeFormat | None = None,
+    adapter_dtype: Literal["fp8"] | None = None,
+) -> RecordedStep:
     """Run the case's step on `model` as if on `card`, and record its launches."""
     max_len = case.context + case.num_queries
     engine = MetaEngine(
         model, card, max_len=max_len, max_batch_tokens=case.num_tokens, max_sequences=case.num_sequences,
         max_resident_adapters=max(1, case.num_adapters), num_pages=case.num_sequences * -(-max_len // PAGE_TOKENS),
-        form=form,
+        form=form, adapter_dtype=adapter_dtype,
     )  # fmt: skip
     return engine.record(case)
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.architectures.model_config import EMBEDDING, HEAD
 from loramux.engine.device.accelerator import Accelerator
@@ -60,6 +60,9 @@ class SlotTables:
         if accelerator.device.type != "cpu":
             self.device = _on(accelerator.device, self._host)
             self._copied = list(zip(_tensors(self._host), _tensors(self.device), strict=True))
+        if target.dtype == FP8:
+            # FP8 adapters have no trained rows, and kernels cannot read such rows as codes.
+            self.device = replace(self.device, trained_rows=None)
         # numpy views of the staged tables: numpy writes a few numbers ten times as fast as torch does.
         self._written = tuple(table.numpy() for table in _tensors(self._host))
         self._max_ranks = np.zeros(num_slots, np.int32)

@@ -160,8 +160,7 @@ class Decoder:
             # For tokens beyond the base's vocabulary, an adapter's rows replace the row that is read here.
             tokens = tokens.clamp(max=self.config.vocab_size - 1)
         embedded = functional.embedding(tokens, self._embedding)
-        if segments is not None and is_adapted:
-            assert tables.trained_rows is not None
+        if segments is not None and is_adapted and tables.trained_rows is not None:
             call = LoraCall(0, self._embedding_group, tables.trained_rows, segments)
             kernels.outer.replace_rows(inputs.tokens, call, embedded)
         if self._embedding_scale != 1.0:
@@ -307,7 +306,8 @@ class Decoder:
 
     def _replace_columns(self, hidden: torch.Tensor, adapters: HeadAdapters, logits: torch.Tensor) -> None:
         """Compute the logits of the rows that adapters replace or, in classifiers, of their classes."""
-        assert adapters.tables.trained_rows is not None
+        if adapters.tables.trained_rows is None:
+            return
         segments = replace(adapters.segments, max_rank=adapters.max_rows)
         call = LoraCall(0, self._head_group, adapters.tables.trained_rows, segments)
         adapters.kernels.outer.replace_columns(hidden, call, logits)

@@ -84,3 +84,27 @@ def test_an_adapter_takes_fewer_pages(llm: LLM) -> None:
     with LLM(DEMO_BASE, ADAPTERS, device="cpu", dtype="float32", pool_bytes=16 << 20) as wide:
         num_pages = [sum(one.num_pages for one in engine._packed.values()) for engine in (llm, wide)]
     assert num_pages[0] < num_pages[1] / 2
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+def test_loras_of_the_embedding_and_the_head_are_read_as_codes(tmp_path: Path) -> None:
+    """The weights are powers of two, which FP8 represents exactly."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig(r=4, target_modules=["embed_tokens", "lm_head", "q_proj"], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(DEMO_BASE, dtype=torch.float32), config, "default")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+                weight.copy_(signs * 2.0 ** -torch.randint(4, 7, weight.shape, generator=generator))
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    arguments = {"device": "cpu", "dtype": "float32", "pool_bytes": 64 << 20, "adapter_dtype": "fp8"}
+    with LLM(DEMO_BASE, {"outer": tmp_path}, **arguments) as opened:
+        [score, base] = (opened.score(PROMPTS[0], adapter=name)[0] for name in ("outer", None))
+    logprobs = log_probabilities(model.eval(), score.token_ids, "default")
+    expected = [float(row[token]) for row, token in zip(logprobs, score.token_ids[1:], strict=False)]
+    assert score.logprobs[1:] == pytest.approx(expected, abs=1e-4)
+    assert base.logprobs[1:] != pytest.approx(expected, abs=1e-2)

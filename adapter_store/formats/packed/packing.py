@@ -167,9 +167,10 @@ def _to_fp8(packed: PackedAdapter, target: PackTarget) -> PackedAdapter:
                 _rows_of_part(stream, shape, p, rank, offsets[p], target, layer)[...] = coded
             of_all, at = (outer_scales, index) if layer is None else (scales, (layer, index))
             with np.errstate(over="ignore"):
-                of_all[at] *= np.float32(codes.factor)
-            if not np.isfinite(of_all[at]):
+                scale = np.float32(float(of_all[at]) * codes.factor)
+            if not np.isfinite(scale):
                 raise AdapterRejected("non_finite_values", "the products of A and B are too large for FP8", module.name)
+            of_all[at] = scale
         into[...] = stream.reshape(into.shape)
     return PackedAdapter(packed.digest, layout, scales, payload, outer_scales, packed.base)
 

@@ -182,6 +182,18 @@ def test_rows_are_rounded_without_spilling_registers(card: str, tmp_path: Path) 
     assert not any(row["kernel"] == "_round_rows" for row in decode)
 
 
+LORA = ("shrink_kernel", "expand_kernel", "lora_linear_kernel")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("card", ["a100", "h200", "b200", "5090"])
+def test_adapters_in_fp8_spill_no_registers(card: str, tmp_path: Path) -> None:
+    steps = steps_of("tiny", card, tmp_path, "--adapter-dtype", "fp8")
+    found = [row for step in steps.values() for row in step["rows"] if row["kernel"] in LORA]
+    assert {row["kernel"] for row in found} == {*LORA}
+    assert not any(row["program"]["spilled_bytes"] for row in found)
+
+
 PRODUCTS = ("_multiply_codes", "_dequantize_codes", "_round_rows")
 """A linear layer with a quantised weight launches one of these kernels."""
 
