@@ -150,7 +150,7 @@ class Scheduler:
         has_vacated = self._make_room_for_adapters()
         scheduled: dict[Sequence, ScheduledSequence] = {}
         ahead, behind = self._lanes()
-        num_free_slots = self._limits.max_sequences - ahead.num_running - behind.num_running
+        num_free_slots = max(0, self._limits.max_sequences - ahead.num_running - behind.num_running)
         is_due = behind.num_running > 0 and self._num_yields >= MAX_YIELDS
         kept = self._few_rows if is_due else 0
         max_rows = self._limits.max_batch_tokens
@@ -243,7 +243,7 @@ class Scheduler:
         max_scheduled = min(num_before + budget, max_sequences)
         running = SequenceState.RUNNING
         for sequence in lane.decoding:
-            if len(scheduled) == max_scheduled:
+            if len(scheduled) >= max_scheduled:
                 break
             # Most sequences have room on their last page.
             has_room = sequence.num_computed < sequence.num_room and sequence.state is running
@@ -260,7 +260,7 @@ class Scheduler:
             kept = budget // NEW_SHARE
         for sequence in lane.prompts:
             num_tokens = min(sequence.num_pending, budget - kept)
-            if num_tokens == 0 or len(scheduled) == max_sequences:
+            if num_tokens == 0 or len(scheduled) >= max_sequences:
                 break
             if self._grow(sequence, num_tokens, scheduled):
                 scheduled[sequence] = ScheduledSequence(sequence, num_tokens)
@@ -412,7 +412,8 @@ class Scheduler:
         return ahead, behind
 
     def _num_free_slots(self) -> int:
-        return self._limits.max_sequences - len(self._active())
+        # After sequences that were paused have resumed, more than `max_sequences` can be active.
+        return max(0, self._limits.max_sequences - len(self._active()))
 
     def _num_yielding_to_first(self) -> int:
         """Number of running sequences of the last tier if a sequence of the first waits, otherwise 0."""

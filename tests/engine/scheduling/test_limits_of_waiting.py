@@ -113,6 +113,33 @@ def test_preempted_paused_sequence_continues_after_extension(simulate: Simulate)
     assert simulation.tokens["paused"] == simulation.executor.generate(paused.prompt, 9, None)
 
 
+def test_sequences_that_resume_leave_no_slots_to_waiting_ones(simulate: Simulate) -> None:
+    """More sequences than slots are active then, and no step may have more of them than slots."""
+    simulation = simulate(max_sequences=3)
+    asked = [simulation.add("line", max_tokens=60, is_background=True)]
+    for _ in range(3):
+        simulation.step()
+    names = [f"paused {number}" for number in range(3)]
+    for name in names:
+        simulation.add(name, max_tokens=4, pause_s=600.0)
+        for _ in range(8):
+            simulation.step()
+    asked += [simulation.add(f"running {number}", max_tokens=30) for number in range(2)]
+    for _ in range(4):
+        simulation.step()
+    for name in names:
+        simulation.engine.extend(b"gateway", Extend(sequence_id=name, max_tokens=20))
+    asked += [simulation.add(f"waiting {number}", max_tokens=5) for number in range(4)]
+    simulation.executor.batches.clear()
+    while not {add.sequence_id for add in asked} <= simulation.finished.keys():
+        simulation.step()
+    assert max(len(batch.samples) for batch in simulation.executor.batches) <= 3
+    for add in asked:
+        assert simulation.tokens[add.sequence_id] == simulation.expected(add)
+    simulation.clock.now = 700.0
+    simulation.run()
+
+
 def test_extension_stops_at_the_context_length(simulate: Simulate) -> None:
     simulation = simulate(max_model_len=30)
     add = simulation.add("s", num_prompt=20, max_tokens=2, pause_s=9.0)
