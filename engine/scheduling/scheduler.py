@@ -129,6 +129,8 @@ class Scheduler:
         # While no sequence can start, the order only decides which adapters are loaded next.
         is_exact = num_free_slots + num_behind + num_flex > 0
         self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=is_exact)
+        if self.queue.waiting_by_rank[0]:
+            self._order = self._with_first_tier(self._order)
         if num_behind:
             # Background sequences leave their slots to others.
             num_ahead = sum([not one.is_background for one in self._order])
@@ -415,6 +417,19 @@ class Scheduler:
         # After sequences that were paused have resumed, more than `max_sequences` can be active.
         return max(0, self._limits.max_sequences - len(self._active()))
 
+    def _with_first_tier(self, order: list[Sequence]) -> list[Sequence]:
+        """Add the waiting sequences of the first tier for which sequences of the last tier make room, or are kept back,
+        and which come too late in the order.
+        """
+        last = BACKGROUND_RANK - 1
+        num_yielding = self.running_by_rank[last] + sum([one.rank == last for one in order])
+        num_missing = min(num_yielding, self.queue.waiting_by_rank[0]) - sum([one.rank == 0 for one in order])
+        if num_missing <= 0:
+            return order
+        known = set(order)
+        first = [one for one in self.queue.sequences() if one.rank == 0 and one not in known]
+        return [*order, *sorted(first, key=attrgetter("arrival"))[:num_missing]]
+
     def _num_yielding_to_first(self) -> int:
         """Number of running sequences of the last tier if a sequence of the first waits, otherwise 0."""
         return self.running_by_rank[BACKGROUND_RANK - 1] if self.queue.waiting_by_rank[0] else 0
@@ -437,9 +452,16 @@ class Scheduler:
         Sequences that make room for them are removed from `scheduled`.
         """
         admitted: list[ScheduledSequence] = []
+        has_first = self.queue.waiting_by_rank[0] > 0 and any(
+            one.rank == 0 and self.queue.is_ready(one) for _, one in waiting
+        )
         for position, sequence in waiting:
             if budget == 0 or (num_free_slots == 0 and sequence.is_background):
                 break
+            # Sequences of the first tier would take their place at once. Behind a sequence that is short of pages, only
+            # those can begin, because only they get pages from others.
+            if has_first and (makes_room(sequence.rank, 0) or (sequence.rank and self._short_of_pages is not None)):
+                continue
             # Skip a sequence that was preempted or paused with a step in flight, because its tokens are incomplete
             # until that step is committed.
             if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.has_reached_limit:
@@ -478,7 +500,9 @@ class Scheduler:
                         scheduled.pop(victim, None)
                         item = self._begin(sequence, entry, prefix, position, budget)
             if item is None:
-                self._short_of_pages = sequence
+                self._short_of_pages = self._short_of_pages or sequence
+                if has_first and sequence.rank:
+                    continue
                 break
             admitted.append(item)
             budget -= item.num_tokens

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
@@ -22,6 +23,7 @@ from loramux.platform.requests.endpoint import B, Endpoint, Received
 from loramux.platform.requests.error_responses import engine_unavailable
 from loramux.platform.requests.request_life import planned, prepare, reserve, resolve, run_and_settle
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.service_tiers import worse
 
 ENDPOINT = "evals"
 """The endpoint of an eval's requests in the ledger and in metrics."""
@@ -88,7 +90,9 @@ class Questions:
     async def _run(self, endpoint: Endpoint[B], body: Mapping[str, Any]) -> Document:
         """Run one request and return the response's body, like `request_life.serve`."""
         services, received = self.services, _received(endpoint, body)
-        plan, shape = await planned(services, self.principal, endpoint, received)
+        target = await resolve(services, self.principal, received.body.model)
+        target = replace(target, tiers=replace(target.tiers, highest=worse(target.tiers.highest, DEFAULT_TIER)))
+        plan, shape = await planned(services, self.principal, endpoint, received, target)
         plan = replace(plan, endpoint=ENDPOINT)
         if self.is_charged:
             await reserve(services, plan, received.body)

@@ -54,10 +54,13 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds until a request's first token. `own_s` would be the time if no other tenant had any requests."""
+    """Seconds until a request's first token. `own_s` would be the time if no other tenant had any requests. `is_next` is
+    True if no request waits and a slot is free.
+    """
 
     seconds: float
     own_s: float
+    is_next: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -191,10 +194,10 @@ class FirstTokenForecast:
                 num_foreign - self._foreign_running[rank],
             )
 
-    def forecast(self, share: Share, prompt_tokens: int, num_sequences: int = 1) -> Forecast:
-        """Return when the first token of a new request would come."""
+    def forecast(self, share: Share, prompt_tokens: int) -> Forecast:
+        """Return when the first sequence of a new request, with this prompt, would have its first token."""
         rank, part, tenant_id = share.rank, share.part, share.tenant_id
-        own, own_held = Amount(prompt_tokens, num_sequences), 0.0
+        own, own_held = Amount(prompt_tokens, 1), 0.0
         num_held = sum(number for other, number in enumerate(self._foreign_running) if not makes_room(other, rank))
         others: list[_Asking] = []
         for asking in self._shares.values():
@@ -210,7 +213,10 @@ class FirstTokenForecast:
         for _ in range(NUM_ROUNDS):
             before = self._before(own, others, rank, part, seconds)
             seconds = self._seconds(before, num_held)
-        return Forecast(seconds=seconds, own_s=self._seconds(own, own_held))
+        num_waiting = sum(one.waiting.sequences for one in self._shares.values())
+        num_waiting += sum(amount.sequences for amount in self._foreign)
+        is_next = num_waiting == 0 and num_held < self._max_sequences
+        return Forecast(seconds=seconds, own_s=self._seconds(own, own_held), is_next=is_next)
 
     def _before(self, own: Amount, others: list[_Asking], rank: int, part: float, seconds: float) -> Amount:
         """Return what must begin until `own` has begun, if that takes these seconds. Most of a forecast's time is spent

@@ -49,16 +49,18 @@ class FirstTokenGate:
         self._awaited: dict[str, tuple[str, float]] = {}
         """The requests without a first token whose tiers have an objective: their tiers, and when they entered."""
 
-    def check(self, target: Target, service_tier: str, prompt_tokens: int = 0, num_sequences: int = 1) -> None:
+    def check(self, target: Target, service_tier: str, prompt_tokens: int = 0) -> None:
         """Raise RateLimited if the tenant's own requests would delay a request's first token beyond the objective of
         its tier, and Unavailable if those of all tenants together would. Without `prompt_tokens`, the prompt counts as
         empty, so that a request can be refused before it is tokenised.
+
+        A request that would be the next to run is not refused. After one slow step, it shows that the engine is fast.
         """
         objective_s = self._objectives.get(service_tier)
         if objective_s is None:
             return
-        forecast = self._forecast.forecast(_share(target, service_tier), prompt_tokens, num_sequences)
-        if forecast.seconds > USED_PART * objective_s:
+        forecast = self._forecast.forecast(_share(target, service_tier), prompt_tokens)
+        if forecast.seconds > USED_PART * objective_s and not forecast.is_next:
             refusal = _refusal(forecast, service_tier, objective_s)
             self._metrics.overload_refusals.labels(service_tier, str(refusal.status)).inc()
             raise refusal
@@ -69,7 +71,8 @@ class FirstTokenGate:
             return
         tier = plan.service_tier
         if plan.pooling is None:
-            self.check(plan.target, tier, plan.prompt_tokens, plan.num_sequences)
+            # The objective is about the first token of any choice.
+            self.check(plan.target, tier, min(map(len, plan.prompts)))
             if tier in self._objectives:
                 self._awaited[plan.request_id] = tier, self._clock()
         self._forecast.add(plan.request_id, _share(plan.target, tier), plan.prompt_tokens, plan.num_sequences)
@@ -86,7 +89,9 @@ class FirstTokenGate:
     def leave(self, request_id: str) -> None:
         """Note that a request has ended, or that nothing was reserved for it."""
         self._forecast.remove(request_id)
-        self._awaited.pop(request_id, None)
+        awaited = self._awaited.pop(request_id, None)
+        if awaited is not None and self._clock() - awaited[1] > self._objectives[awaited[0]]:
+            self._metrics.first_tokens.labels(awaited[0], "late").inc()
 
     async def look(self) -> None:
         """Ask the engine for a report. If the engine does not answer, keep the last report."""

@@ -24,7 +24,7 @@ from loramux.platform.requests import sse
 from loramux.platform.requests.answers import Document
 from loramux.platform.requests.endpoint import Endpoint, Received
 from loramux.platform.requests.error_responses import json_response
-from loramux.platform.requests.request_life import planned, reserve, settle
+from loramux.platform.requests.request_life import planned, reserve, resolve, settle
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.requests.storing import call_storing
 from loramux.platform.responses_api.keeping import Keeping, is_stored
@@ -74,7 +74,9 @@ async def begin_in_background(
     Raises what a request raises before its response starts.
     """
     started_s = time.monotonic()
-    plan, answer = await planned(services, caller, endpoint, received)
+    target = await resolve(services, caller, received.body.model, received.body.user)
+    services.run.gate.check(target, target.tiers.tier(received.body.service_tier))
+    plan, answer = await planned(services, caller, endpoint, received, target)
     assert isinstance(answer, ResponseAnswer)
     if not is_stored(services, plan.target, received):
         raise InvalidRequest(

@@ -8,6 +8,7 @@ import pytest
 
 from loramux.engine.protocol.service_tiers import SERVICE_TIERS, TIER_FACTORS
 from loramux.engine.scheduling.fair_queue import FairQueue
+from loramux.engine.sequences.sequence import SequenceState
 from tests.engine.scheduling.test_fairness import admit_next, waiting
 from tests.engine.scheduling.test_scheduler import Bench
 from tests.engine.simulated_engine import Simulate, Simulation, stats_of
@@ -157,3 +158,44 @@ def test_unknown_tier_is_refused(simulation: Simulation) -> None:
     simulation.add("one", service_tier="gold")
     simulation.run()
     assert simulation.finished["one"].code == "invalid_request"
+
+
+@pytest.mark.parametrize("num_prompt", [20, 200])
+def test_flex_does_not_begin_while_priority_waits(num_prompt: int) -> None:
+    """Otherwise, it would be preempted at once, again and again, and its prompt would be computed each time."""
+    bench = Bench(num_pages=400, max_batch_tokens=64, max_sequences=4)
+    flex = bench.add("flex", num_prompt=num_prompt, max_tokens=40, service_tier="flex", share_key="other")
+    rows, number = 0, 0
+    for step in range(400):
+        while step < 300 and bench.scheduler.queue.waiting_by_rank[0] < 3:
+            bench.add(f"priority {number}", num_prompt=20, max_tokens=10, service_tier="priority")
+            number += 1
+        rows += bench.step().get("flex", 0)
+        if step == 299:
+            assert bench.scheduler.num_preemptions <= 1
+            assert rows <= num_prompt + 1
+    assert flex.state is SequenceState.FINISHED, "it continues afterwards"
+
+
+@pytest.mark.parametrize("num_before", [3, 6])
+def test_priority_behind_a_long_queue_takes_a_slot_of_flex(num_before: int) -> None:
+    bench = filled("flex", num_pages=400, max_batch_tokens=64)
+    bench.add("first", num_prompt=40, max_tokens=1, service_tier="priority", share_key="acme")
+    bench.step()
+    bench.step()
+    for number in range(num_before):
+        bench.add(f"default {number}", max_tokens=60, share_key=f"other {number}")
+    bench.add("priority", num_prompt=12, service_tier="priority", share_key="acme")
+    bench.step()
+    assert "priority" in bench.running
+
+
+def test_priority_gets_pages_of_flex_behind_a_large_request() -> None:
+    bench = Bench(num_pages=40, max_batch_tokens=64, max_sequences=8)
+    for number in range(3):
+        bench.add(f"flex {number}", num_prompt=40, max_tokens=60, service_tier="flex", share_key="flex")
+        bench.step()
+    bench.add("large", num_prompt=100, max_tokens=4, share_key="large", weight=1000)
+    bench.add("priority", num_prompt=40, max_tokens=4, service_tier="priority", share_key="acme")
+    bench.step()
+    assert "priority" in bench.running

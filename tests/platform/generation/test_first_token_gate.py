@@ -103,12 +103,18 @@ async def test_late_first_token_is_refused_at_once_and_for_free(
 
 
 async def test_long_prompt_is_refused_where_a_short_one_is_not(gated: Gateway, clock: Clock) -> None:
+    await look(gated, num_waiting=1)
     clock.now += 10
-    gated.engine.figures |= {"prefill_tokens": 10, "prefill_s": 10.0, "num_running": 0}
+    gated.engine.figures |= {"prefill_tokens": 10, "prefill_s": 10.0}
     await gated.services.run.gate.look()
     assert await status(gated, *COMPLETIONS, prompt=[5] * 5) == 200
     assert await status(gated, *COMPLETIONS, prompt=[5] * 8) == 429
-    assert [len(add.prompt) for add in gated.engine.adds] == [5]
+    assert await status(gated, *COMPLETIONS, prompt=[[5] * 5, [5] * 8], n=20) == 200, "one prompt has a token in time"
+    await nothing_reserved(gated)
+    gated.engine.figures["service_tiers"] = (TierLoad(),) * 4
+    await gated.services.run.gate.look()
+    assert await status(gated, *COMPLETIONS, prompt=[5] * 8) == 200, "on an idle engine, it shows how long it takes"
+    assert {len(add.prompt) for add in gated.engine.adds} == {5, 8}
     await nothing_reserved(gated)
 
 
@@ -167,6 +173,22 @@ async def test_goodput_counts_first_tokens_within_the_objective(gated: Gateway, 
         ("default", "in_time"): 2,
         ("default", "late"): 1,
     }
+
+
+async def test_request_that_ends_without_a_first_token_is_late(gated: Gateway, clock: Clock) -> None:
+    await look(gated)
+
+    def failing(add: Any) -> Script:
+        clock.now += 10.5
+        return Script(token_ids=(), stall_after=0)
+
+    gated.engine.script = failing
+    call = asyncio.create_task(status(gated, *CHAT))
+    while not gated.engine.adds:  # noqa: ASYNC110 - no event exists
+        await asyncio.sleep(0)
+    gated.engine.die()
+    assert await call == 503
+    assert value(gated, "loramux_first_tokens_total", tier="default", outcome="late") == 1
 
 
 async def test_request_without_quota_is_no_longer_awaited(gated: Gateway) -> None:
