@@ -54,8 +54,8 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds until a request's first token. `own_s` would be the time if no other tenant had any requests. `is_next` is
-    True if no request waits and a slot is free.
+    """Seconds until a request's first token. `own_s` would be the time if no other tenant had any requests. `is_next`
+    is True if no request waits and a slot is free.
     """
 
     seconds: float
