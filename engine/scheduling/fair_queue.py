@@ -55,7 +55,8 @@ class FairQueue:
     share that has waited at least as long.
 
     The sequences of a share key in one service tier are a share of their own, whose weight is multiplied by the tier's
-    factor.
+    factor. The bound does not hold for tiers that make room for others, because the scheduler keeps them back while
+    those wait.
 
     Background sequences come after all others. If their share has waited too long, its next sequence is no longer a
     background sequence.

@@ -428,7 +428,7 @@ class Scheduler:
             return order
         known = set(order)
         first = [one for one in self.queue.sequences() if one.rank == 0 and one not in known]
-        return [*order, *sorted(first, key=attrgetter("arrival"))[:num_missing]]
+        return [*order, *sorted(first, key=lambda one: (not self.queue.is_ready(one), one.arrival))[:num_missing]]
 
     def _num_yielding_to_first(self) -> int:
         """Number of running sequences of the last tier if a sequence of the first waits, otherwise 0."""
