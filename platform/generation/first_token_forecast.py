@@ -16,6 +16,9 @@ TIME_CONSTANT_S = 5.0
 """Time after which an older measurement of a rate counts for `1 / e`, in seconds of measured time."""
 
 
+PREFILL_AGE_S = 60.0
+"""Time after which a measured rate of prompt tokens no longer counts, in seconds. Only large steps measure it."""
+
 NUM_ROUNDS = 3
 """Rounds in which a forecast takes the requests into account that arrive while a request waits."""
 
@@ -127,6 +130,7 @@ class FirstTokenForecast:
         self._foreign_running = [0.0] * BACKGROUND_RANK
         self._last: tuple[float, Stats] | None = None
         self._prefill, self._drain = _Rate(), _Rate()
+        self._prefill_until_s = 0.0
         # Time for which all slots have been taken since the last sequence ended.
         self._full_s = 0.0
         self._max_sequences = 0
@@ -242,7 +246,7 @@ class FirstTokenForecast:
     def _seconds(self, before: Amount, num_held: float) -> float:
         """Seconds until everything in `before` has begun, while `num_held` slots are taken."""
         seconds = 0.0
-        if self._prefill.per_s:
+        if self._prefill.per_s and self._clock() < self._prefill_until_s:
             seconds = before.prompt_tokens / self._prefill.per_s
         num_to_end = num_held + before.sequences - self._max_sequences
         if num_to_end > 0 and (drain_per_s := self.drain_per_s) is not None:
@@ -263,6 +267,7 @@ class FirstTokenForecast:
             computed, cached = stats.prompt_tokens - last.prompt_tokens, stats.cached_tokens - last.cached_tokens
             tokens = (stats.prefill_tokens - last.prefill_tokens) * (1 + cached / computed if computed else 1)
             self._prefill.note(tokens * stats.num_engines, prefill_s)
+            self._prefill_until_s = now_s + PREFILL_AGE_S
         self._full_s = self._full_s + seconds if _is_full(last) and _is_full(stats) else 0.0
         num_ended = stats.num_ended - last.num_ended
         if num_ended and self._full_s:

@@ -13,6 +13,7 @@ from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.evals import Eval, EvalAnswer
 from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
+from loramux.platform.accounts.tenants import TenantChanges
 from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -74,6 +75,18 @@ async def test_operator_is_not_charged_and_a_tenant_is(lab: EvalLab) -> None:
     # The end token is charged, too.
     num_tokens = len(lab.gateway.services.prompts.tokenizer.encode("yes", add_special_tokens=False)) + 1
     assert (event.prompt_tokens, event.completion_tokens) == (len(engine.adds[-1].prompt), num_tokens)
+
+
+async def test_eval_is_never_a_priority_request(lab: EvalLab) -> None:
+    """Not even for a tenant whose requests are `priority` by default, and neither in the engine nor in its bill."""
+    changes = TenantChanges(max_service_tier="priority", default_service_tier="priority")
+    lab.gateway.services.callers.tenants.update(lab.gateway.tenant.id, changes, lambda _: None)
+    lab.answer_with({1: "yes"})
+    async with lab.running():
+        await lab.finished(lab.create([{"prompt": "Say yes", "equal": "yes"}]))
+        await lab.finished(lab.create([{"prompt": "Say yes", "equal": "yes"}], key_of(lab)))
+    assert [add.service_tier for add in lab.gateway.engine.adds] == ["default", "default"]
+    assert [event.service_tier for event in lab.gateway.usage()] == ["default"]
 
 
 async def test_judge_decides(lab: EvalLab) -> None:

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from loramux.engine.protocol.messages import Stats, TierLoad
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
-from loramux.platform.generation.first_token_forecast import FirstTokenForecast, Share
+from loramux.platform.generation.first_token_forecast import PREFILL_AGE_S, FirstTokenForecast, Share
 from loramux.platform.generation.first_token_gate import USED_PART
 from tests.engine.simulated_engine import Clock, simulate_engine, stats_of
 
@@ -77,6 +77,14 @@ def test_request_is_next_if_nothing_waits_and_a_slot_is_free() -> None:
     assert not lab.forecast.forecast(ACME, 10).is_next
     lab.note(TierLoad(), TierLoad(num_running=1, num_waiting=1))
     assert not lab.forecast.forecast(ACME, 10).is_next
+
+
+def test_old_rate_of_prompts_no_longer_counts() -> None:
+    lab = Lab(prefill=1.0)
+    lab.note(TierLoad(), TierLoad(num_running=1, num_waiting=1))
+    assert lab.seconds(ACME, prompt_tokens=500) >= 500
+    lab.clock.now += PREFILL_AGE_S
+    assert lab.seconds(ACME, prompt_tokens=500) == 0
 
 
 def test_full_engine_delays_until_sequences_end() -> None:

@@ -17,6 +17,7 @@ from loramux.platform.accounts.tenants import TenantChanges
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.quotas.overview import QuotaCaller, QuotaOverview
 from loramux.platform.requests.services import GatewaySettings
+from loramux.platform.responses_api import background
 from loramux.platform.service_tiers import parse_objectives
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.engine.simulated_engine import Clock
@@ -100,6 +101,14 @@ async def test_late_first_token_is_refused_at_once_and_for_free(
     [limit] = QuotaOverview(gated.database).effective(QuotaCaller(tenant_id=gated.tenant.id))
     assert (limit.used, limit.reserved) == (0, 0)
     assert value(gated, "loramux_overload_refusals_total", tier="default", status="503") == 1
+
+
+async def test_late_background_response_is_refused_before_it_is_planned(
+    gated: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "planned", None)
+    await look(gated, num_running=MAX_SEQUENCES, num_waiting=30)
+    assert await status(gated, *RESPONSES, background=True, store=True) == 503
 
 
 async def test_long_prompt_is_refused_where_a_short_one_is_not(gated: Gateway, clock: Clock) -> None:
