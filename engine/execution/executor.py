@@ -57,8 +57,8 @@ class SubmittedStep:
 
     `sampling[i]` receives item `i` of `result.tokens()`, unless it is None, and `scoring[i]` receives item `i` of
     `result.prompt_logprobs()`. `pooling[i]` receives item `i` of `result.pooled()`, and whether that ends its prompt.
-    `read_bytes` is the number of bytes that a decode step must read, or 0 if it is unknown, and
-    `prompt_tokens` the number of prompt tokens that the step computes for the first time.
+    `read_bytes` is the number of bytes that a decode step must read, or 0 if it is unknown, and `prompt_tokens` the
+    number of prompt tokens that the step computes for the first time.
     """
 
     sampling: Collection[Sequence | None]

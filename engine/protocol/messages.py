@@ -421,7 +421,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sequences that ended while they were running."""
     prefill_tokens: int = 0
     prefill_s: float = 0.0
-    """Prompt tokens computed by steps of which they took at least half of the rows, and the duration of these steps."""
+    """Prompt tokens of large steps, which compute at least half of `max_batch_tokens`, and the duration of these steps.
+    """
     num_pages: int
     num_free_pages: int
     num_kv_pages: int

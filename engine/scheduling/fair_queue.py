@@ -167,6 +167,11 @@ class FairQueue:
         """The counter of a running or waiting sequence's share."""
         return self._active[sequence.share_key].served
 
+    def heads(self, rank: int) -> list[Sequence]:
+        """The next ready sequence of each waiting share of a rank, those of the least served shares first."""
+        shares = [share for share in self._waiting if share.rank == rank and share.ready]
+        return [share.ready[0] for share in sorted(shares, key=_served)]
+
     def is_ready(self, sequence: Sequence) -> bool:
         """True if the sequence's adapter is resident."""
         return sequence.add.digest is None or sequence.add.digest in self._resident

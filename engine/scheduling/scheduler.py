@@ -418,8 +418,8 @@ class Scheduler:
         return max(0, self._limits.max_sequences - len(self._active()))
 
     def _with_first_tier(self, order: list[Sequence]) -> list[Sequence]:
-        """Add the waiting sequences of the first tier for which sequences of the last tier make room, or are kept back,
-        and which come too late in the order.
+        """Add sequences of the first tier that come too late in the order, if sequences of the last tier make room for
+        them or are kept back.
         """
         last = BACKGROUND_RANK - 1
         num_yielding = self.running_by_rank[last] + sum([one.rank == last for one in order])
@@ -427,8 +427,7 @@ class Scheduler:
         if num_missing <= 0:
             return order
         known = set(order)
-        first = [one for one in self.queue.sequences() if one.rank == 0 and one not in known]
-        return [*order, *sorted(first, key=lambda one: (not self.queue.is_ready(one), one.arrival))[:num_missing]]
+        return [*order, *[one for one in self.queue.heads(0) if one not in known][:num_missing]]
 
     def _num_yielding_to_first(self) -> int:
         """Number of running sequences of the last tier if a sequence of the first waits, otherwise 0."""
@@ -458,8 +457,8 @@ class Scheduler:
         for position, sequence in waiting:
             if budget == 0 or (num_free_slots == 0 and sequence.is_background):
                 break
-            # Sequences of the first tier would take their place at once. Behind a sequence that is short of pages, only
-            # those can begin, because only they get pages from others.
+            # A sequence of the last tier would lose its place to one of the first at once. Behind a sequence that is
+            # short of pages, only those of the first tier can begin, because only they get pages from others.
             if has_first and (makes_room(sequence.rank, 0) or (sequence.rank and self._short_of_pages is not None)):
                 continue
             # Skip a sequence that was preempted or paused with a step in flight, because its tokens are incomplete
@@ -501,7 +500,7 @@ class Scheduler:
                         item = self._begin(sequence, entry, prefix, position, budget)
             if item is None:
                 self._short_of_pages = self._short_of_pages or sequence
-                if has_first and sequence.rank:
+                if has_first and sequence.rank and self._num_yielding_to_first():
                     continue
                 break
             admitted.append(item)

@@ -15,7 +15,6 @@ ARRIVALS_S = 2.0
 TIME_CONSTANT_S = 5.0
 """Time after which an older measurement of a rate counts for `1 / e`, in seconds of measured time."""
 
-
 PREFILL_AGE_S = 60.0
 """Time after which a measured rate of prompt tokens no longer counts, in seconds. Only large steps measure it."""
 
@@ -76,9 +75,9 @@ class _Asking:
     waiting: Amount = field(default_factory=Amount)
     num_running: float = 0.0
     arrived: Amount = field(default_factory=Amount)
-    """What has arrived since arrivals were last counted."""
+    """Requests that have arrived since arrivals were last counted."""
     arrivals: Amount = field(default_factory=Amount)
-    """What arrived per second before that."""
+    """Requests that arrived per second before that."""
 
     @property
     def is_idle(self) -> bool:
@@ -107,8 +106,7 @@ class _Rate:
 class FirstTokenForecast:
     """The forecast assumes weighted fair queueing (see `FairQueue`): until a share's newest request gets its turn, each
     other share gets what it asks for, but at most in proportion to the weights. Shares go on asking as they did within
-    the last seconds. A request must wait for two things, and
-    the longer wait counts:
+    the last seconds. A request must wait for two things, and the longer wait counts:
 
     - its own prompt and those before it, at the rate at which the engine computes prompts;
     - a sequence slot, at the rate at which running sequences end while all slots are taken.

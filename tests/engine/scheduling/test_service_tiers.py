@@ -190,6 +190,18 @@ def test_priority_behind_a_long_queue_takes_a_slot_of_flex(num_before: int) -> N
     assert "priority" in bench.running
 
 
+def test_large_request_keeps_its_place_if_nothing_makes_room() -> None:
+    """Otherwise, small requests of the first tier would take each page that becomes free."""
+    bench = Bench(num_pages=40, max_batch_tokens=64, max_sequences=8)
+    bench.add("running", num_prompt=100, max_tokens=50, share_key="other")
+    bench.step()
+    bench.step()
+    bench.add("large", num_prompt=110, max_tokens=4, share_key="large", weight=1000)
+    bench.add("priority", num_prompt=40, max_tokens=4, service_tier="priority", share_key="acme")
+    bench.step()
+    assert bench.running == {"running"}
+
+
 def test_priority_gets_pages_of_flex_behind_a_large_request() -> None:
     bench = Bench(num_pages=40, max_batch_tokens=64, max_sequences=8)
     for number in range(3):

@@ -33,7 +33,7 @@ def report(*loads: TierLoad, **figures: Any) -> Stats:
 
 
 class Lab:
-    """A forecast of which the rates are known: sequences that end per second, and prompt tokens per second."""
+    """A forecast with known rates: sequences that end per second, and prompt tokens per second."""
 
     def __init__(self, drain: float = 2.0, prefill: float = 100.0) -> None:
         self.clock = Clock()

@@ -22,15 +22,10 @@ from loramux.platform.service_tiers import parse_objectives
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.engine.simulated_engine import Clock
 from tests.platform.gateways import Gateway, open_gateway
+from tests.platform.test_service_tiers import CHAT, COMPLETIONS, HEADERS, MESSAGES, RESPONSES
 
 pytestmark = pytest.mark.anyio
 
-SAID = [{"role": "user", "content": "Hi"}]
-CHAT: tuple[str, dict[str, Any]] = ("/v1/chat/completions", {"messages": SAID, "max_tokens": 2})
-COMPLETIONS: tuple[str, dict[str, Any]] = ("/v1/completions", {"prompt": "Hi", "max_tokens": 2})
-RESPONSES: tuple[str, dict[str, Any]] = ("/v1/responses", {"input": "Hi", "max_output_tokens": 2})
-MESSAGES: tuple[str, dict[str, Any]] = ("/v1/messages", {"messages": SAID, "max_tokens": 2})
-HEADERS = {"anthropic-version": "2023-06-01"}
 OBJECTIVES = "priority=5s,default=10s,flex=10s"
 MAX_SEQUENCES = 2
 
