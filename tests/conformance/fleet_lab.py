@@ -77,7 +77,7 @@ class FleetLab(GatewayLab):
 
     def metric(self, gateway: LabGateway, sample: str) -> float:
         url = f"http://127.0.0.1:{gateway.settings['admin_port']}/metrics"
-        shown = httpx.get(url, trust_env=False, verify=False).text
+        shown = httpx.get(url, trust_env=False, verify=False, timeout=60).text
         found = re.search(rf"^{re.escape(sample)} (\S+)$", shown, re.MULTILINE)
         return 0.0 if found is None else float(found[1])
 
