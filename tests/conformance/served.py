@@ -93,7 +93,7 @@ class Deployment:
                 raise
 
     def _wait_until_ready(self, server: subprocess.Popen[str]) -> None:
-        deadline, http = time.monotonic() + 90, PlainHttp()
+        deadline, http = time.monotonic() + 300, PlainHttp()
         while time.monotonic() < deadline:
             assert server.poll() is None, server.communicate()[0]
             with suppress(httpx.TransportError):
