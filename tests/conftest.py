@@ -6,18 +6,22 @@ Database fixtures import their dependencies locally, because kernels and engine 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import signal
+import ssl
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.demo_base import DEMO_BASE
+from tests.logged_records import LoggedRecords
 
 if TYPE_CHECKING:
     from loramux.migrations.database import Database
@@ -27,11 +31,24 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+LONG = ("tests/conformance/", "tests/kernels/", "tests/platform/tool_calls/", "tests/simulation/")
+"""Paths of files that take long."""
+
 MEMORY = Path("/dev/shm")
 # Databases and stores flush every commit, and thousands of tests wait for it. A file system in memory flushes nothing.
 # Container runtimes often make it too small.
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+# Reading the certificates takes 20 ms, and thousands of tests create an HTTP client. No client changes its context.
+ssl.create_default_context = cache(ssl.create_default_context)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    records = LoggedRecords()
+    config.pluginmanager.register(records)
+    logging.getLogger().addHandler(records)
 
 
 # Collection creates millions of objects and drops few of them.
@@ -46,6 +63,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with long files, so that no process works on one at the end while the others are idle."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 @pytest.hookimpl(optionalhook=True)

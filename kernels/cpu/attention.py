@@ -241,7 +241,8 @@ def _attend_share(
                         out_address + 4 * (row * out_stride + column), out_stride, num_tokens,
                         pool, layer, pages, np.int64(page_starts[n]), length, window,
                         head, group_size, num_kv_heads, head_dim, scale, soft_cap, sinks,
-                        q_tile.ctypes.data, out_tile.ctypes.data, scores.ctypes.data, row_len, weights,
+                        np.int64(q_tile.ctypes.data), np.int64(out_tile.ctypes.data), np.int64(scores.ctypes.data),
+                        row_len, weights,
                     )  # fmt: skip
                 cursor += cost
 
@@ -274,8 +275,8 @@ def attend(
     window, it is larger than any context. `soft_cap` 0 means no cap. `sinks` is the address of a float32 per head, or
     0.
     """
-    work: Any = 0
-    row_len: Any = 0
+    work: Any = np.int64(0)
+    row_len: Any = np.int64(0)
     most = _tile_tokens(group_size)
     for n in range(seq_lens.shape[0]):
         first_row, end_row = np.int64(cu_q[n]), np.int64(cu_q[n + 1])
@@ -288,7 +289,7 @@ def attend(
             row_len = max(row_len, num_pages * PAGE_TOKENS)
     if work * group_size * head_dim * 2 < SERIAL_WORK:
         _attend_share(
-            0, work, q_address, q_stride, out_address, out_stride, pool, layer, cu_q, seq_lens, pages,
+            np.int64(0), work, q_address, q_stride, out_address, out_stride, pool, layer, cu_q, seq_lens, pages,
             page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, sinks, row_len,
         )  # fmt: skip
     else:

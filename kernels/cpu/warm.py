@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from loramux.kernels.cpu.linear.experts import PackedExperts
 from loramux.kernels.cpu.linear.linear import PackedLinear
 from loramux.kernels.cpu.linear.quantized_layout import CODEBOOK_FORMS
 from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
-from loramux.kernels.cpu.recorder import start_recording
+from loramux.kernels.cpu.recorder import RecordingKernels, start_recording
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
 from loramux.kernels.quantized import QuantizedWeight
@@ -28,119 +30,88 @@ from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
 
 HEADS, HEAD_DIM, RANK = 2, 8, 4
+WIDTH = HEADS * HEAD_DIM
+DTYPES = (torch.float32, torch.bfloat16)
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TinyPool:
+    """A pool with the pages of one adapter, and two pages for K and V after them."""
+
+    geometry: PageGeometry
+    kernels: CpuKernels
+    call: LoraCall
+    """Three rows of the adapter, which has one linear layer of WIDTH inputs and outputs."""
+
+    @property
+    def first_kv_page(self) -> int:
+        return self.kernels.kv_of(HEADS, HEAD_DIM).shape[0] - 2
 
 
 def warm(dtype: torch.dtype) -> None:
     """Call every kernel on a tiny pool of `dtype`. The compiled code is cached on disk."""
-    geometry = PageGeometry(1, HEADS, HEAD_DIM, dtype.itemsize, dtype.itemsize)
-    width = HEADS * HEAD_DIM
-    layout = adapter_layout(geometry, [LinearShape("linear", width, width)], np.full((1, 1), RANK, np.int32))
-    num_pages = layout.num_pages + 2
-    raw = torch.zeros(num_pages, 1, geometry.page_bytes, dtype=torch.uint8)
-    kernels = CpuKernels(PoolViews(raw, raw.view(dtype), raw.view(dtype), geometry))
+    warm_adapters(dtype)
+    warm_base(dtype)
 
-    tables = AdapterTables(
-        page_table=torch.arange(layout.num_pages, dtype=torch.int32)[None],
-        off=torch.from_numpy(layout.offsets)[None],
-        rank=torch.from_numpy(layout.ranks)[None],
-        scale=torch.ones(1, 1, 1),
-    )
-    group = ModuleGroup(modules=(0,), in_features=width, out_features=(width,), out_offsets=(0,))
+
+def warm_adapters(dtype: torch.dtype) -> None:
+    """Call the kernels that read adapters, of `dtype` and as FP8 codes."""
+    pool = _tiny_pool(dtype, dtype)
+    kernels, call, x = pool.kernels, pool.call, torch.zeros(3, WIDTH)
+    _apply_adapters(pool)
+    # Adapters without trained rows compile the same code.
+    none = replace(call, tables=replace(call.tables, rank=torch.zeros_like(call.tables.rank)))
+    kernels.lora_affine(none, torch.zeros(3, WIDTH))
+    embedding = replace(none, group=replace(call.group, is_embedding=True))
+    kernels.replace_rows(torch.zeros(3, dtype=torch.int32), embedding, x.to(dtype))
+    kernels.replace_columns(x, none, torch.zeros(3, WIDTH))
+    _apply_adapters(_tiny_pool(dtype, torch.uint8))
+
+
+def warm_base(dtype: torch.dtype) -> None:
+    """Call the kernels that read no adapter, with weights, K and V of `dtype`."""
+    pool = _tiny_pool(dtype, dtype)
+    kernels, first = pool.kernels, pool.first_kv_page
     batch = AttentionBatch(
         cu_q=torch.tensor([0, 1, 3], dtype=torch.int32),
         seq_lens=torch.tensor([1, 2], dtype=torch.int32),
-        pages=torch.arange(num_pages - 2, num_pages, dtype=torch.int32),
+        pages=torch.tensor([first, first + 1], dtype=torch.int32),
         page_starts=torch.tensor([0, 1], dtype=torch.int32),
-        kv_slots=torch.tensor([0, 16, 17]) + 16 * (num_pages - 2),
+        kv_slots=torch.tensor([0, 16, 17]) + 16 * first,
         max_q=2,
     )
-    x = torch.zeros(3, width)
+    x = torch.zeros(3, WIDTH)
     heads = x.view(3, HEADS, HEAD_DIM)
-    segments = build_segments(np.zeros(3, np.int32), kernels.segment_rows, RANK)
-    call = LoraCall(0, group, tables, segments)
-    kernels.lora_add(x, call, torch.zeros(3, width))
-    # Lookups in an embedding of this shape stay within the pool. The values do not matter.
-    embedding = replace(call, group=replace(group, is_embedding=True))
-    kernels.lora_gather(torch.zeros(3, dtype=torch.int32), embedding, kernels.lora_planes(embedding, 3))
-    # Adapters without trained rows compile the same code.
-    none = replace(call, tables=replace(tables, rank=torch.zeros_like(tables.rank)))
-    kernels.lora_affine(none, torch.zeros(3, width))
-    kernels.replace_rows(torch.zeros(3, dtype=torch.int32), replace(none, group=embedding.group), x.to(dtype))
-    kernels.replace_columns(x, none, torch.zeros(3, width))
     kernels.kv_write(heads, heads, 0, batch)
     kernels.paged_attention(heads, 0, batch, AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0), torch.zeros_like(heads))
-    kernels.rms_norm(x, torch.ones(width), 1e-6)
-    kernels.add_rms_norm(x, torch.zeros(3, width), torch.ones(width), 1e-6)
+    kernels.rms_norm(x, torch.ones(WIDTH), 1e-6)
+    kernels.add_rms_norm(x, torch.zeros(3, WIDTH), torch.ones(WIDTH), 1e-6)
     kernels.rotary(heads, heads.clone(), torch.ones(3, HEAD_DIM // 2), torch.zeros(3, HEAD_DIM // 2))
     kernels.silu_and_mul(x)
     kernels.gelu_and_mul(x)
     kernels.clamped_silu_and_mul(x, 1.0, 1.0)
-    PackedLinear(torch.zeros(width, width, dtype=dtype))(x)
+    linears: list[Linear] = [PackedLinear(torch.zeros(WIDTH, WIDTH, dtype=dtype))]
+    linears[0](x)
     routing = kernels.route(x[:, :4], RoutingSpec(num_experts=4, top_k=2, normalizes=True))
-    linears: list[Linear] = [PackedLinear(torch.zeros(width, width, dtype=dtype))]
     for codebook in CODEBOOK_FORMS:
-        codes = np.zeros((width, width if codebook.size == 256 else width // 2), np.uint8)
-        weight = QuantizedWeight(codes=codes, codebook=codebook, scales=np.ones((width, 1), np.float32))
+        codes = np.zeros((WIDTH, WIDTH if codebook.size == 256 else WIDTH // 2), np.uint8)
+        weight = QuantizedWeight(codes=codes, codebook=codebook, scales=np.ones((WIDTH, 1), np.float32))
         for x_bits in (16, 8):
             linear = make_quantized_linear(weight, None, x_bits)
             if linear is not None:
                 linears.append(linear)
                 linear(x)
                 # A batch of many rows uses AMX, if the CPU has it.
-                linear(torch.zeros(64, width))
+                linear(torch.zeros(64, WIDTH))
             experts = make_coded_experts(4, [weight] * 4, None, x_bits)
             if experts is not None:
                 kernels.multiply_experts(x, experts, routing)
-    y = kernels.multiply_experts(x, PackedExperts(torch.zeros(4, width, width, dtype=dtype)), routing)
+    y = kernels.multiply_experts(x, PackedExperts(torch.zeros(4, WIDTH, WIDTH, dtype=dtype)), routing)
     kernels.sum_experts(y, routing, x, x[:, :1])
-    warm_delta(kernels, geometry, batch)
-    warm_program(kernels, call, linears)
-    warm_fp8(raw, dtype, call, linears)
-
-
-Linear = Callable[[torch.Tensor], torch.Tensor]
-
-
-def warm_program(kernels: CpuKernels, call: LoraCall, linears: list[Linear]) -> None:
-    """Record every operation for two rows, and run the program. The pool's last two pages contain K and V."""
-    last = kernels.kv_of(HEADS, HEAD_DIM).shape[0] - 1
-    batch = AttentionBatch(
-        cu_q=torch.tensor([0, 1, 2], dtype=torch.int32),
-        seq_lens=torch.ones(2, dtype=torch.int32),
-        pages=torch.tensor([last - 1, last], dtype=torch.int32),
-        page_starts=torch.tensor([0, 1], dtype=torch.int32),
-        kv_slots=torch.tensor([16 * (last - 1), 16 * last]),
-        max_q=1,
-    )
-    recorder = start_recording(kernels, 2, (batch,))
-    width = call.group.in_features
-    x, angles = torch.zeros(2, width), torch.zeros(2, HEAD_DIM // 2)
-    recorder.rms_norm(x, torch.ones(width), 1e-6)
-    recorder.add_rms_norm(x, torch.zeros(2, width), torch.ones(width), 1e-6)
-    heads = x.view(2, HEADS, HEAD_DIM)
-    recorder.rotate_and_store(heads, heads.clone(), heads, angles, angles, 0, batch)
-    recorder.paged_attention(heads, 0, batch, AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0), heads.clone())
-    recorder.silu_and_mul(x)
-    recorder.gelu_and_mul(x)
-    recorder.clamped_silu_and_mul(x, 1.0, 1.0)
-    for linear in linears:
-        # Products with AMX have no operation.
-        with suppress(NotRecordable):
-            recorder.multiply(linear, x)
-    segments = build_segments(np.zeros(2, np.int32), kernels.segment_rows, RANK)
-    recorder.lora_add(x, replace(call, segments=segments), torch.zeros(2, width))
-    recorder.finish().run((batch,), segments)
-
-
-def warm_fp8(raw: torch.Tensor, kv_dtype: torch.dtype, call: LoraCall, linears: list[Linear]) -> None:
-    """Call the kernels that read adapters, on a pool whose adapters are FP8 codes."""
-    geometry = PageGeometry(1, HEADS, HEAD_DIM, kv_dtype.itemsize, 1)
-    kernels = CpuKernels(PoolViews(raw, raw.view(kv_dtype), raw, geometry))
-    x = torch.zeros(3, HEADS * HEAD_DIM)
-    kernels.lora_add(x, call, torch.zeros_like(x))
-    embedding = replace(call, group=replace(call.group, is_embedding=True))
-    kernels.lora_gather(torch.zeros(3, dtype=torch.int32), embedding, kernels.lora_planes(embedding, 3))
-    warm_program(kernels, call, linears)
+    warm_delta(kernels, pool.geometry, batch)
+    warm_program(pool, linears)
 
 
 def warm_delta(kernels: CpuKernels, geometry: PageGeometry, batch: AttentionBatch) -> None:
@@ -156,11 +127,82 @@ def warm_delta(kernels: CpuKernels, geometry: PageGeometry, batch: AttentionBatc
     kernels.delta_rule(qkv, x, torch.zeros(2, spec.num_v_heads), 0, states, spec)
 
 
+def warm_program(pool: _TinyPool, linears: list[Linear]) -> None:
+    """Record every operation that reads no adapter, and run the program."""
+    recorder, batch = _record_two_rows(pool)
+    x, angles = torch.zeros(2, WIDTH), torch.zeros(2, HEAD_DIM // 2)
+    recorder.rms_norm(x, torch.ones(WIDTH), 1e-6)
+    recorder.add_rms_norm(x, torch.zeros(2, WIDTH), torch.ones(WIDTH), 1e-6)
+    heads = x.view(2, HEADS, HEAD_DIM)
+    recorder.rotate_and_store(heads, heads.clone(), heads, angles, angles, 0, batch)
+    recorder.paged_attention(heads, 0, batch, AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0), heads.clone())
+    recorder.silu_and_mul(x)
+    recorder.gelu_and_mul(x)
+    recorder.clamped_silu_and_mul(x, 1.0, 1.0)
+    for linear in linears:
+        # Products with AMX have no operation.
+        with suppress(NotRecordable):
+            recorder.multiply(linear, x)
+    recorder.finish().run((batch,), build_segments(np.zeros(2, np.int32), pool.kernels.segment_rows, RANK))
+
+
+def _apply_adapters(pool: _TinyPool) -> None:
+    """Add the adapter's product to three rows, look up rows of its embedding, and record the addition."""
+    kernels, call, x = pool.kernels, pool.call, torch.zeros(3, WIDTH)
+    kernels.lora_add(x, call, torch.zeros(3, WIDTH))
+    # Lookups in an embedding of this shape stay within the pool. The values do not matter.
+    embedding = replace(call, group=replace(call.group, is_embedding=True))
+    kernels.lora_gather(torch.zeros(3, dtype=torch.int32), embedding, kernels.lora_planes(embedding, 3))
+    recorder, _ = _record_two_rows(pool)
+    segments = build_segments(np.zeros(2, np.int32), kernels.segment_rows, RANK)
+    recorder.lora_add(torch.zeros(2, WIDTH), replace(call, segments=segments), torch.zeros(2, WIDTH))
+
+
+def _record_two_rows(pool: _TinyPool) -> tuple[RecordingKernels, AttentionBatch]:
+    """Begin a program for two sequences of one token each."""
+    first = pool.first_kv_page
+    batch = AttentionBatch(
+        cu_q=torch.tensor([0, 1, 2], dtype=torch.int32),
+        seq_lens=torch.ones(2, dtype=torch.int32),
+        pages=torch.tensor([first, first + 1], dtype=torch.int32),
+        page_starts=torch.tensor([0, 1], dtype=torch.int32),
+        kv_slots=torch.tensor([16 * first, 16 * (first + 1)]),
+        max_q=1,
+    )
+    return start_recording(pool.kernels, 2, (batch,)), batch
+
+
+def _tiny_pool(kv_dtype: torch.dtype, adapter_dtype: torch.dtype) -> _TinyPool:
+    geometry = PageGeometry(1, HEADS, HEAD_DIM, kv_dtype.itemsize, adapter_dtype.itemsize)
+    layout = adapter_layout(geometry, [LinearShape("linear", WIDTH, WIDTH)], np.full((1, 1), RANK, np.int32))
+    raw = torch.zeros(layout.num_pages + 2, 1, geometry.page_bytes, dtype=torch.uint8)
+    kernels = CpuKernels(PoolViews(raw, raw.view(kv_dtype), raw.view(adapter_dtype), geometry))
+    tables = AdapterTables(
+        page_table=torch.arange(layout.num_pages, dtype=torch.int32)[None],
+        off=torch.from_numpy(layout.offsets)[None],
+        rank=torch.from_numpy(layout.ranks)[None],
+        scale=torch.ones(1, 1, 1),
+    )
+    group = ModuleGroup(modules=(0,), in_features=WIDTH, out_features=(WIDTH,), out_offsets=(0,))
+    segments = build_segments(np.zeros(3, np.int32), kernels.segment_rows, RANK)
+    return _TinyPool(geometry, kernels, LoraCall(0, group, tables, segments))
+
+
+def _warm_all_adapters() -> None:
+    for dtype in DTYPES:
+        warm_adapters(dtype)
+
+
 def main() -> None:
     begin = time.perf_counter()
     print("compiling the CPU kernels, which takes one or two minutes unless it has been done before ...", flush=True)
-    for dtype in (torch.float32, torch.bfloat16):
-        warm(dtype)
+    # numba compiles on one core. The two processes compile different kernels, because they must not add to the same
+    # index of compiled code at once.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        adapters = other.submit(_warm_all_adapters)
+        for dtype in DTYPES:
+            warm_base(dtype)
+        adapters.result()
     current = cache_directory()
     for path in current.parent.glob("numba-*"):
         if path != current:

@@ -48,12 +48,23 @@ class _Tokenizer:
 
 
 def tokenized(text: bytes, tokens: list[bytes]) -> list[int]:
-    ids = []
-    while text:
-        longest = max((one for one in tokens if text.startswith(one)), key=len)
-        ids.append(tokens.index(longest))
-        text = text[len(longest) :]
+    """Divide a text into the longest tokens. `tokens` contains every byte."""
+    numbers, longest = _numbers_of(tuple(tokens))
+    ids, at = [], 0
+    while at < len(text):
+        length = next(length for length in range(longest, 0, -1) if text[at : at + length] in numbers)
+        ids.append(numbers[text[at : at + length]])
+        at += length
     return ids
+
+
+@cache
+def _numbers_of(tokens: tuple[bytes, ...]) -> tuple[dict[bytes, int], int]:
+    """The number of each token, and the length of the longest one."""
+    numbers: dict[bytes, int] = {}
+    for number, token in enumerate(tokens):
+        numbers.setdefault(token, number)
+    return numbers, max(map(len, tokens))
 
 
 @cache

@@ -62,7 +62,9 @@ def adapter_pool(
     dense: tuple[dict[tuple[int, int, int], torch.Tensor], ...] = ({}, {}, {})
     for slot, layout in enumerate(layouts):
         page_table[slot, : layout.num_pages], free = free[: layout.num_pages], free[layout.num_pages :]
+        pages = page_table[slot, : layout.num_pages].long()
         for layer in range(geometry.num_layers):
+            stream = pool.adapter[pages, layer].flatten()
             for m, module in enumerate(modules):
                 rank, offsets = layout.rank_and_offsets(layer, m)
                 for index in layout.parts:
@@ -70,10 +72,10 @@ def adapter_pool(
                     rows = torch.randn(part.num_rows if rank else 0, part.row.row_len)
                     rows = rows.to(torch.float8_e4m3fn if dtype is torch.uint8 else dtype)
                     dense[index][slot, layer, m] = rows.float()
-                    starts = offsets[index] + torch.arange(rows.shape[0]) * part.row.padded_len
-                    e = starts[:, None] + torch.arange(part.row.row_len)
-                    page = page_table[slot].long()[e // geometry.adapter_elements]
-                    pool.adapter[page, layer, e % geometry.adapter_elements] = rows.view(dtype)
+                    if rows.shape[0]:
+                        place = stream.as_strided(rows.shape, (part.row.padded_len, 1), int(offsets[index]))
+                        place.copy_(rows.view(dtype))
+            pool.adapter[pages, layer] = stream.view(len(pages), geometry.adapter_elements)
     tables = AdapterTables(
         page_table=page_table,
         off=torch.tensor(np.stack([layout.offsets for layout in layouts])),

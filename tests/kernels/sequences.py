@@ -66,11 +66,27 @@ def in_groups(pool: PoolViews, pages: torch.Tensor) -> tuple[PoolViews, torch.Te
     return replace(pool, kv=pool.kv.view(pool.kv.shape[0] * pool.kv.shape[1], 1, -1)), pages * pool.kv.shape[1]
 
 
-def store(kernels: Any, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
-    """Store K and V unchanged: each row is rotated by an angle of zero."""
-    num_rows, _, head_dim = k.shape
-    cos, sin = torch.ones(num_rows, head_dim // 2), torch.zeros(num_rows, head_dim // 2)
-    kernels.rotate_and_store(torch.zeros(num_rows, 1, head_dim), k, v, cos, sin, layer, batch)
+def store(
+    kernels: Any, pool: PoolViews, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch
+) -> None:  # fmt: skip
+    """Store K and V in `pool`, where the kernels read them."""
+    if hasattr(kernels, "kv_write"):
+        kernels.kv_write(k, v, layer, batch)
+    else:
+        store_for_gpu(pool, k, v, layer, batch)
+
+
+def store_for_gpu(pool: PoolViews, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
+    """Store K and V in the GPU kernels' layout, `[num_kv_heads, page_tokens, head_dim]`, without a kernel.
+
+    Interpreted, `rotate_and_store` takes longer than the attention that a test is about. It has tests of its own.
+    """
+    num_kv_heads, head_dim = k.shape[1:]
+    kv = pool.kv_of(num_kv_heads, head_dim)
+    pages = kv.view(-1, 2, num_kv_heads, 16, head_dim)
+    page, token = batch.kv_slots // 16 * kv.shape[1] + layer, batch.kv_slots % 16
+    for half, rows in enumerate((k, v)):
+        pages[page, half, :, token] = rows.to(kv.dtype)
 
 
 def plain_attention(

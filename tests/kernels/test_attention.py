@@ -182,7 +182,7 @@ def check_attention(
     kv = torch.randn(sum(contexts), 2 * width).to(dtype).float()
     k = kv[:, :width].unflatten(1, (spec.num_kv_heads, spec.head_dim))
     v = kv[:, width:].unflatten(1, (spec.num_kv_heads, spec.head_dim))
-    store(kernels, k, v, LAYER, batch_of(contexts, contexts, pages, poison))
+    store(kernels, pool, k, v, LAYER, batch_of(contexts, contexts, pages, poison))
     batch = free_unseen(batch, spec.sliding_window, pool, poison)
 
     q = torch.randn(sum(num_queries), spec.num_heads, spec.head_dim) * 2
@@ -212,7 +212,8 @@ def test_layers_with_fewer_heads_have_more_pages_in_the_same_pool(
     stored: dict[AttentionSpec, torch.Tensor] = {}
     for spec, of_spec in pages.items():
         stored[spec] = torch.randn(2, length, spec.num_kv_heads, spec.head_dim).to(dtype).float()
-        store(kernels, *stored[spec].clone(), LAYER, batch_of([length], [length], of_spec.int(), poison))  # type: ignore[call-arg]
+        k, v = stored[spec]
+        store(kernels, pool, k, v, LAYER, batch_of([length], [length], of_spec.int(), poison))
     for spec, of_spec in pages.items():
         q = torch.randn(3, spec.num_heads, spec.head_dim)
         batch = batch_of([length], [3], of_spec.int(), poison)

@@ -16,7 +16,20 @@ from tests.migrations.later_schema import LATER, LaterDatabase
 from tests.migrations.schema_lines import schema_lines
 
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
-UPGRADE = "import sys; from tests.migrations.later_schema import {0}; {0}(sys.argv[1]).upgrade()"
+UPGRADE = """
+import os, sys
+from tests.migrations.later_schema import {0}
+
+servers = []
+for _ in range(3):
+    pid = os.fork()
+    if pid == 0:
+        {0}(sys.argv[1]).upgrade()
+        os._exit(0)
+    servers.append(pid)
+sys.exit(any(os.waitpid(pid, 0)[1] for pid in servers))
+"""
+"""Upgrades a database in three processes at once."""
 
 
 @pytest.fixture
@@ -101,8 +114,7 @@ def test_servers_that_start_together_upgrade_once(database_url: str, kind: str) 
     # Set PYTHONPATH, so that the servers import the same modules as this test.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", UPGRADE.format(kind), database_url]
-    servers = [subprocess.Popen(command, env=environment) for _ in range(3)]
-    assert [server.wait(timeout=60) for server in servers] == [0, 0, 0]
+    subprocess.run(command, env=environment, check=True, timeout=60)
     database = LaterDatabase(database_url) if kind == "LaterDatabase" else Database(database_url)
     database.check_schema()
     assert len(versions(database)) == 1

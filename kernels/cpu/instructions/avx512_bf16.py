@@ -269,4 +269,4 @@ def multiply_pair_panels(
             multiply_panel(panel, rounded, rounded_step, num_rows, num_pairs, panels, bias, y, y_step)
     else:
         for panel in prange(num_panels):
-            multiply_panel(panel, rounded, rounded_step, num_rows, num_pairs, panels, bias, y, y_step)
+            multiply_panel(np.int64(panel), rounded, rounded_step, num_rows, num_pairs, panels, bias, y, y_step)

@@ -5,6 +5,10 @@ because they would trigger a compilation in the middle of a step. `python -m lor
 everything in advance, in one or two minutes, and later processes load the result from `__pycache__`. If neither that
 folder nor the home directory is writable, set `NUMBA_CACHE_DIR`.
 
+Helpers are compiled for each combination of types, too, and a large one takes seconds. A literal such as 0 has a type
+of its own, and the index of a parallel loop is unsigned. Large helpers therefore receive `np.int64(0)` and
+`np.int64(index)`.
+
 numba applies its fast-math flags to the code of intrinsics too, unless that code sets its own flags. A function that
 depends on the order of its operations, such as `exponentials`, must therefore be called from an `exact` function.
 `emit_multiply_add` keeps its order everywhere.

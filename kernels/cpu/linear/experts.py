@@ -106,4 +106,4 @@ def sum_experts(
             _sum_row(t, y_address, weights_address, top_k, shared, gate, out_address, size)
     else:
         for t in prange(num_rows):
-            _sum_row(t, y_address, weights_address, top_k, shared, gate, out_address, size)
+            _sum_row(np.int64(t), y_address, weights_address, top_k, shared, gate, out_address, size)

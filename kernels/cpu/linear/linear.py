@@ -155,4 +155,4 @@ def multiply_panels(
             multiply_panel(panel, x, x_step, num_rows, in_features, panels, bias, y, y_step)
     else:
         for panel in prange(num_panels):
-            multiply_panel(panel, x, x_step, num_rows, in_features, panels, bias, y, y_step)
+            multiply_panel(np.int64(panel), x, x_step, num_rows, in_features, panels, bias, y, y_step)

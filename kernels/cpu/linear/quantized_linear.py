@@ -187,6 +187,6 @@ def multiply_codes(
     else:
         for panel in prange(num_panels):
             multiply_panel(
-                panel, rounded, x_step, kind, factors, factor_step, num_rows, panels, num_groups, group, block,
-                scale_bytes, minimum_bytes, table, bias, y, y_step,
+                np.int64(panel), rounded, x_step, kind, factors, factor_step, num_rows, panels, num_groups, group,
+                block, scale_bytes, minimum_bytes, table, bias, y, y_step,
             )  # fmt: skip

@@ -82,6 +82,6 @@ def apply_affines(
     else:
         for s in prange(slots.shape[0]):
             _apply_to_segment(
-                s, y_address, y_stride, pool, layer, module, width, padded_len, chunk_len, page_table, off, rows,
-                starts, slots,
+                np.int64(s), y_address, y_stride, pool, layer, module, width, padded_len, chunk_len, page_table, off,
+                rows, starts, slots,
             )  # fmt: skip

@@ -82,8 +82,9 @@ def replace_rows(
     else:
         for s in prange(slots.shape[0]):
             _copy_rows(
-                s, tokens, y, pool, ids, vocab_size, padded_len, module, page_table, off, num_rows, rows, starts, slots
-            )
+                np.int64(s), tokens, y, pool, ids, vocab_size, padded_len, module, page_table, off, num_rows, rows,
+                starts, slots,
+            )  # fmt: skip
 
 
 @helper
@@ -135,6 +136,6 @@ def store_columns(
     else:
         for j in prange(rows.shape[0]):
             _store_row(
-                j, planes_address, row_stride, y_address, y_stride, ids, vocab_size, module, page_table, off, num_rows,
-                rows, starts, slots,
+                np.int64(j), planes_address, row_stride, y_address, y_stride, ids, vocab_size, module, page_table, off,
+                num_rows, rows, starts, slots,
             )  # fmt: skip

@@ -32,12 +32,13 @@ def _attend(element: Any) -> Operation:
         # numba frees an array after its last use, and taking its address is a use. The slice keeps all of the scratch.
         scratch = np.empty(group_size * (2 * head_dim + row_len + 1), np.float32)
         weights = scratch[group_size * (2 * head_dim + row_len) :]
-        q_tile = scratch.ctypes.data
+        q_tile = np.int64(scratch.ctypes.data)
         out_tile = q_tile + 4 * group_size * head_dim
         scores = out_tile + 4 * group_size * head_dim
         column = 4 * head * group_size * head_dim
+        none = np.int64(0)
         attend_tile(
-            words[0] + row * words[1] + column, 0, words[2] + row * words[3] + column, 0, 1,
+            words[0] + row * words[1] + column, none, words[2] + row * words[3] + column, none, np.int64(1),
             pool, words[8], integers_at(batch[PAGES]), np.int64(integers_at(batch[PAGE_STARTS])[row]), length, window,
             head, group_size, num_kv_heads, head_dim, doubles[15], doubles[16], words[13],
             q_tile, out_tile, scores, row_len, weights,

@@ -142,15 +142,18 @@ def _multiply_codes(kind_name: str, entry_name: str | None) -> Operation:
 
     The arguments are the dtypes of the integers and of the table, or None without a table.
     """
+    # `multiply_panel` takes an array of the dtype, as in the kernel, so that it is compiled only once.
     kind: Any = np.dtype(kind_name).type
+    itemsize = np.dtype(kind_name).itemsize
     if entry_name is None:
 
         def multiply(arguments: Any, step: Any, task: Any) -> None:
             words = words_at(arguments)
             panels = carray(pointer_at(words[7]), (_UNLIMITED,), np.uint8)
+            x = carray(pointer_at(words[2]), (words[6], words[3] // itemsize), kind)
             for panel in range(words[1] * task // words[0], words[1] * (task + 1) // words[0]):
                 quantized_linear.multiply_panel(
-                    panel, words[2], words[3], kind, words[4], words[5], words[6], panels, words[8], words[9],
+                    panel, words[2], words[3], x, words[4], words[5], words[6], panels, words[8], words[9],
                     words[10], words[11], words[12], None, words[14], words[15], words[16],
                 )  # fmt: skip
 
@@ -161,10 +164,11 @@ def _multiply_codes(kind_name: str, entry_name: str | None) -> Operation:
     def multiply_by_table(arguments: Any, step: Any, task: Any) -> None:
         words = words_at(arguments)
         panels = carray(pointer_at(words[7]), (_UNLIMITED,), np.uint8)
+        x = carray(pointer_at(words[2]), (words[6], words[3] // itemsize), kind)
         table = carray(pointer_at(words[13]), (16,), entry)
         for panel in range(words[1] * task // words[0], words[1] * (task + 1) // words[0]):
             quantized_linear.multiply_panel(
-                panel, words[2], words[3], kind, words[4], words[5], words[6], panels, words[8], words[9],
+                panel, words[2], words[3], x, words[4], words[5], words[6], panels, words[8], words[9],
                 words[10], words[11], words[12], table, words[14], words[15], words[16],
             )  # fmt: skip
 

@@ -63,7 +63,8 @@ def _store(element: Any) -> Operation:
         slot = words_at(words_at(step)[words[11] + KV_SLOTS])[task]
         start = page_start(pool, slot // PAGE_TOKENS, words[8])
         k, v = floats_at(words[0] + task * words[1]), floats_at(words[2] + task * words[3])
-        write_row(k, 0, v, 0, pool.reshape(-1), start, slot % PAGE_TOKENS, words[9], words[10])
+        none = np.int64(0)
+        write_row(k, none, v, none, pool.reshape(-1), start, slot % PAGE_TOKENS, words[9], words[10])
 
     return Operation(store)
 

@@ -219,12 +219,12 @@ def test_invalid_setup_is_refused_with_one_sentence(
     assert said in refused(*given, "--port", 0, "--admin-port", 0)
 
 
-def test_a_model_without_weights_is_refused(demo_base: Path, tmp_path: Path) -> None:
+def test_a_model_without_weights_is_refused(refused: Callable[..., str], demo_base: Path, tmp_path: Path) -> None:
     hollow = tmp_path / "hollow"
     hollow.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (hollow / name).write_bytes((demo_base / name).read_bytes())
-    errors = refusal("--model", hollow, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0)
+    errors = refused("--model", hollow, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0)
     assert f"the weights in {hollow} cannot be read" in errors
 
 

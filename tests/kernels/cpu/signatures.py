@@ -1,5 +1,5 @@
-"""Prints, for each given instruction set, the signatures of the CPU kernels that the warm-up compiles and those that
-requests need, as JSON.
+"""Prints, for each given instruction set, the signatures of the CPU kernels that each part of the warm-up compiles, and
+those that requests need, as JSON.
 
 Recorders replace the kernels, so nothing is compiled or computed. The result therefore does not depend on this CPU, but
 only on the instruction set.
@@ -58,8 +58,8 @@ def signatures_of(call: Callable[[torch.dtype], None]) -> list[str]:
 
 
 def found_with(name: str) -> list[list[str]]:
-    """The signatures of the warm-up and of requests. Each instruction set needs a process of its own, because modules
-    look at the CPU when they are imported.
+    """The signatures of the two parts of the warm-up, and of requests. Each instruction set needs a process of its own,
+    because modules look at the CPU when they are imported.
     """
     compiled._config.CPU_FEATURES = features_of(name)
     # Nothing has imported the kernels yet, so they are all decorated with `record`.
@@ -75,7 +75,8 @@ def found_with(name: str) -> list[list[str]]:
     torch.empty = torch.zeros
     warm = importlib.import_module("loramux.kernels.cpu.warm")
     requests = importlib.import_module("tests.kernels.cpu.every_request")
-    return [signatures_of(warm.warm), signatures_of(requests.call_every_kernel)]
+    calls = (warm.warm_adapters, warm.warm_base, requests.call_every_kernel)
+    return [signatures_of(call) for call in calls]
 
 
 def main(names: list[str]) -> None:

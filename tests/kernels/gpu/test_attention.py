@@ -15,7 +15,7 @@ from loramux.kernels.layout import PageGeometry
 from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 from tests.kernels.gpu.interpreted import DEVICE, FOR_GPUS, HAS_GPU, check_overflow, import_kernels, run_interpreted
-from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, plain_attention
+from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, plain_attention, store_for_gpu
 
 kernel_module, attention_module, plan_module = import_kernels("rotate_and_store", "attention", "attention_plan")
 rotate_and_store = kernel_module.rotate_and_store
@@ -83,7 +83,7 @@ def context_of(
     width = spec.num_kv_heads * spec.head_dim
     kv = torch.randn(sum(contexts), 2 * width).to(device, dtype)
     k, v = (x.unflatten(1, (spec.num_kv_heads, spec.head_dim)) for x in kv.split(width, 1))
-    kv_write(k, v, pool, LAYER, moved(batch_of(contexts, contexts, pages, POISON), device))
+    store_for_gpu(pool, k, v, LAYER, moved(batch_of(contexts, contexts, pages, POISON), device))
     batch = batch_of(contexts, num_queries, pages, POISON, listed_backwards=listed_backwards)
     batch = free_unseen(batch, spec.sliding_window, pool, POISON)
     return Context(pool, moved(batch, device), k, v)

@@ -11,7 +11,7 @@ from loramux.kernels.layout import PageGeometry
 from loramux.kernels.reference.attention import contiguous_attention
 from loramux.kernels.tables import AttentionSpec, ContiguousKeys, PoolViews
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
-from tests.kernels.sequences import LAYER, batch_of, plain_attention, with_contiguous_keys
+from tests.kernels.sequences import LAYER, batch_of, plain_attention, store_for_gpu, with_contiguous_keys
 
 kernels_module, contiguous_module = import_kernels("kernels", "contiguous_attention")
 
@@ -94,7 +94,11 @@ def attended(
     position = torch.cat([torch.arange(length) for length in contexts]).to(device)
     _, k, v = rows_of(sum(contexts))
     whole = on_device(batch_of(contexts, contexts, pages, POISON))
-    kernels.rotate_and_store(torch.zeros_like(k), k, v, cos[position], sin[position], LAYER, whole)
+    half = spec.head_dim // 2
+    a, b = k[..., :half].float(), k[..., half:].float()
+    c, s = cos[position][:, None], sin[position][:, None]
+    rotated = torch.cat([a * c - b * s, b * c + a * s], -1).to(dtype)
+    store_for_gpu(pool, rotated, v, LAYER, whole)
     is_last = torch.cat(
         [torch.arange(length) >= length - rows for length, rows in zip(contexts, num_queries, strict=True)]
     ).to(device)
@@ -110,10 +114,6 @@ def attended(
     out = torch.full_like(q, torch.nan)
     kernels.paged_attention(q, LAYER, batch, spec, out, sinks, (own[0], own[1]) if stores_kv else None)
 
-    half = spec.head_dim // 2
-    a, b = k[..., :half].float(), k[..., half:].float()
-    c, s = cos[position][:, None], sin[position][:, None]
-    rotated = torch.cat([a * c - b * s, b * c + a * s], -1).to(dtype)
     expected, row, start = [], 0, 0
     for length, rows in zip(contexts, num_queries, strict=True):
         span = slice(start, start + length)
