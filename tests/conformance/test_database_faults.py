@@ -29,7 +29,7 @@ from tests.reliability.record import recorded
 NUM_FAULTS = int(os.environ.get("LORAMUX_DATABASE_FAULTS", "240"))
 NUM_GATEWAYS = 2
 FAULTS_PER_ROUND = 60
-"""After so many faults, the database is well until the gateways have recovered."""
+"""Number of faults between two times without faults, in which the gateways recover."""
 
 FAULT_RATE = 0.05
 NUM_CLIENTS = 12

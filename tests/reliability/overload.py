@@ -43,7 +43,7 @@ POLITE_SHARE = 0.5
 """What a polite tenant asks for, as a part of its share of the engine."""
 
 POLITE_PART = 20
-"""For so many tenants that ask for too much, there is one polite tenant of each tier."""
+"""Number of tenants that ask for too much for each polite tenant of a tier."""
 
 POOL_BYTES = "64MiB"
 NUM_SAMPLES = 240
