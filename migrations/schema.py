@@ -321,12 +321,22 @@ adapter_aliases = Table(
     # The bounds within which the alias's new versions must stay, and the verdict: see CanaryRule in
     # adapter_store/registry/records.py. NULL if the alias does not watch its versions.
     Column("canary", JSON(none_as_null=True), nullable=True),
+    # The model that answers when the alias cannot, as `tenant/adapter`, with a version or an alias, or a served base.
+    # NULL if none does.
+    Column("overflow", String(200), nullable=True),
     # Covers only the few aliases with a canary.
     Index(
         "ix_adapter_aliases_canary",
         "updated_us",
         postgresql_where=text("canary IS NOT NULL"),
         sqlite_where=text("canary IS NOT NULL"),
+    ),
+    # Covers only the few aliases with an overflow, which gateways read together.
+    Index(
+        "ix_adapter_aliases_overflow",
+        "adapter_id",
+        postgresql_where=text("overflow IS NOT NULL"),
+        sqlite_where=text("overflow IS NOT NULL"),
     ),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -53,6 +53,20 @@ SYSTEM = "system"
 """The actor of automatic changes, such as making the first ready version the default."""
 KEPT = RequiredEval("", "", 0)
 """Stands for the eval that the alias already demands."""
+KEPT_OVERFLOW = ""
+"""Stands for the overflow that the alias already has. No model has this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class AliasSettings:
+    """What an alias has besides its targets: see `Alias`."""
+
+    required_eval: RequiredEval | None = None
+    canary: CanaryRule | None = None
+    overflow: str | None = None
+
+
+NO_SETTINGS = AliasSettings()
 
 
 class AdapterAliases:
@@ -85,12 +99,14 @@ class AdapterAliases:
         expected_revision: int | None = None,
         required_eval: RequiredEval | None = KEPT,
         canary: CanaryRule | None = None,
+        overflow: str | None = KEPT_OVERFLOW,
     ) -> Alias:
         """Point an alias at ready versions. `weights` maps version numbers to relative shares of the requests.
 
         If the alias demands an eval, every version whose share grows must have passed it. A `canary` watches these
-        versions. Raises InvalidName, InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, EvalNotPassed, or
-        AliasChanged if the alias is no longer at `expected_revision` (0 means that it must not exist yet).
+        versions. `overflow` is the model that answers requests to the alias which would be refused. Raises InvalidName,
+        InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, EvalNotPassed, or AliasChanged if the alias is
+        no longer at `expected_revision` (0 means that it must not exist yet).
         """
         check_slug(name, "name")
         if not 0 < len(weights) <= MAX_TARGETS:
@@ -100,7 +116,7 @@ class AdapterAliases:
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             _check_revision(_revision(connection, adapter_id, name), expected_revision)
-            return self._move(connection, adapter_id, name, weights, actor, required_eval, canary)
+            return self._move(connection, adapter_id, name, weights, actor, required_eval, canary, overflow)
 
     def advance(
         self, adapter_id: str, name: str, number: int, before: Collection[int], actor: str = SYSTEM
@@ -139,11 +155,14 @@ class AdapterAliases:
         actor: str,
         required_eval: RequiredEval | None = KEPT,
         canary: CanaryRule | None = None,
+        overflow: str | None = KEPT_OVERFLOW,
     ) -> Alias:
         targets = [_ready_target(connection, adapter_id, number, weight) for number, weight in weights.items()]
         present = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
         if required_eval is KEPT:
             required_eval = None if present is None else present.required_eval
+        if overflow == KEPT_OVERFLOW:
+            overflow = None if present is None else present.overflow
         grown = _grown(() if present is None else present.targets, targets)
         if required_eval is not None:
             for target in grown:
@@ -154,9 +173,8 @@ class AdapterAliases:
                 raise InvalidAlias("invalid_canary", message, "canary")
             canary = replace(canary, versions=tuple(target.number for target in grown))
         now_us = self._database.now_us(connection)
-        return change_alias(
-            connection, adapter_id, name, targets, actor, "set", now_us, required_eval=required_eval, canary=canary
-        )
+        settings = AliasSettings(required_eval, canary, overflow)
+        return change_alias(connection, adapter_id, name, targets, actor, "set", now_us, settings)
 
     def rollback(
         self,
@@ -184,10 +202,8 @@ class AdapterAliases:
                 raise NothingToRollBack(f"the alias has no revision {wanted} before the current one")
             ready = [_ready_target(connection, adapter_id, target.number, target.weight) for target in targets]
             now_us = self._database.now_us(connection)
-            demanded = present.required_eval
-            return change_alias(
-                connection, adapter_id, name, ready, actor, "rollback", now_us, required_eval=demanded, canary=canary
-            )
+            settings = AliasSettings(present.required_eval, canary, present.overflow)
+            return change_alias(connection, adapter_id, name, ready, actor, "rollback", now_us, settings)
 
     def watched(self) -> list[WatchedAlias]:
         """List aliases with a canary that has no verdict yet."""
@@ -258,9 +274,7 @@ def change_alias(
     actor: str,
     action: AliasAction,
     now_us: int,
-    *,
-    required_eval: RequiredEval | None = None,
-    canary: CanaryRule | None = None,
+    settings: AliasSettings = NO_SETTINGS,
 ) -> Alias:
     """Create or move an alias and add its history row. The caller must hold the lock on the adapter's row."""
     present = _revision(connection, adapter_id, name)
@@ -273,8 +287,9 @@ def change_alias(
     state = {
         "revision": revision,
         "updated_us": now_us,
-        "required_eval": None if required_eval is None else asdict(required_eval),
-        "canary": None if canary is None else asdict(canary),
+        "required_eval": None if settings.required_eval is None else asdict(settings.required_eval),
+        "canary": None if settings.canary is None else asdict(settings.canary),
+        "overflow": settings.overflow,
     }
     if not present:
         connection.execute(insert(adapter_aliases).values(**key, **state))
@@ -300,7 +315,7 @@ def change_alias(
             created_us=now_us,
         )
     )
-    alias = Alias(name, revision, ordered, now_us, required_eval, canary)
+    alias = Alias(name, revision, ordered, now_us, settings.required_eval, settings.canary, settings.overflow)
     changed = {"before": _shown(before), "after": _shown(alias)}
     audit(connection, now_us, f"alias.{action}", f"{adapter_id}:{name}", tenant_id=owner_of(adapter_id), **changed)
     weights = {str(target.number): target.weight for target in ordered}
@@ -320,6 +335,8 @@ def _shown(alias: Alias | None) -> dict[str, object]:
         shown["required_eval"] = f"{alias.required_eval.name} {alias.required_eval.min_ppm}"
     if alias.canary is not None:
         shown["canary"] = alias.canary.verdict or "watching"
+    if alias.overflow is not None:
+        shown["overflow"] = alias.overflow
     return shown
 
 
@@ -343,6 +360,7 @@ def _read(connection: Connection, adapter_ids: Sequence[str], name: str | None =
             table.updated_us,
             table.required_eval,
             table.canary,
+            table.overflow,
             targets.version_id,
             targets.weight,
             adapter_versions.c.number,
@@ -367,6 +385,7 @@ def _read(connection: Connection, adapter_ids: Sequence[str], name: str | None =
                 rows[0].updated_us,
                 None if rows[0].required_eval is None else RequiredEval(**rows[0].required_eval),
                 None if rows[0].canary is None else _canary(rows[0].canary),
+                rows[0].overflow,
             ),
         )
         for (adapter_id, alias), rows in grouped.items()

@@ -108,6 +108,8 @@ class Alias:
     updated_us: int
     required_eval: RequiredEval | None = None
     canary: CanaryRule | None = None
+    overflow: str | None = None
+    """The model that answers requests to the alias which would be refused: a served base or another adapter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,11 @@ def promote(
     min_requests: Annotated[
         int, typer.Option("--min-requests", min=1, max=1000, help="Requests from which these bounds count.")
     ] = 20,
+    overflow: Annotated[
+        str | None,
+        typer.Option("--overflow", metavar="MODEL", help="From now on, this model answers what would be refused."),
+    ] = None,
+    no_overflow: Annotated[bool, typer.Option("--no-overflow", help="From now on, no other model answers.")] = False,
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
@@ -58,12 +63,16 @@ def promote(
 
     if require_eval is not None and no_require_eval:
         fail("--require-eval and --no-require-eval contradict each other", WRONG_CALL)
+    if overflow is not None and no_overflow:
+        fail("--overflow and --no-overflow contradict each other", WRONG_CALL)
     body: Document = {"warm": not no_warm}
     if max_error_rate is not None or max_first_token is not None:
         bounds = {"max_error_rate": max_error_rate, "max_first_token_s": max_first_token}
         body["canary"] = {**bounds, "min_requests": min_requests}
     if no_require_eval:
         body["require_eval"] = None
+    if overflow is not None or no_overflow:
+        body["overflow"] = overflow
 
     with connected_to(model, as_json, needs_version=True) as (client, named):
         assert named.version is not None

@@ -28,6 +28,7 @@ def list_aliases(model: Model, as_json: AsJson = False) -> None:
         "moved": time_in("updated_at"),
         "demands": _demand,
         "canary": _canary,
+        "overflow": "overflow",
     }
     print_list(aliases, columns, as_json)
 

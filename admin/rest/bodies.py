@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, KEPT
+from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, KEPT, KEPT_OVERFLOW
 from loramux.adapter_store.registry.evals import PPM, safe_name
 from loramux.adapter_store.registry.records import CanaryRule, RequiredEval
 from loramux.adapter_store.registry.registry import MAX_VERSION
@@ -152,8 +152,9 @@ class CanaryBounds(_Body):
 class AliasTargets(_Body):
     """Either one `version` or several `targets`. `warm` loads the versions into the engine before the alias moves.
 
-    An alias keeps the eval that it demands until a call sends another `require_eval`, or null. A `canary` watches only
-    this move.
+    An alias keeps the eval that it demands, and its `overflow`, until a call sends another `require_eval` or
+    `overflow`, or null. The overflow is the served base or another adapter: see docs/service-tiers.md. A `canary`
+    watches only this move.
     """
 
     version: int | None = None
@@ -161,11 +162,15 @@ class AliasTargets(_Body):
     warm: bool = True
     require_eval: EvalDemand | None = None
     canary: CanaryBounds | None = None
+    overflow: str | None = Field(default=None, min_length=1, max_length=200, examples=["acme/small"])
 
     def demand(self) -> RequiredEval | None:
         if "require_eval" not in self.model_fields_set:
             return KEPT
         return None if self.require_eval is None else self.require_eval.demand()
+
+    def named_overflow(self) -> str | None:
+        return self.overflow if "overflow" in self.model_fields_set else KEPT_OVERFLOW
 
     def weights(self) -> dict[int, int]:
         """The weights by version number. Raises InvalidRequest."""

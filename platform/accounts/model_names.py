@@ -26,8 +26,8 @@ class ModelNotFound(NotFound):
 
     code = "model_not_found"
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"The model {name!r} does not exist or you do not have access to it.", param="model")
+    def __init__(self, name: str, param: str = "model") -> None:
+        super().__init__(f"The model {name!r} does not exist or you do not have access to it.", param=param)
 
 
 class AdapterNotValidated(Conflict):

@@ -158,6 +158,10 @@ class GenerationRequest(SamplingFields):
             changes["return_tokens_as_token_ids"] = True
         return self.model_copy(update=changes) if changes else self
 
+    def answered_by(self, model: str, service_tier: str) -> Self:
+        """Return the same request to another model, in another service tier."""
+        return self.model_copy(update={"model": model, "service_tier": service_tier})
+
     def check(self) -> None:
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")

@@ -9,7 +9,7 @@ from loramux.engine.protocol.messages import StatsRequest
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.errors import ApiError, RateLimited, Unavailable
 from loramux.platform.generation.first_token_forecast import FirstTokenForecast, Forecast, Share
-from loramux.platform.generation.plan import Plan, Target
+from loramux.platform.generation.plan import Plan
 from loramux.platform.telemetry.package_metrics import GenerationMetrics
 
 REPORT_INTERVAL_S = 0.25
@@ -49,33 +49,33 @@ class FirstTokenGate:
         self._awaited: dict[str, tuple[str, float]] = {}
         """The requests without a first token whose tiers have an objective: their tiers, and when they entered."""
 
-    def check(self, target: Target, service_tier: str, prompt_tokens: int = 0) -> None:
+    def check(self, share: Share, prompt_tokens: int = 0) -> None:
         """Raise RateLimited if the tenant's own requests would delay a request's first token beyond the objective of
         its tier, and Unavailable if those of all tenants together would. Without `prompt_tokens`, the prompt counts as
         empty, so that a request can be refused before it is tokenised.
 
         A request that would be the next to run is not refused. After one slow step, it shows that the engine is fast.
         """
-        objective_s = self._objectives.get(service_tier)
+        objective_s = self._objectives.get(share.service_tier)
         if objective_s is None:
             return
-        forecast = self._forecast.forecast(_share(target, service_tier), prompt_tokens)
+        forecast = self._forecast.forecast(share, prompt_tokens)
         if forecast.seconds > USED_PART * objective_s and not forecast.is_next:
-            refusal = _refusal(forecast, service_tier, objective_s)
-            self._metrics.overload_refusals.labels(service_tier, str(refusal.status)).inc()
+            refusal = _refusal(forecast, share.service_tier, objective_s)
+            self._metrics.overload_refusals.labels(share.service_tier, str(refusal.status)).inc()
             raise refusal
 
     def enter(self, plan: Plan) -> None:
         """Let a request in. Raises what `check` raises."""
         if not self._objectives or plan.is_background:
             return
-        tier = plan.service_tier
+        tier, share = plan.service_tier, plan.target.share_in(plan.service_tier)
         if plan.pooling is None:
             # The objective is about the first token of any choice.
-            self.check(plan.target, tier, min(map(len, plan.prompts)))
+            self.check(share, min(map(len, plan.prompts)))
             if tier in self._objectives:
                 self._awaited[plan.request_id] = tier, self._clock()
-        self._forecast.add(plan.request_id, _share(plan.target, tier), plan.prompt_tokens, plan.num_sequences)
+        self._forecast.add(plan.request_id, share, plan.prompt_tokens, plan.num_sequences)
 
     def begin(self, request_id: str) -> None:
         """Note that a request has got its first token."""
@@ -105,10 +105,6 @@ class FirstTokenGate:
         while self._objectives:
             await self.look()
             await asyncio.sleep(REPORT_INTERVAL_S)
-
-
-def _share(target: Target, service_tier: str) -> Share:
-    return Share(target.tenant_id, service_tier, target.share.weight)
 
 
 def _refusal(forecast: Forecast, tier: str, objective_s: float) -> ApiError:

@@ -12,6 +12,7 @@ from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.accounts.tenants import TenantShare
 from loramux.platform.accounts.version_settings import VersionSettings
+from loramux.platform.generation.first_token_forecast import Share
 from loramux.platform.service_tiers import TierRights
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.harmony import Channels
@@ -42,6 +43,9 @@ class Target:
     base_vocab_size: int
     tiers: TierRights
     """The service tiers of the key."""
+
+    def share_in(self, service_tier: str) -> Share:
+        return Share(self.tenant_id, service_tier, self.share.weight)
 
     @property
     def vocab_size(self) -> int:

@@ -149,7 +149,8 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 has_started = True
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = headers[form.id_header] = request_id
+                # The ID of the request that answered: see `serve_received`.
+                headers["x-request-id"] = headers[form.id_header] = scope["state"]["request_id"]
                 form.add_headers(headers)
                 if message["status"] == 307:
                     headers["location"] = _relative(headers["location"], Request(scope))

@@ -8,16 +8,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import structlog
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from loramux.engine.protocol.service_tiers import SERVICE_TIERS
 from loramux.engine.sequences.activation import activations
+from loramux.migrations.identifiers import new_id
+from loramux.platform.accounts.model_names import AdapterNotValidated, ModelNotFound
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.bodies.request_body import parse_body_on, read_body
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.generation.first_token_forecast import Share
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.plan import Plan, Target
 from loramux.platform.grammars.constraint import Constraint
@@ -43,6 +48,11 @@ from loramux.platform.telemetry.tracing import describe, traced
 CLIENT_CLOSED = 499
 """The status that metrics record when a request's client disconnects. It is never sent."""
 
+OVERLOADED = "overloaded"
+"""The code of refusals by the first-token gate and by an engine whose queue is full."""
+
+log = structlog.get_logger()
+
 
 async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: AnyEndpoint) -> Response:
     """Handle a request by an authenticated caller.
@@ -63,13 +73,48 @@ async def serve_received(
 ) -> Response:
     """Handle a request whose body has been read and checked, and whose model has been resolved if `target` is given.
     See `serve`.
+
+    A request to an alias that would be refused for overload, or whose adapter cannot be loaded, is answered by the
+    alias's overflow, if it has one.
     """
     settings = services.settings
     body = received.body.shown_as(with_usage=settings.forces_usage, by_token_id=settings.names_tokens_by_id)
     received = replace(received, body=body)
-    target = target or await resolve(services, caller, body.model, body.user)
+    try:
+        return await _serve_as(request, services, caller, endpoint, received, target)
+    except ApiError as refusal:
+        is_overloaded = refusal.code == OVERLOADED
+        overflow = await _overflow(services, caller, received, refusal)
+        if overflow is None:
+            raise
+    # The ledger may have an event of the request that was refused.
+    request.state.request_id = new_id("req")
+    log.info("overflow", model=body.model, answered_by=overflow.model.name, answered_as=request_id_of(request))
+    services.metrics.generation.overflows.inc()
+    assert isinstance(body, GenerationRequest)
+    # Where the request's own tier has no room, only the last tier may wait longer.
+    tier = overflow.tiers.tier(SERVICE_TIERS[-1] if is_overloaded else body.service_tier)
+    other = body.answered_by(overflow.model.name, tier)
+    received = replace(received, request_id=request_id_of(request), body=other)
+    response = await _serve_as(request, services, caller, endpoint, received, overflow)
+    response.headers["x-loramux-overflow-of"] = body.model
+    return response
+
+
+async def _serve_as(
+    request: Request,
+    services: GatewayServices,
+    caller: Principal,
+    endpoint: AnyEndpoint,
+    received: Received[Body],
+    target: Target | None,
+) -> Response:
+    body = received.body
+    if target is None:
+        _refuse_early(services, caller, body)
+        target = await resolve(services, caller, body.model, body.user)
     if isinstance(body, GenerationRequest):
-        services.run.gate.check(target, target.tiers.tier(body.service_tier))
+        services.run.gate.check(target.share_in(target.tiers.tier(body.service_tier)))
     plan, shape = await planned(services, caller, endpoint, received, target)
     started_s = time.monotonic()
     headers = await reserve(services, plan, received.body)
@@ -80,6 +125,42 @@ async def serve_received(
     except ApiError as error:
         error.headers = {**headers, **error.headers}
         raise
+
+
+def _refuse_early(services: GatewayServices, caller: Principal, body: Body) -> None:
+    """Refuse a request whose first token would be late, before its model is looked up in the database, if its tenant is
+    known. Raises what `FirstTokenGate.check` raises.
+    """
+    if caller.tenant_id is None or not isinstance(body, GenerationRequest):
+        return
+    share = services.callers.tenants.recent_share(caller.tenant_id)
+    if share is not None:
+        tiers = share.tiers.for_key(caller.max_service_tier, caller.default_service_tier)
+        services.run.gate.check(Share(caller.tenant_id, tiers.tier(body.service_tier), share.weight))
+
+
+async def _overflow(
+    services: GatewayServices, caller: Principal, received: Received[Body], refusal: ApiError
+) -> Target | None:
+    """Return what answers a refused request in place of the alias that it names, or None if nothing does.
+
+    The caller must be allowed to call both. Requests of the tier `priority` do not overflow. Raises what `resolve`
+    raises for the alias.
+    """
+    body, overflows = received.body, services.callers.overflows
+    if refusal.code not in (OVERLOADED, "adapter_unavailable") or not isinstance(body, GenerationRequest):
+        return None
+    is_recent = overflows.is_recent
+    model = overflows.of(caller, body.model) if is_recent else await services.call(overflows.of, caller, body.model)
+    if model is None:
+        return None
+    named = await resolve(services, caller, body.model, body.user)
+    if named.tiers.tier(body.service_tier) == SERVICE_TIERS[0]:
+        return None
+    try:
+        return await resolve(services, caller, model, body.user)
+    except (ModelNotFound, AdapterNotValidated):
+        return None
 
 
 async def planned(

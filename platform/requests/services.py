@@ -17,6 +17,7 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.engine.text.text_tokenizer import MAX_TOKENISED_AT_ONCE
 from loramux.migrations.database import Database
+from loramux.platform.accounts.alias_overflows import AliasOverflows
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.cache_invalidation import CacheInvalidation
 from loramux.platform.accounts.model_archive import ModelArchive
@@ -113,6 +114,7 @@ class CallerServices:
     resolver: ModelResolver
     archive: ModelArchive
     version_settings: VersionSettingsCache
+    overflows: AliasOverflows
     cache_invalidation: CacheInvalidation
 
 
@@ -248,6 +250,7 @@ class GatewayServices:
                     templates.is_copy,
                     settings.pooling,
                 ),
+                overflows=AliasOverflows(database, clock),
                 cache_invalidation=CacheInvalidation(database, forget, run.database_health.note_heard),
             ),
             prompts=PromptServices(

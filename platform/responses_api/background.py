@@ -75,7 +75,7 @@ async def begin_in_background(
     """
     started_s = time.monotonic()
     target = await resolve(services, caller, received.body.model, received.body.user)
-    services.run.gate.check(target, target.tiers.tier(received.body.service_tier))
+    services.run.gate.check(target.share_in(target.tiers.tier(received.body.service_tier)))
     plan, answer = await planned(services, caller, endpoint, received, target)
     assert isinstance(answer, ResponseAnswer)
     if not is_stored(services, plan.target, received):

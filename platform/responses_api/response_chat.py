@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from loramux.platform.bodies.chat_request import ChatRequest
 from loramux.platform.bodies.request_body import validated
@@ -26,6 +26,10 @@ class ResponseChat(ChatRequest):
     asked: ResponseRequest
     places: tuple[str, ...]
     earlier: tuple[Any, ...]
+
+    def answered_by(self, model: str, service_tier: str) -> Self:
+        asked = self.asked.model_copy(update={"model": model, "service_tier": service_tier})
+        return super().answered_by(model, service_tier).model_copy(update={"asked": asked})
 
     def rename_fields(self, error: ApiError) -> None:
         """Make an error about the chat request name the fields of the response request."""

@@ -77,12 +77,12 @@ def counting_endpoints(metrics: ApiMetrics, endpoints: Mapping[str, str], logs_a
     """Count the OpenAI listener's responses and errors by endpoint. With `logs_answers`, also log each response."""
 
     def count(call: AnsweredCall) -> None:
-        endpoint = endpoints.get(call.path, "other")
+        endpoint, status = endpoints.get(call.path, "other"), str(call.status)
         if call.has_raised:
-            metrics.errors.labels(endpoint, "internal_error").inc()
+            metrics.errors.labels(endpoint, "internal_error", status).inc()
         if call.error_code is not None:
-            metrics.errors.labels(endpoint, call.error_code).inc()
-        metrics.requests.labels(endpoint, str(call.status)).inc()
+            metrics.errors.labels(endpoint, call.error_code, status).inc()
+        metrics.requests.labels(endpoint, status).inc()
         metrics.request_seconds.labels(endpoint).observe(call.seconds)
         if logs_answers:
             seconds = round(call.seconds, 4)

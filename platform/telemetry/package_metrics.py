@@ -67,7 +67,9 @@ class NewMetrics:
 class ApiMetrics:
     def __init__(self, new: NewMetrics) -> None:
         self.requests = new.counter("loramux_requests", "Answered calls", "endpoint", "status")
-        self.errors = new.counter("loramux_errors", "Calls answered with an error, by code", "endpoint", "code")
+        self.errors = new.counter(
+            "loramux_errors", "Calls answered with an error, by code and status", "endpoint", "code", "status"
+        )
         self.request_seconds = new.histogram(
             "loramux_request_seconds", "Time from the call to the last byte of its response", SECONDS, "endpoint"
         )
@@ -108,6 +110,9 @@ class GenerationMetrics:
             "Requests refused because their first token would have come too late for their service tier",
             "tier",
             "status",
+        )
+        self.overflows = new.counter(
+            "loramux_overflows", "Requests answered by the overflow of the alias that they name"
         )
         self.first_tokens = new.counter(
             "loramux_first_tokens",

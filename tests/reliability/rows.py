@@ -174,6 +174,25 @@ ROWS: Mapping[str, Row] = {
             FAILURES,
         ),
     ),
+    "database-faults": Row(
+        title="Faults of the database",
+        commands=(
+            Command(
+                arguments=_pytest("tests/conformance/test_database_faults.py"),
+                settings={"LORAMUX_DATABASE_FAULTS": ("12000", "600", "60")},
+            ),
+        ),
+        figures=(
+            Figure(name="faults", unit="faults", full=12_000),
+            Figure(name="kinds", unit="kinds of faults", combine=max),
+            Figure(name="answers", unit="whole answers"),
+            Figure(name="wrong_bills", unit="wrong bills", at_most=0),
+            Figure(name="lost", unit="acknowledged, then lost", at_most=0),
+            Figure(name="cut", unit="streams cut", at_most=0),
+            Figure(name="recovery_s", unit="s until all gateways answered again (slowest)", combine=max, at_most=30),
+            FAILURES,
+        ),
+    ),
     "side-channels": Row(
         title="Time to first token as a side channel",
         is_timed=True,
@@ -181,6 +200,22 @@ ROWS: Mapping[str, Row] = {
             Command(
                 arguments=_pytest("tests/reliability/test_side_channels.py"),
                 settings={"LORAMUX_SIDE_CHANNEL_PAIRS": ("10000", "500", "100")},
+            ),
+        ),
+        figures=(
+            Figure(name="pairs", unit="pairs", full=10_000),
+            Figure(name="other_tenant_auc", unit="AUC, other tenant", combine=max, at_least=0.47, at_most=0.53),
+            Figure(name="same_tenant_auc", unit="AUC, same tenant", combine=min, at_least=0.95),
+            FAILURES,
+        ),
+    ),
+    "http-side-channels": Row(
+        title="Time to first token as a side channel, over HTTP",
+        is_timed=True,
+        commands=(
+            Command(
+                arguments=_pytest("tests/reliability/test_http_side_channels.py"),
+                settings={"LORAMUX_HTTP_SIDE_CHANNEL_PAIRS": ("10000", "500", "100")},
             ),
         ),
         figures=(
@@ -230,6 +265,57 @@ ROWS: Mapping[str, Row] = {
             Figure(name="stops", unit="stops", full=1_000),
             Figure(name="cut", unit="streams cut", at_most=0),
             Figure(name="wrong_bills", unit="wrong bills", at_most=0),
+            FAILURES,
+        ),
+    ),
+    "overload": Row(
+        title="Ten times the load that the server can serve",
+        is_timed=True,
+        commands=(
+            Command(
+                arguments=("tests.reliability.overload",),
+                sized={
+                    "small": ("--minutes", "3"),
+                    "tiny": ("--tenants", "10", "--adapters", "20", "--minutes", "0.5"),
+                },
+            ),
+        ),
+        figures=(
+            Figure(name="minutes", unit="minutes", full=30),
+            Figure(name="tenants", unit="tenants", combine=max, full=500),
+            Figure(name="adapters", unit="adapters", combine=max, full=2000),
+            Figure(name="refused", unit="refusals"),
+            Figure(name="goodput_share", unit="of the goodput at capacity", combine=min, at_least=0.9),
+            Figure(name="refusal_p99_ms", unit="ms until a refusal (p99)", combine=max, at_most=50),
+            Figure(
+                name="polite_ratio",
+                unit="times as long to the first token of polite tenants of the tier priority (p99)",
+                combine=max,
+                at_most=1.25,
+            ),
+            Figure(name="polite_default_ratio", unit="times as long in the tier default (p99)", combine=max),
+            Figure(name="growing", unit="processes whose memory grew", at_most=0),
+            FAILURES,
+        ),
+    ),
+    "soak": Row(
+        title="Hours of mixed traffic",
+        commands=(
+            Command(
+                arguments=("tests.reliability.soak",),
+                sized={
+                    "full": ("--hours", "8"),
+                    "small": ("--hours", "1"),
+                    "tiny": ("--hours", "0.02"),
+                },
+            ),
+        ),
+        figures=(
+            Figure(name="hours", unit="hours", full=8),
+            Figure(name="requests", unit="requests"),
+            Figure(name="failed", unit="failed", at_most=0),
+            Figure(name="series", unit="series of memory, descriptors, threads, rows and files"),
+            Figure(name="growing", unit="grew", at_most=0),
             FAILURES,
         ),
     ),

@@ -34,7 +34,7 @@ async def move(visit: Visit) -> Response:
     problem = None
     if asked.all("version"):
         try:
-            return await _ask(visit, adapter, alias, name, _targets(asked), _canary(asked))
+            return await _ask(visit, adapter, alias, name, _targets(asked), _canary(asked), _overflow(asked))
         except InvalidRequest as error:
             problem = error.message
     return visit.page(
@@ -56,6 +56,7 @@ async def set_alias(visit: Visit) -> Response:
     canary = _canary(visit.form)
     if canary:
         body["canary"] = canary
+    body |= _overflow(visit.form)
     alias = await _change(visit, "PUT", path, body, name, revision)
     undo = visit.url(f"{path}/rollback") if revision else visit.url(f"{path}/delete")
     return visit.done(f"{name} now points to {described(alias['targets'])}.", f"/adapters/{adapter_id}", undo)
@@ -149,10 +150,13 @@ async def _ask(
     name: str,
     targets: Sequence[Mapping[str, int]],
     canary: Mapping[str, float],
+    overflow: Mapping[str, str | None],
 ) -> Response:
     if not name:
         raise InvalidRequest("enter a name for the alias")
-    if alias is not None and _shares(alias["targets"]) == _shares(targets):
+    present = None if alias is None else alias["overflow"]
+    overflows_to = overflow.get("overflow", present)
+    if alias is not None and _shares(alias["targets"]) == _shares(targets) and overflows_to == present:
         raise InvalidRequest(f"{name} already points there")
     path, called = f"/adapters/{adapter['id']}", adapter["model"] + ("" if name == "default" else f":{name}")
     grants, used = await asyncio.gather(
@@ -179,8 +183,13 @@ async def _ask(
             "version": [str(target["version"]) for target in targets],
             **fields,
             **_canary_fields(canary),
+            **{name: value or "" for name, value in overflow.items()},
         },
-        facts=[("Requests for the adapter", used), *_canary_facts(canary)],
+        facts=[
+            ("Requests for the adapter", used),
+            *_canary_facts(canary),
+            *([("Overflows to", overflows_to or "no other model")] if overflows_to != present else []),
+        ],
         is_danger=False,
     ).ask(visit)
 
@@ -201,6 +210,11 @@ def _canary(form: Form) -> dict[str, float]:
     percent, first_token_s = _decimal(form, "max_error_percent"), _decimal(form, "max_first_token_s")
     bounds = {} if percent is None else {"max_error_rate": percent / 100}
     return bounds if first_token_s is None else {**bounds, "max_first_token_s": first_token_s}
+
+
+def _overflow(form: Form) -> dict[str, str | None]:
+    """Return the overflow as a field of the call, or nothing if the form does not have it."""
+    return {"overflow": form.optional("overflow")} if form.all("overflow") else {}
 
 
 def _canary_fields(canary: Mapping[str, float]) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Request, Response
@@ -13,6 +15,7 @@ from loramux.adapter_store.registry.aliases import KEPT
 from loramux.adapter_store.registry.evals import PPM
 from loramux.adapter_store.registry.records import (
     DEFAULT_ALIAS,
+    Adapter,
     Alias,
     AliasAction,
     AliasChange,
@@ -25,6 +28,7 @@ from loramux.admin.rest.adapters.warm_and_drain import warm
 from loramux.admin.rest.bodies import AliasTargets, Rollback, read_json, read_optional_json
 from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, seconds, whole_list
 from loramux.admin.rest.services import AdminServices
+from loramux.platform.accounts.model_names import AdapterName, ModelNotFound, parse_adapter_name
 from loramux.platform.errors import InvalidRequest, PermissionDenied
 from loramux.platform.requests.openapi import errors, takes
 
@@ -55,7 +59,9 @@ class CanaryDocument(TypedDict):
 
 
 class AliasDocument(TypedDict):
-    """A name for versions of an adapter. `revision` counts the alias's changes and is its ETag."""
+    """A name for versions of an adapter. `revision` counts the alias's changes and is its ETag. `overflow` is the
+    model that answers requests to the alias which would be refused.
+    """
 
     object: Literal["alias"]
     adapter_id: str
@@ -64,6 +70,7 @@ class AliasDocument(TypedDict):
     targets: list[TargetDocument]
     require_eval: EvalDemandDocument | None
     canary: CanaryDocument | None
+    overflow: str | None
     updated_at: int
 
 
@@ -118,7 +125,9 @@ async def set_alias(
 
     With `require_eval`, the alias gives a version more requests only if the version has passed the eval. Only an
     administrator may change a demand. With `canary`, the alias is rolled back if a version that gets more requests
-    fails or is slow. The call replaces the whole alias or creates it, so If-Match is optional here.
+    fails or is slow. With `overflow`, another model answers requests that would be refused because the engine is
+    overloaded or the adapter cannot be loaded. The call replaces the whole alias or creates it, so If-Match is optional
+    here.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     check_may_move(caller, name)
@@ -127,12 +136,13 @@ async def set_alias(
     if demand is not KEPT:
         await _check_may_demand(services, caller, adapter.id, name, demand)
     canary = None if body.canary is None else body.canary.rule()
+    overflow = await _overflow(services, caller, adapter, name, body)
     revision = _revision(if_match)
     if body.warm:
         await warm(services, caller, adapter.id, weights)
     actor = caller.principal.key_id
     alias = await services.call(
-        services.adapters.aliases.set, adapter.id, name, weights, actor, revision, demand, canary
+        services.adapters.aliases.set, adapter.id, name, weights, actor, revision, demand, canary, overflow
     )
     return _answer(response, adapter.id, alias)
 
@@ -202,6 +212,36 @@ async def _check_may_demand(
         raise PermissionDenied("only an administrator may change the eval that the alias demands")
 
 
+async def _overflow(
+    services: AdminServices, caller: Caller, adapter: Adapter, name: str, body: AliasTargets
+) -> str | None:
+    """Return the overflow with the name of its tenant. Raises InvalidRequest or ModelNotFound."""
+    asked = body.named_overflow()
+    if not asked or asked == services.engine.self_check.served_name:
+        return asked
+    parsed = parse_adapter_name(asked)
+    if parsed is None:
+        raise ModelNotFound(asked, "overflow")
+    tenant = parsed.tenant or adapter.tenant_slug
+    own = AdapterName(adapter.tenant_slug, adapter.name, alias=name)
+    if replace(parsed, tenant=tenant, alias=parsed.alias or DEFAULT_ALIAS) == own:
+        raise InvalidRequest("an alias cannot be its own overflow", param="overflow", code="invalid_overflow")
+    found = await services.call(
+        partial(
+            services.adapters.registry.resolve,
+            tenant,
+            parsed.adapter,
+            version=parsed.version,
+            digest_prefix=parsed.digest_prefix,
+            alias=parsed.alias,
+            caller_id=adapter.tenant_id,
+        )
+    )
+    if found is None or not caller.principal.may_name(found.adapter_id):
+        raise ModelNotFound(asked, "overflow")
+    return asked if parsed.tenant else f"{tenant}/{asked}"
+
+
 def _revision(if_match: str | None) -> int | None:
     if if_match is None or if_match == "*":
         return None
@@ -225,6 +265,7 @@ def describe_alias(adapter_id: str, alias: Alias) -> AliasDocument:
         "targets": describe_targets(alias.targets),
         "require_eval": _describe_demand(alias.required_eval),
         "canary": None if alias.canary is None else _describe_canary(alias.canary),
+        "overflow": alias.overflow,
         "updated_at": seconds(alias.updated_us),
     }
 

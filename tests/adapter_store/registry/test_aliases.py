@@ -293,3 +293,13 @@ def test_disabled_adapter_is_not_served_but_keeps_its_versions(
     assert set(named.drawn(3).values()) == {1}
     with pytest.raises(AdapterNotFound):
         states.set_disabled(new_id("ada"), True)
+
+
+def test_overflow_stays_until_it_is_changed(named: Named) -> None:
+    aliases, adapter_id = named.aliases, named.adapter.id
+    assert aliases.set(adapter_id, "default", {1: 1}, overflow="base").overflow == "base"
+    assert aliases.set(adapter_id, "default", {2: 1}).overflow == "base"
+    assert aliases.advance(adapter_id, "default", 3, {2})[0].overflow == "base"
+    assert aliases.rollback(adapter_id, "default").overflow == "base"
+    assert aliases.get(adapter_id, "default").overflow == "base"
+    assert aliases.set(adapter_id, "default", {2: 1}, overflow=None).overflow is None

@@ -128,3 +128,14 @@ def test_pipe_and_gigabyte_are_refused_at_once(loramux: Run, adapter_id: str, tm
         file.truncate(2**30)
     said: list[Any] = [json.loads(loramux("eval", "acme/support@1", one, "--json").stdout) for one in (pipe, sparse)]
     assert [one["error"]["code"] for one in said] == ["file_not_found", "file_too_large"]
+
+
+def test_promotion_names_an_overflow(loramux: Run, admin_side: AdminSide, adapter_id: str) -> None:
+    served = admin_side.services.engine.self_check.served_name
+    promote = ("adapters", "promote", "acme/support@1", "--no-warm", "--json")
+    assert printed_json(loramux(*promote, "--overflow", served))["overflow"] == served
+    assert printed_json(loramux(*promote))["overflow"] == served
+    assert served in loramux("aliases", "list", "acme/support").stdout
+    assert printed_json(loramux(*promote, "--no-overflow"))["overflow"] is None
+    assert loramux(*promote, "--overflow", served, "--no-overflow").exit_code == 2
+    assert loramux(*promote, "--overflow", "acme/none").exit_code == 1

@@ -119,3 +119,20 @@ async def test_viewer_sees_scores_but_no_form(tab: Tab, console_app: ASGIApp) ->
         assert "0.500, 2 of 4 passed" in (await viewer.get(f"{tab.here}/evals/{eval_id}")).text
         foreign = services.adapters.registry.create_adapter(services.accounts.tenants.create("strange").id, "other")
         await viewer.get(f"/adapters/{foreign.id}/evals", status=404)
+
+
+async def test_alias_form_sets_and_removes_an_overflow(tab: Tab) -> None:
+    aliases, served = tab.side.services.adapters.aliases, tab.side.services.engine.self_check.served_name
+    path = f"{tab.here}/move?alias=default&version=1&weight_1=100"
+    aliases.set(tab.adapter_id, "default", {1: 100})
+    page = (await tab.browser.get(f"{path}&overflow={served}")).text
+    assert "Overflows to" in page
+    await tab.browser.confirm(f"{path}&overflow={served}")
+    assert aliases.get(tab.adapter_id, "default").overflow == served
+    assert f"overflows to {served}" in await tab.text()
+    assert f'value="{served}"' in await tab.text("/move?alias=default")
+    assert "already points there" in (await tab.browser.get(path)).text, "the field is not in the address"
+    await tab.browser.confirm(f"{tab.here}/move?alias=default&version=2&weight_2=1")
+    assert aliases.get(tab.adapter_id, "default").overflow == served
+    await tab.browser.confirm(f"{tab.here}/move?alias=default&version=2&weight_2=1&overflow=")
+    assert aliases.get(tab.adapter_id, "default").overflow is None

@@ -16,6 +16,7 @@ from loramux.migrations.schema import reservations
 from loramux.platform.accounts.tenants import TenantChanges
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.quotas.overview import QuotaCaller, QuotaOverview
+from loramux.platform.requests import request_life
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.responses_api import background
 from loramux.platform.service_tiers import parse_objectives
@@ -104,6 +105,14 @@ async def test_late_background_response_is_refused_before_it_is_planned(
     monkeypatch.setattr(background, "planned", None)
     await look(gated, num_running=MAX_SEQUENCES, num_waiting=30)
     assert await status(gated, *RESPONSES, background=True, store=True) == 503
+
+
+async def test_known_tenant_is_refused_without_the_database(gated: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    await look(gated, num_running=MAX_SEQUENCES, num_waiting=30)
+    assert await status(gated, *CHAT) == 503
+    monkeypatch.setattr(request_life, "resolve", None)
+    assert await status(gated, *CHAT) == 503
+    assert value(gated, "loramux_overload_refusals_total", tier="default", status="503") == 2
 
 
 async def test_long_prompt_is_refused_where_a_short_one_is_not(gated: Gateway, clock: Clock) -> None:

@@ -37,8 +37,8 @@ async def test_metrics_report_refusals_failures_and_token_latency(gateway: Any) 
     await gateway.http.post("/v1/completions", json={"model": "nope", "prompt": "a"})
     lines = gateway.services.metrics.render().decode().splitlines()
     for line in (
-        'loramux_errors_total{code="rate_limit_exceeded",endpoint="completions"} 1.0',
-        'loramux_errors_total{code="model_not_found",endpoint="completions"} 1.0',
+        'loramux_errors_total{code="rate_limit_exceeded",endpoint="completions",status="429"} 1.0',
+        'loramux_errors_total{code="model_not_found",endpoint="completions",status="404"} 1.0',
         'loramux_quota_refusals_total{metric="requests_per_minute",mode="hard"} 1.0',
         'loramux_settled_requests_total{status="completed"} 2.0',
         'loramux_token_gap_seconds_count{endpoint="completions"} 6.0',

@@ -180,3 +180,29 @@ async def test_grants_are_added_by_the_operator_and_removed_by_the_owner(http: h
         assert (again.status_code, again.json()["error"]["code"]) == (404, "grant_not_found")
     own = await http.put(f"{base}/grants/acme")
     assert (own.status_code, own.json()["error"]["code"]) == (400, "own_adapter")
+
+
+async def test_overflow_is_a_model_that_the_owner_may_call(
+    http: httpx.AsyncClient, base: str, admin_side: AdminSide
+) -> None:
+    created = (await http.post("/admin/v1/adapters", json={"tenant": "acme", "name": "small"})).json()
+    add_ready_versions(admin_side.services.database, created["id"], 1)
+    await new_tenant(http, "globex")
+    foreign = (await http.post("/admin/v1/adapters", json={"tenant": "globex", "name": "theirs"})).json()
+    add_ready_versions(admin_side.services.database, foreign["id"], 1)
+
+    async def move(overflow: str | None) -> httpx.Response:
+        return await http.put(f"{base}/aliases/default", json={"version": 1, "warm": False, "overflow": overflow})
+
+    served = admin_side.services.engine.self_check.served_name
+    for asked, stored in ((served, served), ("small", "acme/small"), ("acme/support@2", "acme/support@2")):
+        moved = await move(asked)
+        assert (moved.status_code, moved.json()["overflow"]) == (200, stored), moved.text
+    for asked in ("globex/theirs", "globex/none", "acme/small@9", "a b"):
+        refused = await move(asked)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "overflow"), asked
+    for asked in ("support", "acme/support:default"):
+        refused = await move(asked)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_overflow"), asked
+    assert (await http.put(f"{base}/aliases/default", json={"version": 2})).json()["overflow"] == "acme/support@2"
+    assert (await move(None)).json()["overflow"] is None

@@ -1,0 +1,28 @@
+"""Let aliases name a model that answers when they cannot."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0032"
+down_revision = "0031"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("adapter_aliases", sa.Column("overflow", sa.String(200), nullable=True))
+    is_set = sa.text("overflow IS NOT NULL")
+    op.create_index(
+        "ix_adapter_aliases_overflow",
+        "adapter_aliases",
+        ["adapter_id"],
+        postgresql_where=is_set,
+        sqlite_where=is_set,
+    )
+
+
+def downgrade() -> None:
+    """Raise an error, because older versions of loramux would refuse requests that overflow."""
+    raise NotImplementedError("the schema cannot be downgraded")

@@ -1,0 +1,201 @@
+"""Asks a server for ten times what it can do: `python -m tests.reliability.overload [--tenants N] [--minutes M]`.
+
+A real server with the demo's base serves thousands of random adapters of hundreds of tenants, each of which asks for
+more than its share, half of the requests in the tier `default` and half in `flex`. First, the capacity is measured with
+as many requests as there are slots, and the goodput at that rate. Two groups of polite tenants, one of the tier
+`priority` and one of `default`, send half of what their shares allow, first alone and then beside the overload.
+
+The server is built for one machine that it shares with the load, so all figures are those of a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.s_lora.adapters import make_adapters
+from loramux.adapter_store.registry.bases import Bases
+from loramux.engine.architectures.model_files import base_sha256
+from loramux.engine.protocol.service_tiers import TIER_FACTORS
+from loramux.migrations.database import Database
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.tenants import TenantChanges, Tenants
+from tests.conformance.demo_adapters import DEMO
+from tests.conformance.served import Deployment, deployment
+from tests.platform.ready_adapters import add_ready_adapter
+from tests.reliability.growth import growth
+from tests.reliability.open_loop import Counted, LoadSettings
+from tests.reliability.process_samples import Sampler, process_usage
+from tests.reliability.record import recorded
+
+RANK = 8
+CROWD_TIERS = ("default", "flex")
+POLITE_TIERS = ("priority", "default")
+POLITE_SHARE = 0.5
+"""What a polite tenant asks for, as a part of its share of the engine."""
+
+POLITE_PART = 20
+"""Number of tenants that ask for too much for each polite tenant of a tier."""
+
+POOL_BYTES = "64MiB"
+NUM_SAMPLES = 240
+ALONE_PER_S = 3.0
+RESOLUTION = 0.05
+"""Growth of a memory that does not count, as a part of it."""
+
+Caller = tuple[str, list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Overloaded:
+    deployment: Deployment
+    crowd: list[Caller]
+    polite: dict[str, list[Caller]]
+    """The callers of each tier in POLITE_TIERS."""
+
+
+def prepare(directory: Path, num_tenants: int, num_adapters: int, num_slots: int, objective_s: float) -> Overloaded:
+    """Create the tenants and the adapters, without a server, whose validation would take most of the time."""
+    base, data = DEMO / "base", directory / "data"
+    data.mkdir(mode=0o700)
+    files = make_adapters(directory, base, num_adapters, RANK, print)
+    base_id = base_sha256(base)
+    database = Database(f"sqlite:///{data / 'loramux.db'}")
+    database.upgrade()
+    Bases(database).register(base_id, "demo-base")
+    crowd = []
+    for number in range(num_tenants):
+        tenant = Tenants(database).create(f"tenant-{number}")
+        models = []
+        for digest in files.digests[number::num_tenants]:
+            add_ready_adapter(database, tenant.id, digest[:12], [digest], base_id=base_id)
+            models.append(f"{tenant.slug}/{digest[:12]}")
+        crowd.append((ApiKeys(database).create(tenant.id, "key").secret, models or ["demo-base"]))
+    polite: dict[str, list[Caller]] = {}
+    for tier in POLITE_TIERS:
+        polite[tier] = []
+        for number in range(max(1, num_tenants // POLITE_PART)):
+            tenant = Tenants(database).create(f"polite-{tier}-{number}")
+            changes = TenantChanges(max_service_tier=tier, default_service_tier=tier)
+            Tenants(database).update(tenant.id, changes, lambda _: None)
+            polite[tier].append((ApiKeys(database).create(tenant.id, "key").secret, ["demo-base"]))
+    database.close()
+    # A small pool, which is full before the overload begins. Its memory is taken when it is first written.
+    environment = {"LORAMUX_MAX_SEQUENCES": str(num_slots), "LORAMUX_POOL_BYTES": POOL_BYTES}
+    arguments = (
+        "--blob-url",
+        files.blob_url,
+        "--tier-objectives",
+        f"priority={objective_s}s,default={objective_s}s,flex={objective_s}s",
+    )
+    return Overloaded(deployment(base, data, arguments, environment), crowd, polite)
+
+
+async def load(settings: LoadSettings) -> Counted:
+    """Run a load in a process of its own."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.reliability.open_loop"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    printed, _ = await process.communicate(json.dumps(asdict(settings)).encode() + b"\n")
+    assert process.returncode == 0, "the load failed"
+    return Counted(**json.loads(printed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    capacity: float
+    """Answers per second with as many requests as slots."""
+    peak: Counted
+    alone: dict[str, Counted]
+    beside: dict[str, Counted]
+    crowd: Counted
+    grown: dict[str, tuple[float, float]]
+    """The growth of each role's memory and its bound, in megabytes."""
+
+    def polite_ratio(self, tier: str) -> float:
+        return self.beside[tier].first_token_ms["p99"] / self.alone[tier].first_token_ms["p99"]
+
+    @property
+    def goodput_share(self) -> float:
+        goodput = self.crowd.goodput + sum(one.goodput for one in self.beside.values())
+        return goodput / max(self.peak.goodput, self.capacity)
+
+    @property
+    def growing(self) -> list[str]:
+        return [role for role, (rise, bound) in self.grown.items() if rise > bound]
+
+
+async def measure(stand: Overloaded, pid: int, arguments: argparse.Namespace) -> Figures:
+    seconds = 60 * arguments.minutes
+    calm_s = min(max(10.0, seconds / 6), 120.0)
+    # A tenant that asks for two tiers has a share of each.
+    weights = len(stand.crowd) * sum(TIER_FACTORS[tier] for tier in CROWD_TIERS)
+    weights += sum(len(callers) * TIER_FACTORS[tier] for tier, callers in stand.polite.items())
+    settings = partial(LoadSettings, port=stand.deployment.port, objective_s=arguments.objective_s)
+    crowd = partial(settings, callers=stand.crowd, service_tiers=[*CROWD_TIERS])
+    clients = {"num_clients": arguments.slots, "seed": 1}
+    # The first load fills the caches and the pool.
+    await load(crowd(seconds=calm_s, **clients))
+    closed = await load(crowd(seconds=calm_s, **clients))
+    capacity = closed.goodput
+    print(f"capacity: {capacity:.1f} requests/s, {closed}")
+    peak = await load(crowd(seconds=calm_s, rate=capacity, seed=2))
+    print(f"at capacity: {peak}")
+
+    def polite(tier: str, seconds: float, seed: int, slowest: float = 0.0) -> LoadSettings:
+        rate = POLITE_SHARE * capacity * len(stand.polite[tier]) * TIER_FACTORS[tier] / weights
+        return settings(callers=stand.polite[tier], skew=0.0, rate=max(rate, slowest), seconds=seconds, seed=seed)
+
+    # Alone, the polite tenants may send more, so that the quantile is one of enough answers.
+    alone = {tier: await load(polite(tier, calm_s, 3, ALONE_PER_S)) for tier in POLITE_TIERS}
+    print(f"alone: {alone}")
+    with Sampler(partial(process_usage, pid), seconds / NUM_SAMPLES) as sampler:
+        crowded, *besides = await asyncio.gather(
+            load(crowd(seconds=seconds, rate=arguments.multiple * capacity, seed=4)),
+            *(load(polite(tier, seconds, 5)) for tier in POLITE_TIERS),
+        )
+    beside = dict(zip(POLITE_TIERS, besides, strict=True))
+    print(f"overload: {crowded}\nbeside: {beside}")
+    memory = {name: series for name, series in sampler.series.items() if name.endswith("MB")}
+    grown = {name: growth(series, RESOLUTION) for name, series in memory.items()}
+    print(f"memory: { {name: [round(one, 1) for one in pair] for name, pair in grown.items()} }")
+    return Figures(capacity=capacity, peak=peak, alone=alone, beside=beside, crowd=crowded, grown=grown)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.reliability.overload", description=__doc__)
+    parser.add_argument("--tenants", type=int, default=500)
+    parser.add_argument("--adapters", type=int, default=2000)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--multiple", type=float, default=10.0, help="the load, as a multiple of the capacity")
+    parser.add_argument("--slots", type=int, default=16, help="sequences that the engine runs at the same time")
+    parser.add_argument("--objective-s", type=float, default=2.0, help="longest time until the first token")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="loramux-overload-") as directory, recorded("overload") as figures:
+        stand = prepare(Path(directory), arguments.tenants, arguments.adapters, arguments.slots, arguments.objective_s)
+        with stand.deployment.running(Path(directory) / "server.log") as server:
+            found = asyncio.run(measure(stand, server.pid, arguments))
+        figures |= {
+            "minutes": arguments.minutes,
+            "tenants": arguments.tenants,
+            "adapters": arguments.adapters,
+            "refused": found.crowd.num_refused,
+            "goodput_share": round(found.goodput_share, 3),
+            "refusal_p99_ms": found.crowd.refusal_ms["p99"],
+            "polite_ratio": round(found.polite_ratio("priority"), 2),
+            "polite_default_ratio": round(found.polite_ratio("default"), 2),
+            "growing": len(found.growing),
+        }
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

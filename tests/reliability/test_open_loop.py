@@ -1,0 +1,97 @@
+"""The load counts what a server really answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from tests.reliability.open_loop import Counted, LoadSettings
+
+pytestmark = pytest.mark.anyio
+
+STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 2\r\n\r\n{}"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+async def loaded(answers: list[bytes], **settings: Any) -> tuple[Counted, Counter[str], int]:
+    """Run a load on a server that gives the answers in turn, an empty one by closing the connection. Return what the
+    load counted, the server's requests by key, and its number of connections.
+    """
+    keys: Counter[str] = Counter()
+    serving: list[asyncio.Task[Any]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        serving.append(task)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                fields = dict(line.split(": ") for line in head.split("\r\n") if ": " in line)
+                body = json.loads(await reader.readexactly(int(fields["content-length"])))
+                assert body["stream"], body
+                keys[fields["authorization"]] += 1
+                answer = answers[keys.total() % len(answers)]
+                if not answer:
+                    break
+                # The parts of an answer can arrive together or one by one.
+                for part in (answer[:20], answer[20:]):
+                    writer.write(part)
+                    await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    wanted = LoadSettings(port=port, callers=[("a", ["m"]), ("b", ["m"])], seed=1, objective_s=5.0, **settings)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.reliability.open_loop"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    printed, _ = await process.communicate(json.dumps(asdict(wanted)).encode() + b"\n")
+    server.close()
+    await asyncio.gather(*serving)
+    return Counted(**json.loads(printed)), keys, len(serving)
+
+
+async def test_answers_refusals_and_lost_connections_are_counted() -> None:
+    whole = STREAM + chunk(b'data: {"text": "x"}\n\n') + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    broken = STREAM + chunk(b'data: {"error": "x"}\n\n') + b"0\r\n\r\n"
+    counted, keys, num_connections = await loaded([whole, REFUSAL, broken, b""], seconds=0.5, rate=200.0)
+    assert sum(counted.statuses.values()) == keys.total() > 40
+    assert set(counted.statuses) == {"200", "503", "0"}
+    fourth = keys.total() / 4
+    assert counted.num_complete == counted.num_in_time == pytest.approx(fourth, abs=1)
+    assert counted.num_refused == pytest.approx(fourth, abs=1)
+    assert counted.goodput == counted.num_in_time / 0.5
+    assert set(counted.first_token_ms) == set(counted.refusal_ms) == {"p50", "p99", "max"}
+    assert keys["Bearer a"] > keys["Bearer b"] > 0, "the first tenant sends more"
+    # A connection is used until it is lost.
+    assert num_connections < keys.total() / 2
+
+
+async def test_clients_without_a_rate_send_one_after_another() -> None:
+    whole = STREAM + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    counted, keys, num_connections = await loaded([whole], seconds=0.2, num_clients=3, skew=0.0)
+    assert counted.num_complete == keys.total() > 3
+    assert num_connections == 3
