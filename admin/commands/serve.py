@@ -96,6 +96,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, off or text: verify tokens that are drafted from the text of each request, several in one step; "
+            "auto does so on a CPU (default: auto).",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).", show_default=False)] = None,
     database_url: DatabaseUrl = None,
     blob_url: Annotated[

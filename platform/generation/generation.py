@@ -38,6 +38,16 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
+class PredictionUsage:
+    """How many tokens of a prediction were drafted: `accepted` tokens are part of the answer, `rejected` ones are not.
+    Only the answer is charged.
+    """
+
+    accepted: int
+    rejected: int
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """The usage that is reported to the caller and charged."""
 
@@ -46,6 +56,8 @@ class Usage:
     cached_tokens: int
     reasoning_tokens: int | None = None
     """Completion tokens that belong to the reasoning. None if the answer contains no reasoning."""
+    predicted: PredictionUsage | None = None
+    """None if the request has no prediction."""
 
 
 class Generation:
@@ -162,6 +174,7 @@ class Generation:
             settlement.completion_tokens,
             settlement.cached_tokens,
             None if self.plan.text_rules.reasoning is None else sum(choice.num_reasoning for choice in self._choices),
+            self._predicted() if self.plan.prediction else None,
         )
         if self._span is not None:
             self._span.set("loramux.completion_tokens", settlement.completion_tokens)
@@ -266,6 +279,17 @@ class Generation:
         for choice in self._choices:
             if choice.finished is None:
                 self._engine.abort(choice.add.sequence_id)
+
+    def _predicted(self) -> PredictionUsage:
+        ends = [choice.finished for choice in self._choices if choice.finished is not None]
+        # A stop string can cut off tokens that the engine has accepted.
+        accepted = sum(
+            min(choice.completion_tokens, choice.finished.accepted_prediction_tokens)
+            for choice in self._choices
+            if choice.finished is not None
+        )
+        drafted = sum(one.accepted_prediction_tokens + one.rejected_prediction_tokens for one in ends)
+        return PredictionUsage(accepted, drafted - accepted)
 
     def _settlement(self) -> Settlement:
         choices = self._choices
