@@ -305,9 +305,7 @@ class Engine:
             self._in_flight = None
             self._commit_counted(in_flight, started_s)
             self._await_masks(constrained)
-        late = {
-            row: one for row, one in enumerate(sampling) if one is not None and one.is_running and not one.has_mask
-        }
+        late = {row: one for row, one in enumerate(sampling) if one is not None and one.is_running and not one.has_mask}
         for sequence in late.values():
             sequence.take_back()
             self._scheduler.preempt(sequence)

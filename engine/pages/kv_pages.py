@@ -142,9 +142,7 @@ class KvPages:
         """Longest sequence, in tokens, that fits into the pool if other owners take `num_other_pages` pages."""
         return self._layout.max_tokens(self._pages.num_pages - num_other_pages, self._max_step_tokens)
 
-    def grow(
-        self, sequence: Sequence, num_tokens: int, position: int = RUNNING, num_kept: int | None = None
-    ) -> bool:
+    def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING, num_kept: int | None = None) -> bool:
         """Allocate pages for `num_tokens` more tokens. Returns False if there is no room for this queue position.
 
         In windowed layers, pages for tokens beyond the next step are allocated later. With `num_kept`, only free pages

@@ -301,7 +301,7 @@ def _with_drafts(
         array("i", [counts[index] for index in indices]),
         array("i", [begins[index] + place for index, place in entries]),
         array("i", [slots[index] for index in indices]),
-        block_starts[:, indices],
+        block_starts.take(indices, axis=1),
     )
 
 

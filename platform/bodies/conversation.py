@@ -74,9 +74,9 @@ class ChatMessage(StrictModel):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Content | None, PlainValidator(text_content, json_schema_input_type=str | list[TextPart] | None)] = (
-        None
-    )
+    content: Annotated[
+        Content | None, PlainValidator(text_content, json_schema_input_type=str | list[TextPart] | None)
+    ] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = Field(None, max_length=MAX_ID_CHARACTERS)

@@ -76,7 +76,9 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     yield tokens
     drafts = stats.drafts
     labels = ("source", "outcome")
-    drafted = CounterMetricFamily("loramux_engine_draft_tokens", "Verified drafts, by source and outcome", labels=labels)
+    drafted = CounterMetricFamily(
+        "loramux_engine_draft_tokens", "Verified drafts, by source and outcome", labels=labels
+    )
     for source, count, accepted in (
         ("text", drafts.text_tokens, drafts.accepted_text_tokens),
         ("prediction", drafts.prediction_tokens, drafts.accepted_prediction_tokens),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend
+from loramux.engine.drafting.step_times import StepTimes
 from loramux.engine.protocol.messages import (
     Abort,
     Add,
@@ -37,7 +39,7 @@ PLANS = [
     AdapterPlan("r64", 64, ["q_proj", "o_proj"], alpha=30.0),
 ]
 WINDOW = 24
-MAX_OPEN = 6
+MAX_OPEN = 4
 
 
 @dataclass
@@ -50,6 +52,12 @@ class Answer:
 @pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, WINDOW)
+
+
+@pytest.fixture(autouse=True)
+def free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts do not depend on how long steps take on this machine: more rows count as free."""
+    monkeypatch.setattr(StepTimes, "ratio", lambda times, num_rows, num_more: 1.0)
 
 
 def drawn(subject: Subject, number: int) -> Add:
@@ -89,11 +97,11 @@ def aborted_at(number: int) -> int:
 
 
 def run(
-    subject: Subject, adds: Sequence[Add], backend: Backend | None, speculate: str
+    subject: Subject, adds: Sequence[Add], backend: Backend | None, speculate: str, num_kv_pages: int
 ) -> tuple[dict[str, Answer], DraftCounts, int]:
-    """The answers, the counts of drafts, and the number of preemptions. The pool is too small for all requests."""
+    """The answers, the counts of drafts, and the number of preemptions."""
     geometry = ModelConfig.load(subject.directory).geometry(4, 4)
-    num_pages = max(subject.num_pages.values()) + 16
+    num_pages = sum(subject.num_pages.values()) + num_kv_pages
     assembled = subject.assemble(
         backend, speculate=speculate, pool_bytes=num_pages * geometry.total_page_bytes, max_sequences=8
     )
@@ -102,7 +110,7 @@ def run(
     engine, waiting = assembled.engine, iter(adds)
     answers: defaultdict[str, Answer] = defaultdict(Answer)
     while True:
-        for add in _next(waiting, MAX_OPEN - engine.num_sequences):
+        for add in islice(waiting, MAX_OPEN - engine.num_sequences):
             engine.add(b"", add)
         if not engine.has_work:
             break
@@ -123,10 +131,6 @@ def run(
     stats = engine.stats(StatsRequest(call_id=""))
     assembled.adapters.close()
     return answers, stats.drafts, stats.num_preemptions
-
-
-def _next(waiting: Iterator[Add], most: int) -> list[Add]:
-    return [add for add, _ in zip(waiting, range(most), strict=False)]
 
 
 def predicting(add: Add, answer: Answer) -> Add:
@@ -160,34 +164,40 @@ def check(adds: Sequence[Add], found: dict[str, Answer], plain: dict[str, Answer
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
-def compare(subject: Subject, backend: Backend | None, num_requests: int) -> tuple[DraftCounts, int]:
+def compare(
+    subject: Subject, backend: Backend | None, num_requests: int, num_kv_pages: int = 60
+) -> tuple[DraftCounts, int]:
     adds = [drawn(subject, number) for number in range(num_requests)]
-    plain, _, num_preemptions = run(subject, adds, backend, "off")
+    plain, _, num_preemptions = run(subject, adds, backend, "off", num_kv_pages)
     drafted = [predicting(add, plain[add.sequence_id]) for add in adds]
-    found, drafts, _ = run(subject, drafted, backend, "text")
+    found, drafts, _ = run(subject, drafted, backend, "text", num_kv_pages)
     check(adds, found, plain)
     return drafts, num_preemptions
 
 
 @pytest.mark.parametrize("subject", ["llama", "gemma3"], indirect=True)
 def test_answers_are_the_same_with_drafts(subject: Subject) -> None:
-    drafts, _ = compare(subject, None, 24)
+    drafts, _ = compare(subject, None, 12)
     assert 0 < drafts.accepted_prediction_tokens < drafts.prediction_tokens
-    assert 0 < drafts.accepted_text_tokens < drafts.text_tokens
 
 
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
 def test_answers_are_the_same_with_drafts_on_the_gpu_path(subject: Subject) -> None:
     """The stand-in for the GPU's sampling always takes the most likely token."""
-    drafts, _ = compare(subject, plain_backend(HostAccelerator()), 10)
+    drafts, _ = compare(subject, plain_backend(HostAccelerator()), 3)
     assert 0 < drafts.accepted_prediction_tokens < drafts.prediction_tokens
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("subject", ["llama", "gemma3", "qwen3-moe", "qwen3_5"], indirect=True)
 def test_many_answers_are_the_same_with_drafts(subject: Subject) -> None:
-    drafts, num_preemptions = compare(subject, None, NUM_REQUESTS)
+    # The pool is too small for all requests.
+    drafts, num_preemptions = compare(subject, None, NUM_REQUESTS, num_kv_pages=15)
     has_states = ModelConfig.load(subject.directory).delta is not None
     # Hybrid decoders have no drafts.
-    assert (drafts == DraftCounts()) if has_states else (drafts.accepted_prediction_tokens > NUM_REQUESTS)
+    if has_states:
+        assert drafts == DraftCounts()
+    else:
+        assert drafts.accepted_prediction_tokens > NUM_REQUESTS
+        assert drafts.accepted_text_tokens > 0
     assert num_preemptions > 0
