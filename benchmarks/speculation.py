@@ -1,7 +1,7 @@
 """Measures how much faster or slower decoding is with drafts.
 
-The same engine answers the same requests in turn with and without drafts, and their decode time is compared. Before that,
-all answers must be the same. There are four kinds of work:
+The same engine answers the same requests in turn with and without drafts, and their decode times are compared. All
+answers must be the same. There are four kinds of work:
 
     copy           one greedy request that goes on with a file that its prompt contains; needs a base with a tokenizer
     prediction     one greedy request with its answer as the prediction, in which one token of twenty is changed

@@ -99,8 +99,8 @@ def serve(
     speculate: Annotated[
         str | None,
         typer.Option(
-            help="auto, off or text: verify tokens that are drafted from the text of each request, several in one step; "
-            "auto does so on a CPU (default: auto).",
+            help="auto, off or text: draft tokens from the text of each request, and verify several in one step; auto "
+            "does so on a CPU (default: auto).",
             show_default=False,
         ),
     ] = None,

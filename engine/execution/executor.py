@@ -58,9 +58,9 @@ class SubmittedStep:
 
     `sampling[i]` receives item `i` of `result.tokens()`, unless it is None, and `scoring[i]` receives item `i` of
     `result.prompt_logprobs()`. `pooling[i]` receives item `i` of `result.pooled()`, and whether that ends its prompt.
-    The tokens after the `drafts` of a sequence come after the sequence's own token, and `sampling` is None there.
-    `started_s` is when the step began. `num_sequences` and `num_rows` are those of a step that may have drafts, and 0 for
-    other steps. `read_bytes` is the number of bytes that a decode step must read, or 0 if it is unknown, and `prompt_tokens` the
+    The tokens after a sequence's `drafts` follow the sequence's own token, and `sampling` is None there. `started_s` is
+    when the step began. `num_sequences` and `num_rows` are those of a step that may have drafts, and 0 for other steps.
+    `read_bytes` is the number of bytes that a decode step must read, or 0 if it is unknown, and `prompt_tokens` the
     number of prompt tokens that the step computes for the first time.
     """
 

@@ -80,9 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fused_lora: bool = False
     """Multiply float linear layers and their adapters in one kernel in steps of up to 128 tokens, on a GPU."""
     speculate: Literal["auto", "off", "text"] = "auto"
-    """`text` drafts tokens from the text of each sequence, and verifies them in the steps of the sequence. `auto` does so
-    on a CPU.
-    """
+    """`text` drafts tokens from the text of each sequence and verifies several in one step. `auto` does so on a CPU."""
     num_loaders: int = 4
     """Number of adapters that the staging process loads in parallel, each on its own thread."""
     ran_at_death: tuple[str, ...] = ()

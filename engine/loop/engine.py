@@ -104,8 +104,8 @@ class Engine:
     wastes a row of the step already submitted. The sequence's pages can be reused immediately: steps run in order, and
     all other writes to pages wait for the steps already submitted (see `PageCopier`).
 
-    A step with drafts chooses several tokens of a sequence. The next one is scheduled once they are committed, also with
-    `lookahead`.
+    A step with drafts chooses several tokens of a sequence. The next step is scheduled once they are committed, even
+    with `lookahead`.
     """
 
     def __init__(

@@ -384,8 +384,8 @@ class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Drafted tokens that steps have verified since startup, by their source: the sequence's own text, or the prediction
-    of its request.
+    """Drafted tokens that steps have verified since startup, by their source: the sequence's own text, or the
+    prediction of its request.
     """
 
     text_tokens: int = 0

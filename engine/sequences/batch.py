@@ -53,8 +53,8 @@ def samples_without(samples: tuple[SamplingRow, ...], unused: Collection[int]) -
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     """The next `num_tokens` tokens of a sequence, run in one step, starting at position `sequence.num_computed`.
 
-    `drafts` are tokens that may follow the sequence's newest token. Each has a row after it, and a token is sampled after
-    each of these rows. Only a sequence whose tokens are all committed, and with one next token, has drafts.
+    `drafts` are tokens that may follow the sequence's newest token. Each has a row of its own, after which a token is
+    sampled. Only a sequence whose tokens are all committed, and whose next row is a decode row, has drafts.
     """
 
     sequence: Sequence
@@ -95,8 +95,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     """The host's description of one step. Sequences with the same adapter are adjacent. Rows of a prompt before its
     adapter's activation belong to the base.
 
-    Each row of a draft counts as a sequence of its own, which shares the blocks of the sequence that it belongs to. A step
-    of decode rows and drafts therefore has one row per sequence, like any decode.
+    Each row of a draft counts as a sequence of its own, which shares the blocks of the sequence that it belongs to. A
+    step of decode rows and drafts therefore has one row per sequence, like any decode.
 
     Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. In group
     `g` of the layers, block `blocks[block_starts[g, i] + p // block_tokens]` stores the K and V of each position `p`

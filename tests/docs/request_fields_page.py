@@ -106,8 +106,8 @@ MEANINGS = {
     "n": "the number of choices for each prompt",
     "no_stop_trim": "use `include_stop_str_in_output`",
     "parallel_tool_calls": "whether one answer can contain several tool calls",
-    "prediction": "a text that the answer will probably contain: a source of [drafts](speculation.md), which can make the "
-    "answer faster but do not change it",
+    "prediction": "a text that the answer will probably contain: a source of [drafts](speculation.md), which do not "
+    "change the answer",
     "presence_penalty": "lowers the logits of tokens that have occurred in the answer",
     "previous_input_messages": "send the items of earlier turns in `input`",
     "previous_response": "send the items of earlier turns in `input`",
