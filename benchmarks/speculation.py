@@ -1,12 +1,13 @@
 """Measures how much faster or slower decoding is with drafts.
 
 The same engine answers the same requests in turn with and without drafts, and their decode times are compared. All
-answers must be the same. There are four kinds of work:
+answers must be the same. There are five kinds of work:
 
     copy           one greedy request that goes on with a file that its prompt contains; needs a base with a tokenizer
     prediction     one greedy request with its answer as the prediction, in which one token of twenty is changed
     chat           one sampled request
-    sixteen chats  sixteen sampled requests at once
+    four chats     four sampled requests at once
+    sixteen chats  sixteen sampled requests at once, in whose steps there are no drafts
 
 By default, the base is a random model, whose sampled answers repeat nothing.
 """
@@ -37,10 +38,12 @@ from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.messages import Add, SamplingParams, StepOutput
 from loramux.engine.text.text_tokenizer import TextTokenizer, load_tokenizer
 
-GOALS = {"copy": 1.5, "prediction": 1.5, "chat": 1.0, "sixteen chats": 0.97}
+GOALS = {"copy": 1.5, "prediction": 1.5, "chat": 1.0, "four chats": 0.97, "sixteen chats": 0.97}
 """The lowest ratios of speed with drafts to speed without."""
 
-NUM_CHATS = 16
+NUM_REQUESTS = {"four chats": 4, "sixteen chats": 16}
+"""Number of requests at once, if it is not 1."""
+
 PROMPT = 64
 CHANGED = 20
 """One of this many tokens of a prediction is changed."""
@@ -78,7 +81,7 @@ class Work:
     num_tokens: int
 
     def requests(self, kind: str, seed: int) -> list[Add]:
-        count = NUM_CHATS if kind == "sixteen chats" else 1
+        count = NUM_REQUESTS.get(kind, 1)
         is_greedy = kind in ("copy", "prediction")
         adds = []
         for index in range(count):

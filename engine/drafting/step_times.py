@@ -14,8 +14,8 @@ MOST_OF_OLD = 2.0
 MAX_AGE = 512
 """Number of steps after which a time is forgotten. The number of rows is then tried again."""
 
-FIRST_SLOPE = 0.02
-"""Part of a step that one more row takes, until it has been measured."""
+FIRST_SLOPE = 0.1
+"""Part of a step of known time that one more row takes, until a second number of rows has been measured."""
 
 
 @dataclass(slots=True)
@@ -64,15 +64,14 @@ class StepTimes:
 
 
 def _estimate(known: list[tuple[int, float]], num_rows: int) -> float:
-    """Interpolate between the nearest numbers of rows. Beyond them, add FIRST_SLOPE for each row."""
+    """Interpolate between the nearest numbers of rows. Beyond the largest, go on in the same line."""
     if not known:
         return 0.0
-    place = bisect_left(known, (num_rows, 0.0))
-    if place == len(known):
-        rows, seconds = known[-1]
-        return seconds * (1 + FIRST_SLOPE * (num_rows - rows))
-    rows, seconds = known[place]
-    if place == 0:
-        return seconds / (1 + FIRST_SLOPE * (rows - num_rows))
-    fewer, before = known[place - 1]
-    return before + (seconds - before) * (num_rows - fewer) / (rows - fewer)
+    rows, seconds = known[min(bisect_left(known, (num_rows, 0.0)), len(known) - 1)]
+    if rows == num_rows:
+        return seconds
+    below = [one for one in known if one[0] < min(rows, num_rows)]
+    if not below:
+        return seconds * (1 + FIRST_SLOPE * num_rows) / (1 + FIRST_SLOPE * rows)
+    fewer, before = below[-1]
+    return before + max(0.0, seconds - before) * (num_rows - fewer) / (rows - fewer)

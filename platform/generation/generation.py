@@ -46,6 +46,13 @@ class PredictionUsage:
     accepted: int
     rejected: int
 
+    @staticmethod
+    def of(choices: list[Choice]) -> PredictionUsage:
+        return PredictionUsage(
+            sum(choice.accepted_prediction_tokens for choice in choices),
+            sum(choice.rejected_prediction_tokens for choice in choices),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -174,7 +181,7 @@ class Generation:
             settlement.completion_tokens,
             settlement.cached_tokens,
             None if self.plan.text_rules.reasoning is None else sum(choice.num_reasoning for choice in self._choices),
-            self._predicted() if self.plan.prediction else None,
+            PredictionUsage.of(self._choices) if self.plan.prediction else None,
         )
         if self._span is not None:
             self._span.set("loramux.completion_tokens", settlement.completion_tokens)
@@ -279,17 +286,6 @@ class Generation:
         for choice in self._choices:
             if choice.finished is None:
                 self._engine.abort(choice.add.sequence_id)
-
-    def _predicted(self) -> PredictionUsage:
-        ends = [choice.finished for choice in self._choices if choice.finished is not None]
-        # A stop string can cut off tokens that the engine has accepted.
-        accepted = sum(
-            min(choice.completion_tokens, choice.finished.accepted_prediction_tokens)
-            for choice in self._choices
-            if choice.finished is not None
-        )
-        drafted = sum(one.accepted_prediction_tokens + one.rejected_prediction_tokens for one in ends)
-        return PredictionUsage(accepted, drafted - accepted)
 
     def _settlement(self) -> Settlement:
         choices = self._choices

@@ -23,7 +23,7 @@ def test_figures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert main(["--size", "small", "--tokens", "24", "--rounds", "2", "--threads", "1", "--out", str(out)]) == 0
     cases = json.loads(out.read_text())["cases"]
     # A random model has no tokenizer.
-    assert list(cases) == ["prediction", "chat", "sixteen chats"]
+    assert list(cases) == ["prediction", "chat", "four chats", "sixteen chats"]
     assert 0 < cases["prediction"]["accepted_tokens"] < cases["prediction"]["drafted_tokens"]
     assert all(case["speedup"] > 0 for case in cases.values())
 

@@ -31,7 +31,7 @@ def test_times_between_measured_numbers_of_rows_are_interpolated() -> None:
     times = measured(rows1=1.0, rows5=2.0)
     assert times.seconds(3) == 1.5
     assert times.ratio(1, 4) == 2.0
-    assert times.seconds(6) == pytest.approx(2.0 * (1 + FIRST_SLOPE))
+    assert times.seconds(9) == 3.0
 
 
 def test_a_slow_step_counts_little() -> None:
@@ -45,4 +45,4 @@ def test_times_that_are_not_measured_again_are_forgotten() -> None:
     assert times.ratio(1, 3) == 40.0
     for _ in range(MAX_AGE + 1):
         times.note(1, 1.0)
-    assert times.ratio(1, 3) == pytest.approx(1 + 3 * FIRST_SLOPE)
+    assert times.ratio(1, 3) == pytest.approx((1 + 4 * FIRST_SLOPE) / (1 + FIRST_SLOPE))
