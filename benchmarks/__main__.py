@@ -46,6 +46,7 @@ BENCHMARKS = {
     ),
     "adapter-quality": Benchmark("adapter_quality", "How much adapters in FP8 change the predictions of a model"),
     "memory": Benchmark("memory", "Memory of a server with 16, 8 and 4 bits, compared with its plan"),
+    "speculation": Benchmark("speculation", "Decoding with drafts, compared with decoding without"),
     "versions": Benchmark("versions", "Decode steps, compared with those of another checkout (CHECKOUT)"),
     "simulation": Benchmark("simulation", "Engine steps per second on a simulated device"),
     "routing": Benchmark("routing", "The choice of replicas in a simulated fleet, by policy", "7 minutes"),

@@ -89,6 +89,11 @@ CAMPAIGNS: Mapping[str, Campaign] = {
         line="A long random run of the engine with real weights (LORAMUX_LIFE_EVENTS=10000)",
         commands=(_pytest("tests/conformance/test_long_life.py"),),
     ),
+    "drafts": Campaign(
+        line="Answers, log-probabilities and bills with and without drafts, and the distribution of sampled tokens "
+        "(LORAMUX_DRAFTED_REQUESTS=2000)",
+        commands=(_pytest("tests/conformance/test_drafts.py", "tests/engine/loop/test_drafts.py"),),
+    ),
     "quotas": Campaign(
         line="Admission against a model made of plain dictionaries, on both databases (LORAMUX_QUOTA_STEPS=1500)",
         commands=(_pytest("tests/platform/quotas/test_quota_machine.py"),),

@@ -96,6 +96,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, off or text: draft tokens from the text of each request, and verify several in one step; auto "
+            "does so on a CPU (default: auto).",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).", show_default=False)] = None,
     database_url: DatabaseUrl = None,
     blob_url: Annotated[

@@ -71,6 +71,7 @@ FLAGS = frozenset(
         "quantization",
         "activations",
         "adapter_dtype",
+        "speculate",
         "device",
         "database_url",
         "blob_url",
@@ -278,6 +279,10 @@ class Settings(ModelSettings):
     adapter_dtype: Literal["fp8"] | None = None
     """`fp8`: store the adapters in the page pool [as FP8 codes](quantization.md#adapters-in-fp8), in half of the memory
     of bfloat16. By default, they have the dtype of the weights.
+    """
+    speculate: Literal["auto", "off", "text"] = "auto"
+    """`text`: [draft tokens](speculation.md) from the text of each request, and verify several in one step. The answers
+    are the same. `auto`: do so on a CPU.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None

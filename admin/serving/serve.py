@@ -36,6 +36,7 @@ from loramux.engine.loop.config import (
     resolve_device,
     resolve_dtype,
     resolve_max_model_len,
+    speculates,
 )
 from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 from loramux.engine.protocol.messages import EngineReady
@@ -136,6 +137,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             host_tier_bytes=int(settings.host_tier_bytes),
             pdl=settings.pdl,
             fused_lora=settings.fused_lora,
+            speculate=settings.speculate,
             traces=settings.trace_config,
         )
         if settings.num_threads is not None:
@@ -305,8 +307,9 @@ def _announce(
     weights = "" if info is None or info.quantization is None else f", weights in {info.quantization}"
     if info is not None and info.num_dequantized:
         weights += f", {info.num_dequantized} linear layers expanded to {config.dtype}"
+    drafts = ", drafts from the text" if speculates(config) else ""
     lines = [
-        f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights})",
+        f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights}{drafts})",
         f"  OpenAI API  {url}/v1",
         f"  admin       {admin_url}",
         f"  console     {admin_url}{settings.admin_root_path}/console/",

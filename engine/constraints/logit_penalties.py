@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Sequence
 
@@ -28,6 +29,11 @@ class TokenMarks:
             self._ids.append(token_id)
             self._marks.append(0)
         self._marks[place] += 2
+
+    def copied(self) -> TokenMarks:
+        marks = TokenMarks(())
+        marks._places, marks._ids, marks._marks = self._places.copy(), self._ids[:], self._marks[:]
+        return marks
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the ids (int64) and their marks (int32), `[num_distinct]` each."""
@@ -67,6 +73,13 @@ class LogitPenalties:
         """Mark the token that the host chose after the first `num_chosen` tokens. It need not be committed yet."""
         if self.has_penalties and self._num_marked == num_chosen:
             self._note(token_id)
+
+    def after(self, drafts: Sequence[int]) -> LogitPenalties:
+        """A copy for the token after `drafts`, as if these followed the committed tokens."""
+        marks = self.marks(len(self._tokens) - self._num_prompt).copied() if self.has_penalties else None
+        other = copy.copy(self)
+        other._tokens, other._marks = [*self._tokens, *drafts], marks
+        return other
 
     def apply(self, logits: torch.Tensor, num_chosen: int) -> None:
         """Edit one row on the host, float32 `[vocab_size]`, in time proportional to the number of affected tokens."""

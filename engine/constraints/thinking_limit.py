@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from loramux.engine.protocol.messages import ThinkingBudget
 
 MAX_LEADING_TOKENS = 4
@@ -25,6 +27,12 @@ class ThinkingLimit:
         self._start = num_prompt if budget.is_open else None
         """Position of the first thinking token. None if the thinking has not begun."""
         self._is_over = False
+
+    def following(self, tokens: list[int]) -> ThinkingLimit:
+        """A copy that follows `tokens`, which begin with the tokens followed so far."""
+        other = copy.copy(self)
+        other._tokens = tokens
+        return other
 
     def forced_token(self) -> int | None:
         """Return the next token of the end marker if the budget is used up, otherwise None."""

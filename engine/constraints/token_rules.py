@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -30,6 +31,14 @@ class TokenRules:
         self._allowed = _mask_of(params.allowed_token_ids or slice(vocab_size), vocab_size)
         self.failure: str | None = None
         """Reason why no token can follow, or None."""
+
+    def after(self, drafts: Sequence[int]) -> TokenRules:
+        """A copy for the token after `drafts`, as if these followed the committed tokens."""
+        other = copy.copy(self)
+        other._tokens = [*self._tokens, *drafts]
+        if self._thinking is not None:
+            other._thinking = self._thinking.following(other._tokens)
+        return other
 
     def restrict(self, mask: Mask | None, held_back: Collection[int] = ()) -> Mask | None:
         """Return the tokens that both `mask` and the rules allow. If there are none, return None and the sequence ends.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.engine.constraints.grammar import NO_MASKS, Masks
+from loramux.engine.drafting.speculation import Draft
 from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.protocol.messages import PromptLogprob
 from loramux.engine.sequences.batch import Batch
@@ -57,6 +58,8 @@ class SubmittedStep:
 
     `sampling[i]` receives item `i` of `result.tokens()`, unless it is None, and `scoring[i]` receives item `i` of
     `result.prompt_logprobs()`. `pooling[i]` receives item `i` of `result.pooled()`, and whether that ends its prompt.
+    The tokens after a sequence's `drafts` follow the sequence's own token, and `sampling` is None there. `started_s` is
+    when the step began. `num_sequences` and `num_rows` are those of a step that may have drafts, and 0 for other steps.
     `read_bytes` is the number of bytes that a decode step must read, or 0 if it is unknown, and `prompt_tokens` the
     number of prompt tokens that the step computes for the first time.
     """
@@ -65,5 +68,9 @@ class SubmittedStep:
     scoring: list[Sequence]
     pooling: list[tuple[Sequence, bool]]
     result: StepResult
+    drafts: Mapping[Sequence, Draft]
+    started_s: float
+    num_sequences: int = 0
+    num_rows: int = 0
     read_bytes: int = 0
     prompt_tokens: int = 0

@@ -62,9 +62,11 @@ class DeviceTokenMarks:
         if self._marks is not None and self._marks.shape[1] < num_columns:
             self._marks = functional.pad(self._marks, (0, num_columns - self._marks.shape[1]))
         for penalties, num_chosen in wanted.items():
+            if penalties in self._held and self._held[penalties].num_marked != num_chosen:
+                # Accepted drafts are not marked. They have been committed, so the host can build the marks again.
+                self._free.append(self._held.pop(penalties).slot)
             if penalties not in self._held:
                 self._held[penalties] = self._build(penalties, num_chosen, num_columns)
-            assert self._held[penalties].num_marked == num_chosen, "a step chose a token without marking it"
 
     def slots(self, penalties: Sequence[LogitPenalties]) -> torch.Tensor:
         """Slots of these sequences' marks, int64 `[num_rows]`."""

@@ -32,13 +32,14 @@ from loramux.engine.decoder.decoder import Decoder
 from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.backend import Backend, open_backend
+from loramux.engine.drafting.speculation import MAX_ROWS, Speculation
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.execution.executor import Executor
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import reachable_shapes
-from loramux.engine.loop.config import EngineConfig, activation_bits
+from loramux.engine.loop.config import EngineConfig, activation_bits, speculates
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
@@ -50,7 +51,7 @@ from loramux.engine.pages.pool_memory import allocate_pool, pool_bytes_of
 from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.protocol.errors import ConfigNotUsable, PoolTooSmall
-from loramux.engine.protocol.messages import Add, EngineReady, GraphMemory, SamplingParams
+from loramux.engine.protocol.messages import Add, DraftCounts, EngineReady, GraphMemory, SamplingParams
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -157,7 +158,16 @@ def assemble_engine(
     limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
     scheduler = Scheduler(queue, kv, adapters, limits)
     grammars = _grammars(config, model)
-    parts = EngineParts(pages, adapters, prefixes, scheduler, executor, grammars, protect=host.protect)
+    parts = EngineParts(
+        pages,
+        adapters,
+        prefixes,
+        scheduler,
+        executor,
+        grammars,
+        protect=host.protect,
+        speculation=_speculation(config, executor),
+    )
     traces = None if spans is None else SequenceTraces(spans)
     engine = Engine(
         limits=_limits(base),
@@ -243,7 +253,16 @@ def _stats(parts: EngineParts, stager: Stager, views: PoolViews, reads: ReadsPer
         graphs=executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory,
         grammars=parts.grammars.counts,
         reads=reads,
+        drafts=DraftCounts if parts.speculation is None else parts.speculation.counts,
     )
+
+
+def _speculation(config: EngineConfig, executor: Executor) -> Speculation | None:
+    if not speculates(config):
+        return None
+    # On a GPU, a step samples at most one token for each sequence that can run.
+    most = config.max_sequences if isinstance(executor, GraphExecutor) else MAX_ROWS
+    return Speculation(min(MAX_ROWS, most, config.max_batch_tokens))
 
 
 def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:

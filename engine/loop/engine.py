@@ -21,7 +21,9 @@ from loramux.engine.adapters.host_floors import HostFloors, Protect, no_floors
 from loramux.engine.constraints.grammar import NO_MASKS, Grammar, Mask, Masks
 from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.constraints.token_rules import token_rules
-from loramux.engine.execution.executor import Executor, Forward, SubmittedStep
+from loramux.engine.drafting.speculation import Draft, Speculation, num_decode_rows
+from loramux.engine.execution.executor import Executor, Forward, StepResult, SubmittedStep
+from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
@@ -39,6 +41,7 @@ from loramux.engine.protocol.messages import (
     Stats,
     StatsRequest,
     StepOutput,
+    TokenLogprobs,
     Unload,
 )
 from loramux.engine.scheduling.request_limits import EngineLimits, request_problem
@@ -67,7 +70,9 @@ class Outbound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineParts:
-    """The parts of an engine. `protect` reserves host memory for the adapters of a share."""
+    """The parts of an engine. `protect` reserves host memory for the adapters of a share. Without `speculation`, steps
+    have no drafts.
+    """
 
     pages: PagePool
     adapters: AdapterPool
@@ -76,6 +81,7 @@ class EngineParts:
     executor: Executor
     grammars: Grammars
     protect: Protect = no_floors
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +103,9 @@ class Engine:
     device need not wait for the host. Tokens are then committed one `step` later, and a sequence that has just ended
     wastes a row of the step already submitted. The sequence's pages can be reused immediately: steps run in order, and
     all other writes to pages wait for the steps already submitted (see `PageCopier`).
+
+    A step with drafts chooses several tokens of a sequence. The next step is scheduled once they are committed, even
+    with `lookahead`.
     """
 
     def __init__(
@@ -115,6 +124,7 @@ class Engine:
         self._scheduler = scheduler = parts.scheduler
         self._executor = parts.executor
         self._grammars = parts.grammars
+        self._speculation = parts.speculation
         self._seeds = seeds
         self._clock = clock
         self._lookahead = lookahead
@@ -224,6 +234,7 @@ class Engine:
     def step(self) -> bool:
         """Run one step. Returns False if nothing could run, for example because adapters are still loading."""
         started_s = self._clock()
+        has_committed = self._commit_before_drafts()
         self._timers.fire()
         self._end_overdue()
         demand = self._scheduler.order_waiting()
@@ -237,7 +248,12 @@ class Engine:
         self._follow_grammars()
         scheduled = self._scheduler.schedule()
         self._end_unfit()
-        submitted = self._run(scheduled, started_s) if scheduled else None
+        drafts: dict[Sequence, Draft] = {}
+        if self._speculation is not None:
+            scheduled, drafts = self._speculation.with_drafts(
+                scheduled, self._scheduler.room_for_drafts, others_wait=self._scheduler.queue.num_waiting > 0
+            )
+        submitted = self._run(scheduled, drafts, started_s) if scheduled else None
         if self._lookahead:
             submitted, self._in_flight = self._in_flight, submitted
         if submitted is not None:
@@ -245,9 +261,22 @@ class Engine:
         if scheduled:
             self._last_step_s = self._clock() - started_s
             self._stats.count_step_time(self._last_step_s)
-        return submitted is not None or self._in_flight is not None
+        return has_committed or submitted is not None or self._in_flight is not None
 
-    def _run(self, scheduled: list[ScheduledSequence], started_s: float) -> SubmittedStep:
+    def _commit_before_drafts(self) -> bool:
+        """Commit the step in flight if the next step needs its tokens. Returns True if there was such a step."""
+        in_flight = self._in_flight
+        if in_flight is None or self._speculation is None:
+            return False
+        if not in_flight.drafts and not self._speculation.wants_known_tokens:
+            return False
+        self._in_flight = None
+        self._commit_counted(in_flight, in_flight.started_s)
+        return True
+
+    def _run(
+        self, scheduled: list[ScheduledSequence], drafts: dict[Sequence, Draft], started_s: float
+    ) -> SubmittedStep:
         """Submit the step, which began at `started_s`, and choose its tokens.
 
         A mask depends on the sequence's previous token. If that token is in flight, the step that chose it is committed
@@ -257,32 +286,47 @@ class Engine:
         read_bytes, before = self._stats.read_bytes(scheduled), self._stats.computed_prompt_tokens
         forward, sampling, scoring, pooling = self._submit(scheduled)
         prompt_tokens = self._stats.computed_prompt_tokens - before
-        constrained = [one for one in sampling if one.grammar is not None or one.token_rules is not None]
+        num_rows = 0 if self._speculation is None else num_decode_rows(scheduled)
+
+        def submitted(used: list[Sequence | None], result: StepResult) -> SubmittedStep:
+            num_sequences = len(scheduled) if num_rows else 0
+            return SubmittedStep(
+                used, scoring, pooling, result, drafts, started_s, num_sequences, num_rows, read_bytes, prompt_tokens
+            )
+
+        constrained = [
+            one for one in sampling if one is not None and (one.grammar is not None or one.token_rules is not None)
+        ]
         if not constrained:
             # The common case: every row may choose any token.
-            return SubmittedStep(sampling, scoring, pooling, forward.choose(NO_MASKS, ()), read_bytes, prompt_tokens)
+            return submitted(sampling, forward.choose(NO_MASKS, ()))
         in_flight = self._in_flight
         if in_flight is not None:
             self._in_flight = None
             self._commit_counted(in_flight, started_s)
-            self._await_masks(sampling)
-        late = {row: one for row, one in enumerate(sampling) if one.is_running and not one.has_mask}
+            self._await_masks(constrained)
+        late = {row: one for row, one in enumerate(sampling) if one is not None and one.is_running and not one.has_mask}
         for sequence in late.values():
             sequence.take_back()
             self._scheduler.preempt(sequence)
         used = [None if row in late else one for row, one in enumerate(sampling)]
-        result = forward.choose(self._masks(used), late)
-        return SubmittedStep(used, scoring, pooling, result, read_bytes, prompt_tokens)
+        return submitted(used, forward.choose(self._masks(used, drafts), late))
 
     def _commit_counted(self, step: SubmittedStep, started_s: float) -> None:
         """Commit a step during the step that began at `started_s`. With lookahead, this is the next one, and the time
         since then is the time since the previous step was committed.
         """
         self._commit(step)
-        self._stats.count_committed(step.read_bytes, step.prompt_tokens, self._clock() - started_s)
+        seconds = self._clock() - started_s
+        self._stats.count_committed(step.read_bytes, step.prompt_tokens, seconds)
+        if self._speculation is not None and step.num_rows:
+            self._speculation.note_time(step.num_sequences, step.num_rows, seconds)
 
-    def _masks(self, sampling: list[Sequence | None]) -> Masks:
-        """The masks of the constrained rows. A row with no allowed token has no mask, and its sequence ends."""
+    def _masks(self, sampling: list[Sequence | None], drafts: dict[Sequence, Draft]) -> Masks:
+        """The masks of the constrained rows. A row with no allowed token has no mask, and its sequence ends.
+
+        A draft ends before a token after which no token is allowed.
+        """
         masks: dict[int, Mask] = {}
         for row, sequence in enumerate(sampling):
             if sequence is None:
@@ -296,11 +340,21 @@ class Engine:
                 mask = sequence.token_rules.restrict(mask, sequence.held_back)
             if mask is not None:
                 masks[row] = mask
+            draft = drafts.get(sequence)
+            if draft is None or sequence.token_rules is None:
+                continue
+            for count in range(1, len(draft.tokens) + 1):
+                rules = sequence.token_rules.after(draft.tokens[:count])
+                mask = rules.restrict(None, sequence.held_back_after(count))
+                if mask is None:
+                    drafts[sequence] = draft.shortened(count - 1)
+                    break
+                masks[row + count] = mask
         return masks
 
     def _submit(
         self, scheduled: list[ScheduledSequence]
-    ) -> tuple[Forward, list[Sequence], list[Sequence], list[tuple[Sequence, bool]]]:
+    ) -> tuple[Forward, list[Sequence | None], list[Sequence], list[tuple[Sequence, bool]]]:
         if self._note_running is not None:
             # Record all running sequences, not only those in this step, because a fault in an earlier step may surface
             # in this step.
@@ -314,7 +368,7 @@ class Engine:
         pooling = [(sequence, rows.is_last) for sequence, rows in zip(pooled, batch.pooled, strict=True)]
         self._stats.count_step(scheduled)
         self._scheduler.advance(scheduled)
-        sampling: list[Sequence] = []
+        sampling: list[Sequence | None] = []
         for item in scheduled:
             sequence = item.sequence
             if sequence.num_computed > sequence.num_reached:
@@ -329,6 +383,8 @@ class Engine:
                 sequence.choose(len(sampling))
                 if not sequence.is_pooled:
                     sampling.append(sequence)
+                    if item.drafts:
+                        sampling += [None] * len(item.drafts)
         return forward, sampling, scoring, pooling
 
     def _commit(self, step: SubmittedStep) -> None:
@@ -340,7 +396,7 @@ class Engine:
         broken_prompts = self._take_scores(step, outputs) if step.scoring else set()
         if step.pooling:
             ended += self._take_pooled(step, outputs)
-        for sequence, token in zip(step.sampling, tokens, strict=True):
+        for row, (sequence, token) in enumerate(zip(step.sampling, tokens, strict=True)):
             if sequence is None or sequence.state is finished:
                 # The sequence was aborted, or its last token was committed, after this step had been submitted.
                 continue
@@ -356,24 +412,13 @@ class Engine:
             committed.append(sequence)
             if traces is not None:
                 traces.committed(sequence)
-            if token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
-                ended.append((sequence, "stop"))
-                sequence.stop_token_id, sequence.stop_logprobs = token_id, token.logprobs
-                if sequence.pending_output:
-                    rest = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_pending_output())
-                    outputs[sequence.owner].append(rest)
-                continue
-            logprobs = () if token.logprobs is None else (token.logprobs,)
-            is_last = len(sequence.tokens) >= sequence.num_reserved
-            emitted: tuple[int, ...] = (token_id,)
-            if sequence.add.tokens_at_once > 1:
-                emitted = sequence.emit(token_id, is_urgent=is_last or bool(logprobs))
-            if emitted:
-                output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=emitted, logprobs=logprobs)
-                outputs[sequence.owner].append(output)
-            # A grammar may turn out to be complete, so `_settle_grammars` ends its sequence.
-            if is_last and sequence.grammar is None and not self._grants.pauses(sequence):
-                ended.append((sequence, "length"))
+            reason = self._note_token(sequence, token_id, token.logprobs, outputs)
+            draft = step.drafts.get(sequence) if step.drafts else None
+            if draft is not None:
+                chosen = tokens[row : row + 1 + len(draft.tokens)]
+                reason = self._accept(sequence, draft, chosen, reason, outputs, committed)
+            if reason is not None:
+                ended.append((sequence, reason))
         ended += [
             (sequence, "not_finite")
             for sequence in step.scoring
@@ -395,6 +440,66 @@ class Engine:
                 self._end(sequence, "error", reason, message, sequence.num_completion - 1)
             else:
                 self._end(sequence, reason)
+
+    def _note_token(
+        self,
+        sequence: Sequence,
+        token_id: int,
+        token_logprobs: TokenLogprobs | None,
+        outputs: dict[bytes, list[SequenceOutput]],
+    ) -> str | None:
+        """Add the token just committed to `outputs`. Returns the reason why the sequence ends with it, or None."""
+        if token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
+            sequence.stop_token_id, sequence.stop_logprobs = token_id, token_logprobs
+            if sequence.pending_output:
+                rest = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_pending_output())
+                outputs[sequence.owner].append(rest)
+            return "stop"
+        logprobs = () if token_logprobs is None else (token_logprobs,)
+        is_last = len(sequence.tokens) >= sequence.num_reserved
+        emitted: tuple[int, ...] = (token_id,)
+        if sequence.add.tokens_at_once > 1:
+            emitted = sequence.emit(token_id, is_urgent=is_last or bool(logprobs))
+        if emitted:
+            output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=emitted, logprobs=logprobs)
+            outputs[sequence.owner].append(output)
+        # A grammar may turn out to be complete, so `_settle_grammars` ends its sequence.
+        return "length" if is_last and sequence.grammar is None and not self._grants.pauses(sequence) else None
+
+    def _accept(
+        self,
+        sequence: Sequence,
+        draft: Draft,
+        chosen: list[SampledToken],
+        reason: str | None,
+        outputs: dict[bytes, list[SequenceOutput]],
+        committed: list[Sequence],
+    ) -> str | None:
+        """Commit the tokens that follow accepted tokens of a draft, until the sequence ends. `chosen[0]` is the token
+        just committed, which ends the sequence if there is a `reason`. Returns the reason why the sequence ends, or
+        None.
+        """
+        num_equal = draft.num_equal([one.token_id for one in chosen])
+        num_committed = 1
+        while reason is None and num_committed <= num_equal:
+            token = chosen[num_committed]
+            if token.token_id is None:
+                # The next step finds the same values after the last committed token, and the sequence then ends.
+                break
+            sequence.accept(token.token_id)
+            num_committed += 1
+            committed.append(sequence)
+            if self._traces is not None:
+                self._traces.committed(sequence)
+            reason = self._note_token(sequence, token.token_id, token.logprobs, outputs)
+        self._scheduler.note_accepted(sequence)
+        num_accepted = min(num_equal, num_committed)
+        assert self._speculation is not None
+        self._speculation.note_verified(draft, num_accepted)
+        if draft.is_prediction:
+            sequence.num_predicted += len(draft.tokens)
+            sequence.num_predicted_right += num_accepted
+        return reason
 
     def _take_scores(self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]) -> set[Sequence]:
         """Add the step's prompt log-probabilities to `outputs`. Sequences whose log-probabilities contain NaN are
@@ -454,6 +559,8 @@ class Engine:
         if sequence.grammar is not None:
             del self._constrained[sequence.grammar]
             sequence.grammar.leave()
+        if self._speculation is not None:
+            self._speculation.forget(sequence)
         if self._traces is not None:
             self._traces.ended(sequence, reason, code)
         if sequence.pending_output:
@@ -468,6 +575,8 @@ class Engine:
             cached_tokens=min(sequence.num_cached, num_prompt),
             stop_token_id=sequence.stop_token_id,
             stop_logprobs=sequence.stop_logprobs,
+            accepted_prediction_tokens=sequence.num_predicted_right,
+            rejected_prediction_tokens=sequence.num_predicted - sequence.num_predicted_right,
             code=code,
             message=message,
         )

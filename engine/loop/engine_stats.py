@@ -14,6 +14,7 @@ from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.protocol.messages import (
     DecodeReads,
+    DraftCounts,
     GrammarCounts,
     GraphMemory,
     ResidentAdapter,
@@ -43,6 +44,7 @@ class EngineStats:
         graphs: Callable[[], GraphMemory] = GraphMemory,
         grammars: Callable[[], GrammarCounts] = GrammarCounts,
         reads: ReadsPerStep | None = None,
+        drafts: Callable[[], DraftCounts] = DraftCounts,
     ) -> None:
         self._pages = pages
         self._loading = loading or TierFigures().snapshot
@@ -51,6 +53,7 @@ class EngineStats:
         self._graphs = graphs
         self._grammars = grammars
         self._reads = reads
+        self._drafts = drafts
         self._adapters = adapters
         self._prefixes = prefixes
         self._scheduler = scheduler
@@ -80,7 +83,7 @@ class EngineStats:
         num_adapters = len(slots) - (-1 in slots)
         self._num_mixed_steps += num_adapters > 1
         self._max_adapters_in_step = max(self._max_adapters_in_step, num_adapters)
-        self._num_rows += sum([item.num_tokens for item in scheduled])
+        self._num_rows += sum([item.num_rows for item in scheduled])
         for item in scheduled:
             sequence = item.sequence
             begin = sequence.num_computed
@@ -180,6 +183,7 @@ class EngineStats:
                 bandwidth=0.0 if self._reads is None else self._reads.bandwidth,
             ),
             grammars=self._grammars(),
+            drafts=self._drafts(),
             tiers=self._contents() if with_tiers else (),
             changes=() if changes_after is None else self._adapters.changes.after(changes_after),
         )

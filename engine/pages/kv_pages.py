@@ -142,10 +142,11 @@ class KvPages:
         """Longest sequence, in tokens, that fits into the pool if other owners take `num_other_pages` pages."""
         return self._layout.max_tokens(self._pages.num_pages - num_other_pages, self._max_step_tokens)
 
-    def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING) -> bool:
+    def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING, num_kept: int | None = None) -> bool:
         """Allocate pages for `num_tokens` more tokens. Returns False if there is no room for this queue position.
 
-        In windowed layers, pages for tokens beyond the next step are allocated later.
+        In windowed layers, pages for tokens beyond the next step are allocated later. With `num_kept`, only free pages
+        are allocated, and that many stay free.
         """
         end = sequence.num_computed + num_tokens
         if end <= sequence.num_room:
@@ -156,6 +157,8 @@ class KvPages:
             num_pages = (table.first_block + len(table.blocks)) // group.num_blocks
             needed.append(max(0, -(-last // page_tokens) - num_pages))
         needed_by_state = self._layout.num_state_pages - len(sequence.state_pages)
+        if num_kept is not None and not self._pages.can_alloc(sum(needed) + num_kept):
+            return False
         if not self._reclaimer.make_room(sum(needed) + needed_by_state, position):
             return False
         if needed_by_state:

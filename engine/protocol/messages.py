@@ -15,7 +15,7 @@ from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -136,6 +136,10 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Number of classes of the adapter, which must be a classifier. The sequence returns the logits of the classes in
     place of the last token's hidden state. None for other sequences.
     """
+    speculates: bool = True
+    """Whether steps may verify drafts of the next tokens. It changes neither the tokens nor their number."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the answer will probably contain, from which drafts are taken. They are not part of the prompt."""
 
 
 class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -279,6 +283,10 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
     stop_logprobs: TokenLogprobs | None = None
     """Log-probabilities of `stop_token_id`, if requested."""
+    accepted_prediction_tokens: int = 0
+    """Tokens of `Add.prediction` that were drafted and are part of the answer. They are in `completion_tokens`."""
+    rejected_prediction_tokens: int = 0
+    """Tokens of `Add.prediction` that were drafted but are not part of the answer. They are in no other count."""
     code: str | None = None
     message: str | None = None
 
@@ -375,6 +383,19 @@ class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that follow grammars, one per tenant with grammars."""
 
 
+class DraftCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Drafted tokens that steps have verified since startup, by their source: the sequence's own text, or the
+    prediction of its request.
+    """
+
+    text_tokens: int = 0
+    accepted_text_tokens: int = 0
+    prediction_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    wasted_s: float = 0.0
+    """Estimated time of steps that was spent on rejected tokens, in seconds."""
+
+
 class DecodeReads(msgspec.Struct, frozen=True, kw_only=True):
     """What decode steps had to read since startup, and how long these steps took. All 0 on a CPU.
 
@@ -462,6 +483,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     graphs: GraphMemory = GraphMemory()
     decode_reads: DecodeReads = DecodeReads()
     grammars: GrammarCounts = GrammarCounts()
+    drafts: DraftCounts = DraftCounts()
     tiers: tuple[TierContents, ...] = ()
     """Contents of the tiers. Empty unless the request sets `with_tiers`."""
     changes: tuple[AdapterChange, ...] = ()

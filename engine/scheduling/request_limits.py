@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loramux.engine.drafting.text_index import MAX_PLACES
 from loramux.engine.protocol.messages import POOLINGS, Add, SamplingParams, ThinkingBudget, is_duration
 from loramux.engine.protocol.service_tiers import SERVICE_TIERS
 from loramux.kernels.layout import MAX_EXTRA_TOKENS
@@ -15,6 +16,8 @@ MAX_ALLOWED_TOKENS = 1024
 MAX_BAD_WORDS = 64
 """Maximum number of bad words. Each has up to two spellings."""
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_PREDICTION_TOKENS = 2 * MAX_PLACES
+"""Longest prediction, in tokens. An index of its places covers all of it."""
 MAX_PROMPT_LOGPROBS = 5
 """Maximum number of most likely tokens reported for each prompt token."""
 REPETITION_PENALTIES = (0.01, 100.0)
@@ -58,6 +61,10 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
             "invalid_request",
             "num_labels must be at least 1, and needs an adapter and the last token's pooling",
         )
+    if len(add.prediction) > MAX_PREDICTION_TOKENS:
+        return "invalid_request", f"a prediction must have at most {MAX_PREDICTION_TOKENS} tokens"
+    if not all(0 <= token < vocab_size for token in add.prediction):
+        return "invalid_request", f"the token ids of a prediction must be in [0, {vocab_size})"
     if not is_duration(add.timeout_s) or not is_duration(add.pause_s):
         return "invalid_request", "timeout_s and pause_s must be finite and not negative"
     if add.service_tier not in SERVICE_TIERS:

@@ -199,6 +199,21 @@ class Scheduler:
             if sequence.num_computed >= sequence.next_offer:
                 self._kv.offer(sequence)
 
+    def room_for_drafts(self, sequence: Sequence, num_drafts: int) -> int:
+        """Find pages for drafts after a decode row of this step. Returns the number of drafts with room.
+
+        Drafts never take a page that another sequence has to wait for, or whose contents may be needed again: new pages
+        are free pages, and leave one to each running sequence.
+        """
+        if self._kv.grow(sequence, 1 + num_drafts, num_kept=len(self.running)):
+            return num_drafts
+        return sequence.num_room - sequence.num_computed - 1
+
+    def note_accepted(self, sequence: Sequence) -> None:
+        """The K and V of accepted drafts count as computed."""
+        if sequence.num_computed >= sequence.next_offer:
+            self._kv.offer(sequence)
+
     def set_limit(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.state is SequenceState.WAITING:
             self.queue.set_limit(sequence, num_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -51,10 +51,19 @@ def samples_without(samples: tuple[SamplingRow, ...], unused: Collection[int]) -
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
-    """The next `num_tokens` tokens of a sequence, run in one step, starting at position `sequence.num_computed`."""
+    """The next `num_tokens` tokens of a sequence, run in one step, starting at position `sequence.num_computed`.
+
+    `drafts` are tokens that may follow the sequence's newest token. Each has a row of its own, after which a token is
+    sampled. Only a sequence whose tokens are all committed, and whose next row is a decode row, has drafts.
+    """
 
     sequence: Sequence
     num_tokens: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + len(self.drafts)
 
 
 class ScoredRows(msgspec.Struct, frozen=True, gc=False):
@@ -85,6 +94,9 @@ class PooledRows(msgspec.Struct, frozen=True, gc=False):
 class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     """The host's description of one step. Sequences with the same adapter are adjacent. Rows of a prompt before its
     adapter's activation belong to the base.
+
+    Each row of a draft counts as a sequence of its own, which shares the blocks of the sequence that it belongs to. A
+    step of decode rows and drafts therefore has one row per sequence, like any decode.
 
     Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. In group
     `g` of the layers, block `blocks[block_starts[g, i] + p // block_tokens]` stores the K and V of each position `p`
@@ -198,6 +210,7 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
     counts = array("i", [item.num_tokens for item in scheduled])
     begins = array("i", [sequence.num_computed for sequence in sequences])
     slots = array("i", [sequence.slot for sequence in sequences])
+    all_drafts = [item.drafts for item in scheduled]
     tokens: list[int] = []
     sample_rows: list[int] = []
     samples: list[SamplingRow] = []
@@ -205,7 +218,7 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
     pooled: list[PooledRows] = []
     # The rows before the activation of their sequence's adapter, as half-open ranges.
     base_rows: list[tuple[int, int]] = []
-    for sequence, begin, num_tokens in zip(sequences, begins, counts, strict=True):
+    for sequence, begin, num_tokens, drafts in zip(sequences, begins, counts, all_drafts, strict=True):
         known, end = sequence.tokens, begin + num_tokens
         if sequence.num_unscored:
             scores.append(_scored_rows(sequence, len(tokens), num_tokens))
@@ -226,13 +239,19 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
             # Copied, because later steps may change the sequence.
             num_chosen = end - sequence.num_prompt
             samples.append(SamplingRow(sequence.add.sampling, sequence.seed, num_chosen, sequence.logit_penalties))
-    first_positions, cu_q = np.asarray(begins), _running_sum(counts)
+            if drafts:
+                sample_rows += range(len(tokens), len(tokens) + len(drafts))
+                samples += _draft_samples(sequence, drafts, num_chosen)
+                tokens += drafts
     blocks, block_starts, state_starts = _listed_blocks(sequences)
+    if any(all_drafts):
+        counts, begins, slots, block_starts = _with_drafts(scheduled, counts, begins, slots, block_starts)
+    first_positions, cu_q = np.asarray(begins), _running_sum(counts)
     positions, row_slots, row_starts = first_positions, np.asarray(slots), block_starts
     max_q = max(counts)
     # If every sequence has a single row, no gather is needed.
     if max_q > 1:
-        of_row = np.repeat(np.arange(len(scheduled)), counts)
+        of_row = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(tokens), dtype=np.int32) - (cu_q[:-1] - first_positions)[of_row]
         row_slots, row_starts = row_slots[of_row], block_starts.take(of_row, axis=1)
     for first_row, end_row in base_rows:
@@ -254,6 +273,35 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
         samples=tuple(samples),
         scores=tuple(scores),
         pooled=tuple(pooled),
+    )
+
+
+def _draft_samples(sequence: Sequence, drafts: tuple[int, ...], num_chosen: int) -> Iterator[SamplingRow]:
+    """What is sampled after each draft, as if the drafts up to there were committed.
+
+    `num_chosen` is the number of new tokens before the drafts.
+    """
+    penalties = sequence.logit_penalties
+    for count in range(1, len(drafts) + 1):
+        own = None if penalties is None else penalties.after(drafts[:count])
+        yield SamplingRow(sequence.add.sampling, sequence.seed, num_chosen + count, own)
+
+
+def _with_drafts(
+    scheduled: list[ScheduledSequence],
+    counts: array[int],
+    begins: array[int],
+    slots: array[int],
+    block_starts: npt.NDArray[np.int32],
+) -> tuple[array[int], array[int], array[int], npt.NDArray[np.int32]]:
+    """Repeat the entries of each sequence for its drafts, which begin one position later each."""
+    entries = [(index, place) for index, item in enumerate(scheduled) for place in range(1 + len(item.drafts))]
+    indices = [index for index, _ in entries]
+    return (
+        array("i", [counts[index] for index in indices]),
+        array("i", [begins[index] + place for index, place in entries]),
+        array("i", [slots[index] for index in indices]),
+        block_starts.take(indices, axis=1),
     )
 
 

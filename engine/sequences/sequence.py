@@ -105,6 +105,10 @@ class Sequence:
     """The adapter's page count, set when the sequence first runs and kept after the adapter is evicted."""
     num_wanted: int = 0
     """Limit requested before the adapter's size was known, applied when the sequence first runs. 0 if there is none."""
+    num_predicted: int = 0
+    """Number of drafted tokens of `Add.prediction` that steps have verified."""
+    num_predicted_right: int = 0
+    """Number of these tokens that were accepted."""
     is_tainted: bool = False
     """True if the sequence's K and V may be non-finite. They must then not enter the prefix cache."""
     is_paused: bool = False
@@ -166,6 +170,16 @@ class Sequence:
             self.tokens.append(token_id)
             if self.grammar is not None:
                 self.grammar.accept(token_id)
+
+    def accept(self, token_id: int) -> None:
+        """Commit a further token of the step just committed, which also computed the K and V of the token before it.
+
+        That token was drafted, and was chosen in its place.
+        """
+        self.tokens.append(token_id)
+        self.num_tokens += 1
+        self.num_computed += 1
+        self.num_reached = max(self.num_reached, self.num_computed)
 
     def take_back(self) -> None:
         """Undo `choose` for the step just submitted, which then chooses no token for this sequence."""
@@ -236,7 +250,12 @@ class Sequence:
     @property
     def held_back(self) -> frozenset[int]:
         """The tokens that would end the sequence before its `min_tokens`."""
-        return self.stop_token_ids if self.num_completion < self.add.sampling.min_tokens else frozenset()
+        return self.held_back_after(0)
+
+    def held_back_after(self, num_drafts: int) -> frozenset[int]:
+        """`held_back` if `num_drafts` more tokens were committed."""
+        is_short = self.num_completion + num_drafts < self.add.sampling.min_tokens
+        return self.stop_token_ids if is_short else frozenset()
 
     @property
     def num_chosen(self) -> int:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from loramux.platform.bodies import unsupported_fields
 from loramux.platform.bodies.conversation import ChatMessage
 from loramux.platform.bodies.generation_request import GenerationRequest
+from loramux.platform.bodies.prediction import Prediction
 from loramux.platform.bodies.sampling_fields import INT64
 from loramux.platform.bodies.tools import AUTO, ToolChoice, ToolChoiceField, Tools
 from loramux.platform.bodies.unsupported_fields import Neutral
@@ -35,7 +36,6 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 class ChatRequest(GenerationRequest):
     NEUTRAL: ClassVar[Neutral] = unsupported_fields.CHAT
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = GenerationRequest.WITHOUT_EFFECT | {
-        "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -66,7 +66,7 @@ class ChatRequest(GenerationRequest):
     echo: bool | None = None
 
     metadata: Metadata | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: Prediction | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None

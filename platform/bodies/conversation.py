@@ -29,7 +29,7 @@ class TextPart(TypedDict):
     text: str
 
 
-def _content(value: Any) -> Content | None:
+def text_content(value: Any) -> Content | None:
     if value is None or isinstance(value, str):
         return value if value is None else encodable(value)
     if not isinstance(value, list):
@@ -74,9 +74,9 @@ class ChatMessage(StrictModel):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Content | None, PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None)] = (
-        None
-    )
+    content: Annotated[
+        Content | None, PlainValidator(text_content, json_schema_input_type=str | list[TextPart] | None)
+    ] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = Field(None, max_length=MAX_ID_CHARACTERS)

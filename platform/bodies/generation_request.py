@@ -80,6 +80,9 @@ class GenerationRequest(SamplingFields):
 
     guided_decoding_backend: str | None = None
 
+    speculation: bool | None = None
+    """False if the engine must not draft tokens. Drafts do not change the answer."""
+
     user: str | None = None
     service_tier: AskedTier | None = None
 

@@ -12,6 +12,7 @@ from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierCounts, added
 from loramux.engine.protocol.messages import (
     DecodeReads,
+    DraftCounts,
     GrammarCounts,
     GraphMemory,
     ResidentAdapter,
@@ -96,6 +97,7 @@ def combined(live: Sequence[Stats], retired: Sequence[Stats] = ()) -> Stats:
         num_graphs=sum(one.graphs.num_graphs for one in live), num_bytes=sum(one.graphs.num_bytes for one in live)
     )
     grammars = {name: sum(getattr(one.grammars, name) for one in every) for name in GrammarCounts.__struct_fields__}
+    drafts = {name: sum(getattr(one.drafts, name) for one in every) for name in DraftCounts.__struct_fields__}
     return structs.replace(
         live[0],
         **sums,
@@ -104,6 +106,7 @@ def combined(live: Sequence[Stats], retired: Sequence[Stats] = ()) -> Stats:
         service_tiers=service_tiers,
         graphs=graphs,
         grammars=GrammarCounts(**grammars),
+        drafts=DraftCounts(**drafts),
         decode_reads=DecodeReads(
             num_bytes=sum(one.decode_reads.num_bytes for one in every),
             seconds=sum(one.decode_reads.seconds for one in every),

@@ -61,6 +61,8 @@ class Script:
     error: str | None = None
     """End with this code after the tokens."""
     cached_tokens: int = 0
+    predicted: tuple[int, int] = (0, 0)
+    """The numbers of accepted and rejected tokens of the prediction."""
     stop_token_id: int | None = None
     """The end-of-sequence token."""
     logprob: float = -0.5
@@ -336,6 +338,8 @@ class _Sequence:
             cached_tokens=self.script.cached_tokens,
             stop_token_id=stop_token_id,
             stop_logprobs=stop_logprobs,
+            accepted_prediction_tokens=self.script.predicted[0],
+            rejected_prediction_tokens=self.script.predicted[1],
             code=code,
         )
 

@@ -154,6 +154,21 @@ class Choice:
         return 0 if self.finished is None else self.finished.cached_tokens
 
     @property
+    def accepted_prediction_tokens(self) -> int:
+        """Number of charged tokens that were drafted from the prediction. The engine may have accepted more, after a
+        stop string.
+        """
+        return 0 if self.finished is None else min(self.finished.accepted_prediction_tokens, self.completion_tokens)
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """Number of tokens that were drafted from the prediction and are not charged."""
+        if self.finished is None:
+            return 0
+        drafted = self.finished.accepted_prediction_tokens + self.finished.rejected_prediction_tokens
+        return drafted - self.accepted_prediction_tokens
+
+    @property
     def num_reasoning(self) -> int:
         """Number of received reasoning tokens, including the markers."""
         return self._answer.num_reasoning

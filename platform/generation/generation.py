@@ -38,6 +38,23 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
+class PredictionUsage:
+    """How many tokens of a prediction were drafted: `accepted` tokens are part of the answer, `rejected` ones are not.
+    Only the answer is charged.
+    """
+
+    accepted: int
+    rejected: int
+
+    @staticmethod
+    def of(choices: list[Choice]) -> PredictionUsage:
+        return PredictionUsage(
+            sum(choice.accepted_prediction_tokens for choice in choices),
+            sum(choice.rejected_prediction_tokens for choice in choices),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """The usage that is reported to the caller and charged."""
 
@@ -46,6 +63,8 @@ class Usage:
     cached_tokens: int
     reasoning_tokens: int | None = None
     """Completion tokens that belong to the reasoning. None if the answer contains no reasoning."""
+    predicted: PredictionUsage | None = None
+    """None if the request has no prediction."""
 
 
 class Generation:
@@ -162,6 +181,7 @@ class Generation:
             settlement.completion_tokens,
             settlement.cached_tokens,
             None if self.plan.text_rules.reasoning is None else sum(choice.num_reasoning for choice in self._choices),
+            PredictionUsage.of(self._choices) if self.plan.prediction else None,
         )
         if self._span is not None:
             self._span.set("loramux.completion_tokens", settlement.completion_tokens)

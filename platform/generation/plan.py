@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 import msgspec
 
@@ -117,6 +118,10 @@ class Plan:
     """Order among the requests of one share. Lower values run first."""
     is_background: bool = False
     """True if the request uses only what others leave free in the engine: see `Add.is_background`."""
+    speculates: bool = True
+    """See `Add.speculates`."""
+    prediction: tuple[int, ...] = ()
+    """See `Add.prediction`."""
     pooling: str | None = None
     """How each prompt is pooled (see `Add.pooling`), or None if the request generates tokens."""
     num_labels: int | None = None
@@ -172,9 +177,17 @@ class Plan:
             isolation_key=share.isolation_key,
             pooling=self.pooling,
             num_labels=self.num_labels,
+            speculates=self.speculates,
+            prediction=self._drafted_from(vocab_size if adapter is not None else self.target.base_vocab_size),
             priority=self.priority,
             service_tier=self.service_tier,
             is_background=self.is_background,
             traceparent=traceparent,
             host_floor_bytes=share.host_floor_bytes,
         )
+
+    def _drafted_from(self, vocab_size: int) -> tuple[int, ...]:
+        """The prediction up to the first token that the model lacks, because the prompt does not activate the adapter
+        that adds it.
+        """
+        return tuple(takewhile(lambda token: token < vocab_size, self.prediction))

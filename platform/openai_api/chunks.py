@@ -110,6 +110,12 @@ def usage_body(usage: Usage) -> Document:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    details: Document = {}
     if usage.reasoning_tokens is not None:
-        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+        details["reasoning_tokens"] = usage.reasoning_tokens
+    if usage.predicted is not None:
+        details["accepted_prediction_tokens"] = usage.predicted.accepted
+        details["rejected_prediction_tokens"] = usage.predicted.rejected
+    if details:
+        body["completion_tokens_details"] = details
     return body

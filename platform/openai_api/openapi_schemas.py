@@ -50,9 +50,13 @@ class PromptTokensDetails(TypedDict):
 
 
 class CompletionTokensDetails(TypedDict):
-    """The completion tokens that belong to the reasoning."""
+    """The completion tokens that belong to the reasoning, and the tokens of the prediction that were drafted. Rejected
+    tokens are not part of the answer, and are not charged.
+    """
 
-    reasoning_tokens: int
+    reasoning_tokens: NotRequired[int]
+    accepted_prediction_tokens: NotRequired[int]
+    rejected_prediction_tokens: NotRequired[int]
 
 
 class UsageDocument(TypedDict):

@@ -79,6 +79,8 @@ def _check_end(end: Finished, stream: SequenceStream) -> None:
         raise FrameRefused("it ended a pooled prompt without its state")
     if end.prompt_tokens not in (0, len(stream.add.prompt)) or not 0 <= end.cached_tokens <= end.prompt_tokens:
         raise FrameRefused("it counted other tokens than the prompt has")
+    if not 0 <= end.accepted_prediction_tokens <= end.completion_tokens or end.rejected_prediction_tokens < 0:
+        raise FrameRefused("it counted other tokens of the prediction than there can be")
     if end.stop_token_id is not None and not 0 <= end.stop_token_id <= MAX_TOKEN_ID:
         raise FrameRefused("it sent a number that is no token")
     if end.stop_logprobs is not None and end.stop_logprobs.token_id != end.stop_token_id:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from loramux.engine.scheduling.request_limits import MAX_PREDICTION_TOKENS
 from loramux.platform.bodies.chat_request import ChatRequest
 from loramux.platform.generation.plan import Reasoning, Target
 from loramux.platform.grammars.constraint import Constraint
@@ -24,9 +27,11 @@ async def prepare_chat(services: GatewayServices, target: Target, received: Rece
     def encoded() -> Prepared:
         limit, adds_special_tokens = longest_prompt(services, body), body.adds_special_tokens
         ids = target.tokenizer.encode_rendered(prompt.text, limit, add_special_tokens=adds_special_tokens)
-        return _read_as(prompt, ids, target.tokenizer)
+        predicted = target.tokenizer.encode(prediction, add_special_tokens=False)[:MAX_PREDICTION_TOKENS]
+        return replace(_read_as(prompt, ids, target.tokenizer), prediction=predicted)
 
-    return await services.compute_if_long(len(prompt.text), encoded)
+    prediction = "" if body.prediction is None else body.prediction.text
+    return await services.compute_if_long(len(prompt.text) + len(prediction), encoded)
 
 
 async def render_chat(services: GatewayServices, target: Target, body: ChatRequest, num_bytes: int) -> ChatPrompt:

@@ -58,6 +58,8 @@ class Prepared:
     """The rules for reading the answer's channels. None if the answer has no channels."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The token ids of words that the answer must not contain."""
+    prediction: tuple[int, ...] = ()
+    """The token ids of a text that the answers will probably contain."""
     activations: tuple[int | None, ...] = ()
     """See `Plan.activations`. Set after the prompts have been truncated."""
 

@@ -119,6 +119,8 @@ def make_plan(
         end_user=end_user_label(body.user),
         service_tier=target.tiers.tier(body.service_tier),
         priority=body.priority or 0,
+        speculates=body.speculation is not False,
+        prediction=prepared.prediction,
     )
 
 

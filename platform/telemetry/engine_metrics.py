@@ -74,6 +74,19 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     ):
         tokens.add_metric((kind,), count)
     yield tokens
+    drafts = stats.drafts
+    labels = ("source", "outcome")
+    drafted = CounterMetricFamily(
+        "loramux_engine_draft_tokens", "Verified drafts, by source and outcome", labels=labels
+    )
+    for source, count, accepted in (
+        ("text", drafts.text_tokens, drafts.accepted_text_tokens),
+        ("prediction", drafts.prediction_tokens, drafts.accepted_prediction_tokens),
+    ):
+        drafted.add_metric((source, "accepted"), accepted)
+        drafted.add_metric((source, "rejected"), count - accepted)
+    yield drafted
+    yield _counter("loramux_engine_draft_wasted_seconds", "Time of steps spent on rejected drafts", drafts.wasted_s)
     grammars = stats.grammars
     yield _counter("loramux_engine_grammars_compiled", "Grammars compiled", grammars.num_compiled)
     yield _counter(

@@ -106,7 +106,8 @@ MEANINGS = {
     "n": "the number of choices for each prompt",
     "no_stop_trim": "use `include_stop_str_in_output`",
     "parallel_tool_calls": "whether one answer can contain several tool calls",
-    "prediction": "an expected answer",
+    "prediction": "a text that the answer will probably contain: a source of [drafts](speculation.md), which do not "
+    "change the answer",
     "presence_penalty": "lowers the logits of tokens that have occurred in the answer",
     "previous_input_messages": "send the items of earlier turns in `input`",
     "previous_response": "send the items of earlier turns in `input`",
@@ -144,6 +145,7 @@ MEANINGS = {
     "session_id": "the server has no sessions; use `user`",
     "session_params": "the server has no sessions",
     "skip_special_tokens": "whether special tokens are left out of the text",
+    "speculation": "`false`: no [drafts](speculation.md) for this request; they do not change the answer",
     "spaces_between_special_tokens": "the server adds no spaces that the tokenizer does not add",
     "stop": "texts that end the answer",
     "stop_regex": "stop strings are plain text",

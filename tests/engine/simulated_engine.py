@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.constraints.grammars import Grammars
+from loramux.engine.drafting.speculation import MAX_ROWS, Speculation
 from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedPages, simulated_adapters
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
@@ -23,6 +24,7 @@ from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.protocol.messages import (
     AdapterState,
     Add,
+    DraftCounts,
     Finished,
     SamplingParams,
     Stats,
@@ -152,6 +154,7 @@ def simulate_engine(
     vocab_sizes: dict[str, int] | None = None,
     reads: ReadsPerStep | None = None,
     num_labels: dict[str, int] | None = None,
+    speculates: bool = False,
     **waiting: float,
 ) -> Simulation:
     """`cache` replaces the layout that follows from `windows` and `num_state_pages`.
@@ -174,8 +177,10 @@ def simulate_engine(
     limits = EngineLimits(vocab_size, max_model_len, eos, 16, **waiting)
     clock = Clock()
     grammars = Grammars(grammar_process, os.environ, vocab_size, clock if grammar_clock is None else grammar_clock)
-    parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars)
-    observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads))
+    speculation = Speculation(min(MAX_ROWS, max_batch_tokens)) if speculates else None
+    parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars, speculation=speculation)
+    drafts = DraftCounts if speculation is None else speculation.counts
+    observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads, drafts=drafts))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
     return Simulation(engine, pages, pool, prefixes, scheduler, grammars, executor, stager, adapter_pages, clock)
 

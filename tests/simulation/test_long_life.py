@@ -11,6 +11,7 @@ from loramux.engine.protocol.messages import (
     Abort,
     AdapterState,
     Add,
+    DraftCounts,
     Extend,
     Finished,
     Load,
@@ -48,8 +49,11 @@ SETTINGS = (
 class Life:
     """Drives one engine with random events and checks every token that it generates."""
 
-    def __init__(self, seed: int, lookahead: bool, layers: str = "whole") -> None:
+    def __init__(self, seed: int, lookahead: bool, layers: str = "whole", speculates: bool = False) -> None:
         self.rng = random.Random(seed)
+        self.speculates = speculates
+        # Only a step without waiting sequences has drafts.
+        self.ask_rate = 0.08 if speculates else 0.45
         self.names = {f"adapter{i}": self.rng.randint(1, 6) for i in range(14)}
         self.vocab_sizes = {"adapter0": VOCAB_SIZE + 5, "adapter1": VOCAB_SIZE + 90, "adapter2": 50}
         self.simulation: Simulation = simulate_engine(
@@ -64,6 +68,7 @@ class Life:
             max_waiting_s=500.0,
             cache=LAYOUTS[layers],
             vocab_sizes=self.vocab_sizes,
+            speculates=speculates,
         )
         self.prompts = [self._tokens(self.rng.randint(1, 80)) for _ in range(5)]
         self.adds: dict[str, Add] = {}
@@ -78,7 +83,7 @@ class Life:
     def turn(self, number: int) -> None:
         rng, engine = self.rng, self.simulation.engine
         self.simulation.clock.now += rng.random()
-        if rng.random() < 0.45:
+        if rng.random() < self.ask_rate:
             self._ask(f"s{number}")
         if self.adds and rng.random() < 0.08:
             engine.abort(b"gateway", Abort(sequence_id=rng.choice(list(self.adds))))
@@ -147,10 +152,11 @@ class Life:
             prompt = tuple(token % vocab_size for token in (*prompt, vocab_size - 1))
             if rng.random() < 0.05:
                 vocab_size += 1
+        max_tokens = rng.randint(1, 60)
         add = self.simulation.make_add(
             name,
             prompt,
-            rng.randint(1, 60),
+            max_tokens,
             digest,
             rng.choice(SETTINGS),
             activation=activation,
@@ -162,11 +168,23 @@ class Life:
             timeout_s=rng.choice([None, None, 3.0, 60.0]),
             pause_s=rng.choice([0.0, 0.0, 10.0]),
             tokens_at_once=rng.choice([1, 1, 3, 16]),
+            prediction=self._prediction(prompt, max_tokens + 20, digest, activation, vocab_size),
         )
         self.adds[name] = add
         if add.pause_s:
             self.extended[name] = add.max_tokens
         self.simulation.engine.add(b"gateway", add)
+
+    def _prediction(
+        self, prompt: tuple[int, ...], num_tokens: int, digest: str | None, activation: int, vocab_size: int | None
+    ) -> tuple[int, ...]:
+        """The answer, with some tokens changed, left out or added."""
+        if not self.speculates or self.rng.random() < 0.1:
+            return ()
+        predicted: list[int] = []
+        for token in self.simulation.executor.generate(prompt, num_tokens, digest, activation, vocab_size):
+            predicted += self.rng.choices(([token], [], [token, token], [0]), (20, 1, 1, 1))[0]
+        return tuple(predicted)
 
     def _extend(self, name: str) -> None:
         if name in self.finished:
@@ -199,8 +217,8 @@ class Life:
         return tuple(self.rng.randrange(1000) for _ in range(count))
 
 
-def live(seed: int, lookahead: bool, num_turns: int, layers: str = "whole") -> Life:
-    life = Life(seed, lookahead, layers)
+def live(seed: int, lookahead: bool, num_turns: int, layers: str = "whole", speculates: bool = False) -> Life:
+    life = Life(seed, lookahead, layers, speculates)
     with recorded("simulation") as figures:
         for number in range(num_turns):
             life.turn(number)
@@ -253,6 +271,34 @@ def test_sequences_with_a_state_lose_and_leak_nothing(lookahead: bool) -> None:
     counts = stats_of(live(4, lookahead, 300, "state of 3").simulation)
     assert counts.num_preemptions > 0
     assert counts.cached_tokens == counts.num_kv_pages == 0
+
+
+def check_drafts(life: Life) -> None:
+    """Check that drafts were accepted and rejected, and that the numbers of the bills add up to those of the engine."""
+    drafts, ends = stats_of(life.simulation).drafts, life.finished.values()
+    assert 0 < drafts.accepted_prediction_tokens < drafts.prediction_tokens
+    accepted = sum(one.accepted_prediction_tokens for one in ends)
+    assert accepted == drafts.accepted_prediction_tokens
+    assert accepted + sum(one.rejected_prediction_tokens for one in ends) == drafts.prediction_tokens
+
+
+@pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
+@pytest.mark.parametrize("layers", ["whole", "mixed"])
+def test_drafts_lose_and_leak_nothing(layers: str, lookahead: bool) -> None:
+    check_drafts(live(5, lookahead, 400, layers, speculates=True))
+
+
+@pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
+def test_sequences_with_a_state_have_no_drafts(lookahead: bool) -> None:
+    life = live(6, lookahead, 150, "state of 2", speculates=True)
+    assert stats_of(life.simulation).drafts == DraftCounts()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("layers", ["whole", "sliding", "mixed"])
+@pytest.mark.parametrize("seed", range(400, 404))
+def test_long_runs_with_drafts_lose_and_leak_nothing(seed: int, layers: str) -> None:
+    check_drafts(live(seed, bool(seed % 2), NUM_TURNS, layers, speculates=True))
 
 
 @pytest.mark.campaign

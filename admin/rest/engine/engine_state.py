@@ -24,7 +24,7 @@ class EngineDocument(TypedDict):
     """Limits, counters since the engine started, and counters of adapter loads into the pool (`loading`).
 
     `bandwidth_utilization` is the share of the GPU's memory bandwidth that decode steps have used. It is null if there
-    were none, or if the engine runs on a CPU.
+    were none, or if the engine runs on a CPU. `drafts` counts the drafted tokens that steps have verified.
     """
 
     object: Literal["engine"]
@@ -54,6 +54,7 @@ class EngineDocument(TypedDict):
     num_adapter_evictions: int
     num_preemptions: int
     bandwidth_utilization: float | None
+    drafts: dict[str, Any]
     loading: dict[str, Any]
 
 
@@ -92,6 +93,7 @@ async def get_engine(services: Services, caller: PlatformReader) -> EngineDocume
         "num_adapter_evictions": stats.num_adapter_evictions,
         "num_preemptions": stats.num_preemptions,
         "bandwidth_utilization": stats.decode_reads.utilization,
+        "drafts": msgspec.to_builtins(stats.drafts),
         "loading": msgspec.to_builtins(stats.loading),
     }
 

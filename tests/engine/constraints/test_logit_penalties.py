@@ -294,3 +294,22 @@ def test_host_lookahead_records_chosen_tokens(monkeypatch: pytest.MonkeyPatch) -
 
     expected = generated(simulate(HostTable(), monkeypatch, lookahead=False), 12)
     assert generated(simulate(AheadTable(), monkeypatch, lookahead=True), 12) == expected
+
+
+@pytest.mark.parametrize("params", [SamplingParams(frequency_penalty=0.5), SamplingParams(logit_bias=((3, 1.0),))])
+def test_penalties_after_drafts_are_those_of_the_longer_text(params: SamplingParams) -> None:
+    committed, drafts = [1, 2, 3, 2], [3, 2]
+    penalties, longer = logit_penalties(params, committed, 2), logit_penalties(params, [*committed, *drafts], 2)
+    assert penalties is not None
+    assert longer is not None
+    plain, found, expected = TABLE[0].clone(), TABLE[0].clone(), TABLE[0].clone()
+    penalties.after(drafts).apply(found, 4)
+    longer.apply(expected, 4)
+    assert found.tolist() == expected.tolist()
+    # The penalties themselves have not changed.
+    penalties.apply(plain, 2)
+    before = logit_penalties(params, list(committed), 2)
+    assert before is not None
+    expected = TABLE[0].clone()
+    before.apply(expected, 2)
+    assert plain.tolist() == expected.tolist()

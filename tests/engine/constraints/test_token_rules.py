@@ -5,7 +5,7 @@ import pytest
 
 from loramux.engine.constraints.grammar import Mask
 from loramux.engine.constraints.token_rules import TokenRules, token_rules
-from loramux.engine.protocol.messages import SamplingParams
+from loramux.engine.protocol.messages import SamplingParams, ThinkingBudget
 from tests.engine.constraints.masks import allowed_tokens
 
 
@@ -47,6 +47,22 @@ def test_a_grammar_allows_only_what_the_rules_allow_too() -> None:
     assert (grammar == before).all()
     # Masks of later tokens ignore the tokens held back.
     assert allowed(rules.restrict(None)) == [1, 5, 69]
+
+
+def test_rules_after_drafts_are_those_of_the_longer_text() -> None:
+    """The rules themselves do not change, and a copy that allows nothing does not make them fail."""
+    tokens = [9, 20, 4]
+    budget = ThinkingBudget(num_tokens=3, begin=(20,), end=(21, 22), is_open=False)
+    for fields in ({"thinking": budget}, {"bad_words": ((4, 6), (6, 7, 8))}, {"allowed_token_ids": (5,)}):
+        params = SamplingParams(**fields)  # type: ignore[arg-type]
+        rules = TokenRules(params, tokens, 1, 70)
+        rules.restrict(None)
+        for drafts in ((6,), (6, 7), (6, 7, 21)):
+            longer = TokenRules(params, [*tokens, *drafts], 1, 70)
+            assert allowed(rules.after(drafts).restrict(None)) == allowed(longer.restrict(None))
+        assert allowed(rules.restrict(None)) == allowed(TokenRules(params, list(tokens), 1, 70).restrict(None))
+    assert rules.after((6,)).restrict(None, held_back=(5,)) is None
+    assert rules.failure is None
 
 
 def test_end_tokens_beyond_a_smaller_vocabulary_are_ignored() -> None:

@@ -247,6 +247,25 @@ def test_marks_follow_the_sequences_of_a_step() -> None:
     assert marks.num_held == 0
 
 
+def test_marks_include_accepted_drafts() -> None:
+    """The step marks only the token that it chose first. Tokens that were accepted after it are on the host."""
+    marks, tokens = DeviceTokenMarks(HostAccelerator()), [5, 6]
+    penalties = logit_penalties(EDITED[0], tokens, 2)
+    assert penalties is not None
+
+    def held(num_chosen: int) -> list[int]:
+        marks.hold([SamplingRow(EDITED[0], 0, num_chosen, penalties)], VOCAB_SIZE)
+        found: list[int] = marks.rows(marks.slots([penalties]), VOCAB_SIZE)[0].tolist()
+        return found
+
+    held(0)
+    tokens += [7, 8, 7]
+    marks.mark([penalties], marks.slots([penalties]), torch.tensor([7]))
+    expected = [0] * VOCAB_SIZE
+    expected[5], expected[6], expected[7], expected[8] = 1, 1, 4, 2
+    assert held(3) == expected
+
+
 class DeviceOutOfSight(HostAccelerator):
     """A device whose tensors have no contents, so any attempt to read them on the host fails."""
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
-from loramux.engine.protocol.messages import DecodeReads, ResidentAdapter, Stats, StepTimes, TierLoad
+from loramux.engine.protocol.messages import DecodeReads, DraftCounts, ResidentAdapter, Stats, StepTimes, TierLoad
 from loramux.platform.cluster.cluster_stats import COUNTERS, GAUGES, ClusterStats, combined
 from tests.platform.cluster.test_replica_report import stats
 
@@ -17,7 +17,7 @@ def numbered(number: int) -> Stats:
 def test_every_number_of_the_statistics_is_added_up_or_named_here() -> None:
     others = {
         *("call_id", "max_adapters_in_step", "page_bytes", "step_times", "waiting", "loading", "adapters", "graphs"),
-        *("grammars", "tiers", "decode_reads", "changes", "service_tiers"),
+        *("grammars", "drafts", "tiers", "decode_reads", "changes", "service_tiers"),
     }
     assert set(Stats.__struct_fields__) == {*COUNTERS, *GAUGES, *others}
 
@@ -55,6 +55,12 @@ def test_loads_of_service_tiers_are_added_up() -> None:
     assert total.service_tiers == tuple(
         TierLoad(num_running=3, num_waiting=2 * rank, prompt_tokens=30) for rank in range(4)
     )
+
+
+def test_drafts_are_added_up() -> None:
+    drafts = DraftCounts(text_tokens=5, accepted_text_tokens=3, prediction_tokens=4, wasted_s=0.5)
+    total = combined([structs.replace(numbered(1), drafts=drafts)], [structs.replace(numbered(2), drafts=drafts)])
+    assert total.drafts == DraftCounts(text_tokens=10, accepted_text_tokens=6, prediction_tokens=8, wasted_s=1.0)
 
 
 def test_adapters_and_tiers_are_listed_once() -> None:

@@ -25,7 +25,6 @@ ENDPOINTS = pytest.mark.parametrize(
 TOOL = {"type": "function", "function": {"name": "now"}}
 VALUES: dict[str, tuple[Any, ...]] = {
     "guided_decoding_backend": ("outlines",),
-    "prediction": ({"type": "content", "content": "Bye"},),
     "prompt_cache_key": ("a",),
     "prompt_cache_options": ({"mode": "explicit", "ttl": "30m"},),
     "prompt_cache_retention": ("24h",),

@@ -49,6 +49,20 @@ def test_anything_else_is_refused(message: StepOutput | Finished) -> None:
         check_answer(message, pooled_stream())
 
 
+@pytest.mark.parametrize(("accepted", "rejected"), [(3, 0), (-1, 0), (0, -1)])
+def test_counts_of_a_prediction_must_be_possible(accepted: int, rejected: int) -> None:
+    add = Add(sequence_id="s", prompt=(1, 2, 3), max_tokens=4, sampling=SamplingParams(), prediction=(5, 6))
+    streams = {"s": SequenceStream(add)}
+    output = SequenceOutput(sequence_id="s", token_ids=(5,))
+    check_answer(StepOutput(outputs=(output,)), streams)
+    streams["s"].put(output)
+    end = Finished(sequence_id="s", reason="stop", prompt_tokens=3, completion_tokens=2)
+    check_answer(structs.replace(end, accepted_prediction_tokens=2, rejected_prediction_tokens=9), streams)
+    impossible = structs.replace(end, accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
+    with pytest.raises(FrameRefused):
+        check_answer(impossible, streams)
+
+
 def test_two_states_in_one_message_are_refused() -> None:
     (output,) = step(STATE).outputs
     with pytest.raises(FrameRefused):

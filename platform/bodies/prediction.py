@@ -1,0 +1,31 @@
+"""OpenAI's field `prediction`: a text that the answer will probably contain, such as a file that it edits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import PlainValidator
+
+from loramux.engine.scheduling.request_limits import MAX_PREDICTION_TOKENS
+from loramux.platform.bodies.conversation import Content, TextPart, text_content
+from loramux.platform.bodies.strict_model import StrictModel
+
+MAX_CHARACTERS = 4 * MAX_PREDICTION_TOKENS
+
+
+def _usable(value: object) -> Content:
+    content = text_content(value)
+    if content is None:
+        raise ValueError("it must be a string or a list of text parts")
+    if sum(map(len, [content] if isinstance(content, str) else content)) > MAX_CHARACTERS:
+        raise ValueError(f"at most {MAX_CHARACTERS} characters are allowed")
+    return content
+
+
+class Prediction(StrictModel):
+    type: Literal["content"]
+    content: Annotated[Content, PlainValidator(_usable, json_schema_input_type=str | list[TextPart])]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(self.content)

@@ -1,0 +1,203 @@
+"""Real weights and kernels: answers, log-probabilities and bills are the same with drafts as without."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import msgspec
+import pytest
+
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.device.backend import Backend
+from loramux.engine.drafting.step_times import StepTimes
+from loramux.engine.protocol.messages import (
+    Abort,
+    Add,
+    DraftCounts,
+    Finished,
+    SamplingParams,
+    StatsRequest,
+    StepOutput,
+    TokenLogprobs,
+)
+from tests.conformance.parity import Subject, make_subject
+from tests.conformance.test_gpu_engine import plain_backend
+from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, VOCAB_SIZE, AdapterPlan
+
+NUM_REQUESTS = int(os.environ.get("LORAMUX_DRAFTED_REQUESTS", "2000"))
+"""Number of requests of the campaign, for each family."""
+
+PLANS = [
+    AdapterPlan("r1", 1, ["v_proj"], alpha=2.0),
+    AdapterPlan("r8", 8, ALL_LINEARS, alpha=12.0),
+    AdapterPlan("r64", 64, ["q_proj", "o_proj"], alpha=30.0),
+]
+WINDOW = 24
+MAX_OPEN = 4
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    end: Finished | None = None
+
+
+@pytest.fixture(scope="module")
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, WINDOW)
+
+
+@pytest.fixture(autouse=True)
+def free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts do not depend on how long steps take on this machine: more rows count as free."""
+    monkeypatch.setattr(StepTimes, "ratio", lambda times, num_rows, num_more: 1.0)
+
+
+def drawn(subject: Subject, number: int) -> Add:
+    """A request with random settings. Its prompt often repeats itself, so that its own text is drafted, too."""
+    dice = random.Random(number)
+    part = [dice.randrange(2, VOCAB_SIZE) for _ in range(dice.randint(1, 30))]
+    sampling = SamplingParams(
+        temperature=dice.choice([0.0, 0.0, 0.7, 1.3]),
+        seed=number,
+        top_p=dice.choice([1.0, 1.0, 0.9]),
+        top_k=dice.choice([0, 0, 20]),
+        repetition_penalty=dice.choice([1.0, 1.0, 1.3]),
+        frequency_penalty=dice.choice([0.0, 0.0, 0.5]),
+        logit_bias=dice.choice([(), (), ((5, 3.0), (9, -2.0))]),
+        num_logprobs=dice.choice([None, 0, 3]),
+        ignore_eos=dice.random() < 0.5,
+        stop_token_ids=tuple(dice.sample(range(VOCAB_SIZE), dice.choice([0, 0, 6]))),
+        min_tokens=dice.choice([0, 0, 9]),
+        bad_words=dice.choice([(), (), ((7,), (8, 9))]),
+        allowed_token_ids=dice.choice([(), (), tuple(range(30, 60))]),
+    )
+    return Add(
+        sequence_id=str(number),
+        prompt=tuple(part * dice.choice([1, 1, 3])),
+        max_tokens=dice.randint(max(1, sampling.min_tokens), 40),
+        sampling=sampling,
+        digest=dice.choice([None, *subject.digests.values()]),
+        isolation_key=dice.choice([b"", b"x"]),
+        tokens_at_once=dice.choice([1, 1, 4]),
+    )
+
+
+def aborted_at(number: int) -> int:
+    """The number of tokens after which the request is aborted. Most requests are not."""
+    dice = random.Random(-1 - number)
+    return dice.randint(1, 20) if dice.random() < 0.1 else 1 << 30
+
+
+def run(
+    subject: Subject, adds: Sequence[Add], backend: Backend | None, speculate: str, num_kv_pages: int
+) -> tuple[dict[str, Answer], DraftCounts, int]:
+    """The answers, the counts of drafts, and the number of preemptions."""
+    geometry = ModelConfig.load(subject.directory).geometry(4, 4)
+    num_pages = sum(subject.num_pages.values()) + num_kv_pages
+    assembled = subject.assemble(
+        backend, speculate=speculate, pool_bytes=num_pages * geometry.total_page_bytes, max_sequences=8
+    )
+    # All bits are set, which is NaN, so that reads of unwritten memory are noticed.
+    assembled.views.raw.fill_(0xFF)
+    engine, waiting = assembled.engine, iter(adds)
+    answers: defaultdict[str, Answer] = defaultdict(Answer)
+    while True:
+        for add in islice(waiting, MAX_OPEN - engine.num_sequences):
+            engine.add(b"", add)
+        if not engine.has_work:
+            break
+        engine.step()
+        for outbound in engine.take_outbox():
+            match outbound.message:
+                case StepOutput(outputs=outputs):
+                    for output in outputs:
+                        answer = answers[output.sequence_id]
+                        answer.tokens += output.token_ids
+                        answer.logprobs += output.logprobs
+                case Finished() as end:
+                    answers[end.sequence_id].end = end
+        for name in [name for name, one in answers.items() if one.end is None]:
+            if len(answers[name].tokens) >= aborted_at(int(name)):
+                engine.abort(b"", Abort(sequence_id=name))
+    engine.check_integrity()
+    stats = engine.stats(StatsRequest(call_id=""))
+    assembled.adapters.close()
+    return answers, stats.drafts, stats.num_preemptions
+
+
+def predicting(add: Add, answer: Answer) -> Add:
+    """The request with its answer as a prediction, in which some tokens are changed, left out or repeated."""
+    dice = random.Random(add.sequence_id)
+    predicted: list[int] = []
+    for token in answer.tokens if dice.random() < 0.8 else ():
+        predicted += dice.choices(([token], [], [token, token], [dice.randrange(VOCAB_SIZE)]), (20, 1, 1, 1))[0]
+    return msgspec.structs.replace(add, prediction=tuple(predicted))
+
+
+def check(adds: Sequence[Add], found: dict[str, Answer], plain: dict[str, Answer]) -> None:
+    assert set(found) == set(plain) == {add.sequence_id for add in adds}
+    for add in adds:
+        name = add.sequence_id
+        ours, theirs = found[name], plain[name]
+        assert ours.end is not None
+        assert theirs.end is not None
+        is_aborted = "abort" in (ours.end.reason, theirs.end.reason)
+        # Several tokens can be committed before an abort takes effect.
+        length = min(len(ours.tokens), len(theirs.tokens)) if is_aborted else len(theirs.tokens)
+        assert ours.tokens[:length] == theirs.tokens[:length], name
+        assert ours.end.completion_tokens == len(ours.tokens) + (ours.end.stop_token_id is not None)
+        assert ours.end.prompt_tokens == len(add.prompt)
+        if not is_aborted:
+            assert len(ours.tokens) == length
+            assert (ours.end.reason, ours.end.stop_token_id) == (theirs.end.reason, theirs.end.stop_token_id)
+        for one, other in zip(ours.logprobs, theirs.logprobs, strict=not is_aborted):
+            assert one.token_id == other.token_id
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+def compare(
+    subject: Subject, backend: Backend | None, num_requests: int, num_kv_pages: int = 60
+) -> tuple[DraftCounts, int]:
+    adds = [drawn(subject, number) for number in range(num_requests)]
+    plain, _, num_preemptions = run(subject, adds, backend, "off", num_kv_pages)
+    drafted = [predicting(add, plain[add.sequence_id]) for add in adds]
+    found, drafts, _ = run(subject, drafted, backend, "text", num_kv_pages)
+    check(adds, found, plain)
+    return drafts, num_preemptions
+
+
+@pytest.mark.parametrize("subject", ["llama", "gemma3"], indirect=True)
+def test_answers_are_the_same_with_drafts(subject: Subject) -> None:
+    drafts, _ = compare(subject, None, 12)
+    assert 0 < drafts.accepted_prediction_tokens < drafts.prediction_tokens
+
+
+@pytest.mark.parametrize("subject", ["llama"], indirect=True)
+def test_answers_are_the_same_with_drafts_on_the_gpu_path(subject: Subject) -> None:
+    """The stand-in for the GPU's sampling always takes the most likely token."""
+    drafts, _ = compare(subject, plain_backend(HostAccelerator()), 3)
+    assert 0 < drafts.accepted_prediction_tokens < drafts.prediction_tokens
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("subject", ["llama", "gemma3", "qwen3-moe", "qwen3_5"], indirect=True)
+def test_many_answers_are_the_same_with_drafts(subject: Subject) -> None:
+    # The pool is too small for all requests.
+    drafts, num_preemptions = compare(subject, None, NUM_REQUESTS, num_kv_pages=15)
+    has_states = ModelConfig.load(subject.directory).delta is not None
+    # Hybrid decoders have no drafts.
+    if has_states:
+        assert drafts == DraftCounts()
+    else:
+        assert drafts.accepted_prediction_tokens > NUM_REQUESTS
+        assert drafts.accepted_text_tokens > 0
+    assert num_preemptions > 0

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loramux.engine.drafting.speculation import LENGTHS, MAX_SEQUENCES, Draft, Speculation
+from loramux.engine.protocol.messages import Add, SamplingParams
+from loramux.engine.sequences.batch import ScheduledSequence
+from loramux.engine.sequences.sequence import Sequence
+
+REPEATING = (1, 2, 3, 4, 5, 6, 7, 8) * 6
+NEW = tuple(range(100, 148))
+
+
+def decoding(prompt: tuple[int, ...] = REPEATING, max_tokens: int = 100, **fields: Any) -> Sequence:
+    """A sequence whose next row is a decode row."""
+    add = Add(sequence_id="", prompt=prompt, max_tokens=max_tokens, sampling=SamplingParams(), **fields)
+    sequence = Sequence(add=add, owner=b"", arrival=0, seed=0)
+    sequence.num_computed = sequence.num_tokens - 1
+    return sequence
+
+
+def rows(*sequences: Sequence) -> list[ScheduledSequence]:
+    return [ScheduledSequence(one, 1) for one in sequences]
+
+
+def much_room(sequence: Sequence, num_drafts: int) -> int:
+    return num_drafts
+
+
+def lengths(
+    speculation: Speculation, *sequences: Sequence, room: Any = much_room, others_wait: bool = False
+) -> list[int]:
+    scheduled, drafts = speculation.with_drafts(rows(*sequences), room, others_wait=others_wait)
+    assert [one.sequence for one in scheduled] == list(sequences)
+    assert {one.sequence: one.drafts for one in scheduled if one.drafts} == {
+        sequence: draft.tokens for sequence, draft in drafts.items()
+    }
+    return [len(one.drafts) for one in scheduled]
+
+
+def measured(seconds_of_row: float) -> Speculation:
+    """Speculation that has measured that each further row takes this part of a step of one row."""
+    speculation = Speculation()
+    for num_rows in (1, 2, 3, 4, 8, 16, 32):
+        for _ in range(2):
+            speculation.note_time(num_rows, num_rows, 1 + seconds_of_row * (num_rows - 1))
+    return speculation
+
+
+def test_a_repeating_text_gets_long_drafts_if_rows_are_cheap() -> None:
+    assert lengths(measured(0.01), decoding()) == [LENGTHS[0]]
+
+
+def test_drafts_are_shorter_if_rows_take_time_and_absent_if_they_do_not_pay() -> None:
+    found = [lengths(measured(cost), decoding())[0] for cost in (0.01, 0.2, 0.5, 1.0)]
+    assert found == sorted(found, reverse=True)
+    assert 0 < found[1] < LENGTHS[0]
+    assert found[-1] == 0
+
+
+def test_a_neighbour_without_drafts_is_not_slowed_down() -> None:
+    assert lengths(measured(0.2), decoding(), decoding(NEW)) == [0, 0]
+    assert lengths(measured(0.2), decoding(), decoding()) != [0, 0]
+    drafted, other = lengths(measured(0.005), decoding(), decoding(NEW))
+    assert drafted > 0
+    assert other == 0
+
+
+def test_rejected_drafts_end_drafting_and_right_guesses_resume_it() -> None:
+    speculation, sequence = measured(0.3), decoding(max_tokens=1000)
+    assert lengths(speculation, sequence) != [0]
+    for number in range(20):
+        sequence.tokens += [500 + number, 1, 2, 3]
+        sequence.num_tokens = len(sequence.tokens)
+        sequence.num_computed = sequence.num_tokens - 1
+        found = lengths(speculation, sequence)
+    assert found == [0]
+    # The text repeats itself again. No draft is verified, but guesses are compared with what comes next.
+    for number in range(40):
+        sequence.tokens.append(number % 8 + 1)
+        sequence.num_tokens = len(sequence.tokens)
+        sequence.num_computed = sequence.num_tokens - 1
+        found = lengths(speculation, sequence)
+    assert found != [0]
+
+
+@pytest.mark.parametrize(
+    "sequence",
+    [
+        decoding(speculates=False),
+        decoding(NEW),
+        decoding(max_tokens=1),
+        decoding(pooling="last"),
+    ],
+    ids=["refused", "new text", "last token", "pooled"],
+)
+def test_sequences_without_drafts(sequence: Sequence) -> None:
+    assert lengths(measured(0.0), sequence) == [0]
+
+
+def test_drafts_leave_room_for_the_steps_own_token() -> None:
+    assert lengths(measured(0.0), decoding(max_tokens=4)) == [3]
+
+
+def test_a_row_within_a_prompt_has_no_draft() -> None:
+    sequence = decoding()
+    sequence.num_computed -= 1
+    assert lengths(measured(0.0), sequence) == [0]
+
+
+def test_steps_with_prompts_waiting_requests_or_many_rows_have_no_drafts() -> None:
+    speculation = measured(0.0)
+    scheduled = [*rows(decoding()), ScheduledSequence(decoding(NEW), 4)]
+    assert speculation.with_drafts(scheduled, much_room, others_wait=False) == (scheduled, {})
+    assert lengths(speculation, decoding(), others_wait=True) == [0]
+    many = [decoding() for _ in range(MAX_SEQUENCES + 1)]
+    assert not any(lengths(speculation, *many))
+    assert any(lengths(speculation, *many[1:]))
+
+
+def test_drafts_are_cut_to_the_room_in_pages() -> None:
+    assert lengths(measured(0.0), decoding(), room=lambda sequence, count: 2) == [2]
+    assert lengths(measured(0.0), decoding(), room=lambda sequence, count: 0) == [0]
+
+
+def test_a_step_has_at_most_the_allowed_rows() -> None:
+    speculation = Speculation(max_rows=9)
+    assert sum(lengths(speculation, *[decoding() for _ in range(3)])) <= 6
+
+
+def test_tokens_in_flight_are_waited_for_only_if_drafts_would_follow() -> None:
+    speculation, sequence = measured(0.0), decoding()
+    assert not speculation.wants_known_tokens
+    sequence.num_tokens += 1
+    sequence.num_computed += 1
+    assert lengths(speculation, sequence) == [0]
+    assert speculation.wants_known_tokens
+    assert lengths(speculation, decoding(NEW)) == [0]
+    assert not speculation.wants_known_tokens
+
+
+def test_counts_and_wasted_time() -> None:
+    speculation = measured(0.1)
+    speculation.note_verified(Draft((1, 2, 3, 4), is_prediction=False), 1)
+    speculation.note_time(1, 5, 1.4)
+    speculation.note_verified(Draft((1, 2), is_prediction=True), 2)
+    speculation.note_time(1, 3, 1.2)
+    counts = speculation.counts()
+    assert (counts.text_tokens, counts.accepted_text_tokens) == (4, 1)
+    assert (counts.prediction_tokens, counts.accepted_prediction_tokens) == (2, 2)
+    # Three of the four rows, which took 0.4 seconds together.
+    assert counts.wasted_s == pytest.approx(0.3)
+
+
+def test_a_draft_is_accepted_up_to_the_first_difference() -> None:
+    draft = Draft((1, 2, 3), is_prediction=False)
+    assert [draft.num_equal(chosen) for chosen in ([9, 2, 3, 4], [1, 2, 9, 4], [1, 2, 3, 4], [1, None])] == [0, 2, 3, 1]
