@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from importlib.metadata import version
 from random import SystemRandom
+from types import MappingProxyType
 
 from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.admin.errors import StartRefused
@@ -19,6 +20,7 @@ from loramux.engine.protocol.messages import PROTOCOL, Stats
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.base_draw import BaseDraw
+from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.engine_link.local_engine import LocalEngine
 from loramux.platform.replicas.certificates import OwnCertificates
 from loramux.platform.replicas.peer_listener import PeerListener
@@ -40,6 +42,8 @@ class Sharing:
     router. With `is_own_only`, requests of this server's base run only on its own engine. Raises StartRefused if the
     router cannot be used.
     """
+
+    engines: Mapping[str, EngineClient] = MappingProxyType({})
 
     def __init__(
         self,

@@ -1,0 +1,107 @@
+"""Servers with several engines on their own machine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from functools import partial
+from random import SystemRandom
+
+from loramux.adapter_store.extensions import ExtensionRefused
+from loramux.admin.errors import StartRefused
+from loramux.admin.server.data_directory import DataDirectory
+from loramux.admin.server.settings import Settings
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.protocol.messages import EngineReady
+from loramux.migrations.database import Database
+from loramux.platform.base_draw import BaseDraw
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
+from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
+from loramux.platform.engine_link.output_lines import OutputLines
+from loramux.platform.replicas.data_parallel import DataParallelEngines, engine_name
+from loramux.platform.replicas.routed_engine import RoutedEngine
+from loramux.platform.routing.routers import new_router
+from loramux.platform.telemetry.package_metrics import ReplicaMetrics
+
+
+def open_several(engines: Mapping[str, EngineClient], router: str) -> DataParallelEngines:
+    """Put engines behind one client. Raises StartRefused if the router cannot be used."""
+    try:
+        return DataParallelEngines(engines, partial(new_router, router, clock=time.monotonic, random=SystemRandom()))
+    except ExtensionRefused as error:
+        raise StartRefused(str(error)) from error
+
+
+class LocalEngines:
+    """Takes the place of LocalEngine in a server with several engines, which it starts and supervises.
+
+    Raises StartRefused if the router cannot be used, and EngineStartError if an engine's socket cannot.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        directory: DataDirectory,
+        configs: Sequence[EngineConfig],
+        supervision: Supervision,
+        command: tuple[str, ...],
+    ) -> None:
+        strikes = CrashStrikes(time.monotonic)
+        with suppress(OSError):
+            # The engines' sockets are in directories below it, or in temporary ones if it cannot be created.
+            directory.run.mkdir(mode=0o700, exist_ok=True)
+        self._engines = {
+            name: LocalEngine(
+                config,
+                supervision,
+                command,
+                socket_directory=directory.engine_run(name),
+                lines=OutputLines(f"{name} printed") if settings.log_format == "json" else None,
+                name=name,
+                strikes=strikes,
+            )
+            for name, config in ((engine_name(number), config) for number, config in enumerate(configs))
+        }
+        self.engines = open_several(self._engines, settings.router)
+
+    @property
+    def info(self) -> EngineReady | None:
+        return self.engines.info
+
+    @property
+    def client(self) -> RoutedEngine:
+        return self.engines.engine
+
+    @property
+    def place(self) -> str:
+        """The line with which a starting server names the sockets of its engines."""
+        sockets = ",".join(str(engine.socket_path) for engine in self._engines.values())
+        return f"engines     {sockets}  (for additional gateways: loramux gateway --engine)"
+
+    def share(
+        self, database: Database, metrics: ReplicaMetrics, executor: Executor, draw: BaseDraw
+    ) -> DataParallelEngines:
+        """Implements OpenSharing."""
+        return self.engines
+
+    async def spawn(self) -> None:
+        """Launch all engines without waiting until they are ready."""
+        await asyncio.gather(*(engine.spawn() for engine in self._engines.values()))
+
+    async def start(self) -> None:
+        """Wait until all engines are ready. Raises EngineStartError with the reason if one cannot start."""
+        await asyncio.gather(*(self._start(name, engine) for name, engine in self._engines.items()))
+        await self.engines.follow()
+
+    async def close(self) -> None:
+        await self.engines.close()
+
+    async def _start(self, name: str, engine: LocalEngine) -> None:
+        try:
+            await engine.start()
+        except EngineStartError as error:
+            raise EngineStartError(f"{name}: {error}") from error

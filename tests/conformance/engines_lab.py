@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import httpx
+
+from tests.conformance.fleet_lab import FleetLab, is_paced_engine
+from tests.conformance.gateway_lab import LabGateway, children_of, is_running, until
+
+NUM_ENGINES = 2
+
+
+class EnginesLab(FleetLab):
+    """Whole servers on one database, each with two paced engines of its own. They share no requests."""
+
+    def wait_ready(self, gateway: LabGateway) -> None:
+        """Wait until both engines of the server are ready."""
+        self.wait_serving(gateway)
+        until(lambda: set(self.engines_ready(gateway).values()) == {True})
+
+    def engines_ready(self, gateway: LabGateway) -> dict[str, bool]:
+        url = f"http://127.0.0.1:{gateway.settings['admin_port']}/health/ready"
+        found: dict[str, bool] = httpx.get(url, trust_env=False).json().get("engines", {})
+        return found
+
+    def kill_one_engine(self, gateway: LabGateway, number: int) -> None:
+        """Kill one of a server's engines. The server starts another."""
+        engines = sorted(pid for pid in children_of(gateway.pid) if is_paced_engine(pid))
+        os.kill(engines[number], signal.SIGKILL)
+        until(lambda: not is_running(engines[number]))
+
+    def _settings(self, number: int) -> dict[str, Any]:
+        settings = super()._settings(number)
+        del settings["peer_address"]
+        return {**settings, "data_parallel_size": NUM_ENGINES, "num_threads": NUM_ENGINES, "pool_bytes": 64 << 20}
