@@ -33,10 +33,8 @@ PROCESS_BYTES = 765 << 20
 and without a GPU.
 """
 
-FURTHER_ENGINE_BYTES = 420 << 20
-"""Memory of the processes of each further engine of a server, without the model, pool and host tier, in bytes. Measured
-like PROCESS_BYTES.
-"""
+GATEWAY_BYTES = 192 << 20
+"""The part of PROCESS_BYTES that a server has once, however many engines it has: its gateway's processes."""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -60,7 +58,7 @@ class MemoryPlan:
 
     def total_of(self, num_engines: int) -> int:
         """Return the memory of a server with several engines, in bytes. Each has its own weights and pool."""
-        further = self.weights + self.pool + self.process - PROCESS_BYTES + FURTHER_ENGINE_BYTES
+        further = self.weights + self.pool + self.process - GATEWAY_BYTES
         return self.total + (num_engines - 1) * further
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.admin.doctor import memory_plan
-from loramux.admin.doctor.memory_plan import FURTHER_ENGINE_BYTES, PROCESS_BYTES, plan_engine, plan_memory
+from loramux.admin.doctor.memory_plan import GATEWAY_BYTES, PROCESS_BYTES, plan_engine, plan_memory
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.errors import ModelNotSupported
 from tests.admin.command_line import Run
@@ -133,8 +133,7 @@ def test_refused_models_are_refused_here_too(loramux: Run, tmp_path: Path) -> No
 def test_engines_have_weights_and_a_pool_each(loramux: Run, tmp_path: Path) -> None:
     save(tmp_path)
     [plan, *_] = plan_memory(tmp_path, "cpu")
-    tables = plan.process - PROCESS_BYTES
-    each = plan.weights + plan.pool + tables + FURTHER_ENGINE_BYTES
+    each = plan.weights + plan.pool + plan.process - GATEWAY_BYTES
     assert (plan.total_of(1), plan.total_of(3)) == (plan.total, plan.total + 2 * each)
     text = loramux("doctor", "--plan", str(tmp_path), "--data-parallel-size", "2").stdout.splitlines()
     assert text[1] == "each of the 2 engines has the weights and a pool; the total is that of all engines"

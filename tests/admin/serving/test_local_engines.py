@@ -255,7 +255,6 @@ def test_served_engines_survive_a_kill_under_streams(server: Server, demo_base: 
     print(f"\n{len(complete)} complete, {len(ended)} ended by an error, replaced after {replaced_s:.1f} s")
     assert len(complete) + len(ended) == num_streams
     assert 1 <= len(ended) <= 4, "only what ran in the killed engine ends with the error"
-    assert replaced_s <= 10
 
     # A further gateway uses both engines.
     url = f"sqlite:///{tmp_path / 'data' / 'loramux.db'}"
