@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from random import SystemRandom
+
+import structlog
 
 from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.admin.errors import StartRefused
@@ -26,6 +30,8 @@ from loramux.platform.replicas.data_parallel import DataParallelEngines, engine_
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.routers import new_router
 from loramux.platform.telemetry.package_metrics import ReplicaMetrics
+
+log = structlog.get_logger()
 
 
 def open_several(engines: Mapping[str, EngineClient], router: str) -> DataParallelEngines:
@@ -60,13 +66,16 @@ class LocalEngines:
                 supervision,
                 command,
                 socket_directory=directory.engine_run(name),
-                lines=OutputLines(f"{name} printed") if settings.log_format == "json" else None,
+                lines=OutputLines("engine printed", log.bind(engine=name)) if settings.log_format == "json" else None,
                 name=name,
                 strikes=strikes,
             )
             for name, config in ((engine_name(number), config) for number, config in enumerate(configs))
         }
         self.engines = open_several(self._engines, settings.router)
+        every = list(self._engines.items())
+        # Otherwise, all engines would compile the same programs at the same time.
+        self._waves = (every[:1], every[1:]) if _has_to_compile(configs[0]) else (every,)
 
     @property
     def info(self) -> EngineReady | None:
@@ -89,12 +98,17 @@ class LocalEngines:
         return self.engines
 
     async def spawn(self) -> None:
-        """Launch all engines without waiting until they are ready."""
-        await asyncio.gather(*(engine.spawn() for engine in self._engines.values()))
+        """Launch the engines without waiting until they are ready.
+
+        If programs for GPUs have to be compiled, only the first engine is launched. `start` launches the others when
+        it is ready.
+        """
+        await asyncio.gather(*(engine.spawn() for _, engine in self._waves[0]))
 
     async def start(self) -> None:
         """Wait until all engines are ready. Raises EngineStartError with the reason if one cannot start."""
-        await asyncio.gather(*(self._start(name, engine) for name, engine in self._engines.items()))
+        for wave in self._waves:
+            await asyncio.gather(*(self._start(name, engine) for name, engine in wave))
         await self.engines.follow()
 
     async def close(self) -> None:
@@ -105,3 +119,11 @@ class LocalEngines:
             await engine.start()
         except EngineStartError as error:
             raise EngineStartError(f"{name}: {error}") from error
+
+
+def _has_to_compile(config: EngineConfig) -> bool:
+    """Return whether this is a first start on a GPU, before which there are no compiled programs."""
+    if config.device != "cuda":
+        return False
+    directory = os.environ.get("TRITON_CACHE_DIR", config.program_dir)
+    return directory is None or not any(Path(directory).glob("*"))

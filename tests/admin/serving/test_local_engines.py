@@ -27,6 +27,7 @@ from loramux.engine.loop.config import EngineConfig
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.local_engine import EngineStartError, Supervision
 from loramux.platform.ledger.events import Ledger
+from loramux.platform.replicas import data_parallel
 from tests.admin.serving.test_gateway import ADMIN_KEY, start, words
 from tests.conformance.gateway_lab import children_of
 from tests.platform.engine_link import toy_engine
@@ -127,13 +128,19 @@ def test_named_gpus_are_needed_even_if_the_device_is_chosen_automatically(
         read_model(load_settings(Settings, {"model": demo_base, "devices": "0,1"}))
 
 
-def toys(tmp_path: Path, num_engines: int = 2) -> LocalEngines:
-    config = EngineConfig(model_dir="", blob_url="", cache_dir="", max_sequences=4)
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A toy engine never reports its state."""
+    monkeypatch.setattr(data_parallel, "STATS_WAIT_S", 0.05)
+
+
+def toys(tmp_path: Path, **more: Any) -> LocalEngines:
+    config = EngineConfig(model_dir="", blob_url="", cache_dir="", max_sequences=4, **more)
     settings = Settings.model_construct(router="homes", log_format="console")
     command = (sys.executable, str(toy_engine.__file__), str(tmp_path))
     directory = DataDirectory(tmp_path / "data")
     directory.root.mkdir()
-    return LocalEngines(settings, directory, [config] * num_engines, Supervision(first_delay_s=0.02), command)
+    return LocalEngines(settings, directory, [config] * 2, Supervision(first_delay_s=0.02), command)
 
 
 def test_a_killed_engine_is_restarted_beside_the_other(tmp_path: Path) -> None:
@@ -160,6 +167,29 @@ def test_a_killed_engine_is_restarted_beside_the_other(tmp_path: Path) -> None:
         finally:
             await engines.close()
         await engines.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("is_compiled", "num_at_once"), [(True, 2), (False, 1)])
+def test_programs_for_gpus_are_compiled_by_one_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compiled: bool, num_at_once: int
+) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    programs = tmp_path / "programs"
+    if is_compiled:
+        (programs / "one").mkdir(parents=True)
+
+    async def scenario() -> None:
+        engines = toys(tmp_path, device="cuda", program_dir=str(programs))
+        found = engines.engines.engines.values()
+        try:
+            await engines.spawn()
+            assert sum(one.pid is not None for one in found) == num_at_once  # type: ignore[attr-defined]
+            await engines.start()
+            assert all(one.is_ready for one in found)
+        finally:
+            await engines.close()
 
     asyncio.run(scenario())
 
