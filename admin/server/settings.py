@@ -553,8 +553,6 @@ class Settings(ModelSettings):
             raise ValueError("other servers need an address at which they can reach this one")
         if info.data.get("tier_objectives"):
             raise ValueError("the load of servers that share requests is not forecast: remove tier_objectives")
-        if max(info.data.get("data_parallel_size") or 1, len(info.data.get("devices") or ())) > 1:
-            raise ValueError("servers that share requests have one engine each: start a server for each engine instead")
         return address
 
     @field_validator("oidc_roles")

@@ -24,9 +24,11 @@ from loramux.migrations.database import Database
 from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.engine_link.engine_socket import EngineSocketDirectory, SocketUnusable
 from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
 from loramux.platform.engine_link.output_lines import OutputLines
 from loramux.platform.replicas.data_parallel import DataParallelEngines, engine_name
+from loramux.platform.replicas.engine_front import EngineFront
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.routers import new_router
 from loramux.platform.telemetry.package_metrics import ReplicaMetrics
@@ -45,6 +47,8 @@ def open_several(engines: Mapping[str, EngineClient], router: str) -> DataParall
 class LocalEngines:
     """Takes the place of LocalEngine in a server with several engines, which it starts and supervises.
 
+    With `is_shared`, `front` is where other servers reach the engines.
+
     Raises StartRefused if the router cannot be used, and EngineStartError if an engine's socket cannot.
     """
 
@@ -55,6 +59,7 @@ class LocalEngines:
         configs: Sequence[EngineConfig],
         supervision: Supervision,
         command: tuple[str, ...],
+        is_shared: bool = False,
     ) -> None:
         strikes = CrashStrikes(time.monotonic)
         with suppress(OSError):
@@ -73,6 +78,7 @@ class LocalEngines:
             for name, config in ((engine_name(number), config) for number, config in enumerate(configs))
         }
         self.engines = open_several(self._engines, settings.router)
+        self.front = self._new_front(directory) if is_shared else None
         every = list(self._engines.items())
         # Otherwise, all engines would compile the same programs at the same time.
         self._waves = (every[:1], every[1:]) if _has_to_compile(configs[0]) else (every,)
@@ -110,9 +116,19 @@ class LocalEngines:
         for wave in self._waves:
             await asyncio.gather(*(self._start(name, engine) for name, engine in wave))
         await self.engines.follow()
+        if self.front is not None:
+            self.front.open()
 
     async def close(self) -> None:
+        if self.front is not None:
+            await self.front.close()
         await self.engines.close()
+
+    def _new_front(self, directory: DataDirectory) -> EngineFront:
+        try:
+            return EngineFront(self.client, EngineSocketDirectory(directory.run))
+        except SocketUnusable as error:
+            raise EngineStartError(str(error)) from error
 
     async def _start(self, name: str, engine: LocalEngine) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ from loramux.engine.loop.config import (
 )
 from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 from loramux.engine.protocol.messages import EngineReady
+from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.engine_link.engine_process import ENGINE_COMMAND
 from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
 from loramux.platform.engine_link.output_lines import OutputLines
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from loramux.admin.serving.assembly import OpenSharing
     from loramux.admin.serving.cluster import ClusterMember
     from loramux.admin.serving.local_engines import LocalEngines
+    from loramux.platform.replicas.peer_relay import RelayedEngine
 
 SETTLE_S = 5.0
 """Time, in seconds, allowed for the last settlements after both listeners have closed."""
@@ -267,20 +269,35 @@ def _engine(
     if len(configs) > 1:
         from loramux.admin.serving.local_engines import LocalEngines
 
-        engines = LocalEngines(settings, directory, configs, supervision, command)
-        return engines, engines.share
+        several = LocalEngines(settings, directory, configs, supervision, command, is_shared=peers is not None)
+        if settings.peer_address is None or peers is None or several.front is None:
+            return several, several.share
+        engines = several.engines
+        behind = engines.engine, several.front, engines.capacity, engines.engines
+        return several, _sharing(settings, settings.peer_address, peers, *behind)
     config = configs[0]
     lines = OutputLines("engine printed") if settings.log_format == "json" else None
     engine = LocalEngine(config, supervision, command, socket_directory=directory.run, lines=lines)
     if settings.peer_address is None or peers is None:
         return engine, None
+    return engine, _sharing(settings, settings.peer_address, peers, engine, engine, lambda: config.max_sequences, {})
+
+
+def _sharing(
+    settings: Settings,
+    address: str,
+    peers: socket.socket,
+    local: EngineClient,
+    relayed: RelayedEngine,
+    capacity: Callable[[], int],
+    engines: Mapping[str, EngineClient],
+) -> OpenSharing:
     from loramux.admin.serving.sharing import Sharing
 
     is_own_only = settings.routing == "off"
-    share = partial(
-        Sharing, settings.peer_address, peers, config, engine, router=settings.router, is_own_only=is_own_only
+    return partial(
+        Sharing, address, peers, local, relayed, capacity, engines, router=settings.router, is_own_only=is_own_only
     )
-    return engine, share
 
 
 def supervision_of(settings: Settings, config: EngineConfig) -> Supervision:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,11 +15,11 @@ NUM_ENGINES = 2
 
 
 class EnginesLab(FleetLab):
-    """Whole servers on one database, each with two paced engines of its own. They share no requests."""
+    """Servers that share requests, each with two paced engines."""
 
     def wait_ready(self, gateway: LabGateway) -> None:
-        """Wait until both engines of the server are ready."""
-        self.wait_serving(gateway)
+        """Wait until both engines of the server are ready, and until it is connected to all other servers."""
+        super().wait_ready(gateway)
         until(lambda: self.are_engines_ready(gateway))
 
     def are_engines_ready(self, gateway: LabGateway) -> bool:
@@ -37,5 +39,9 @@ class EnginesLab(FleetLab):
 
     def _settings(self, number: int) -> dict[str, Any]:
         settings = super()._settings(number)
-        del settings["peer_address"]
         return {**settings, "data_parallel_size": NUM_ENGINES, "num_threads": NUM_ENGINES, "pool_bytes": 64 << 20}
+
+    def _ends(self) -> Iterator[tuple[str, int, int]]:
+        """As for other servers, by the names that sequences have on the servers that sent them."""
+        for sequence_id, num_prompt, num_completion in super()._ends():
+            yield re.sub(r"^peer-\d+-", "", sequence_id), num_prompt, num_completion

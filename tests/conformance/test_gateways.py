@@ -54,8 +54,8 @@ campaign = pytest.mark.campaign
 def lab(
     request: pytest.FixtureRequest, postgres_server: str, demo_base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayLab]:
-    """Gateways of one engine, four in the campaign and two otherwise, four servers with two engines each, three servers
-    that share requests, or four servers in front of a Ray cluster.
+    """Gateways of one engine, four in the campaign and two otherwise, three servers that share requests, with one engine
+    or two each, or four servers in front of a Ray cluster.
     """
     is_campaign = "campaign" in (request.config.getoption("-m") or "").replace("not campaign", "")
     model = make_lab_base(tmp_path_factory.mktemp("base"), demo_base)
@@ -63,7 +63,7 @@ def lab(
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-lab-")))
         if request.param == "engines":
-            yield stack.enter_context(closing(EnginesLab(directory, url, model, 4)))
+            yield stack.enter_context(closing(EnginesLab(directory, url, model, 3)))
         elif request.param == "fleet":
             yield stack.enter_context(closing(FleetLab(directory, url, model, 3)))
         elif request.param == "cluster":

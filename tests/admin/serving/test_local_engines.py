@@ -105,8 +105,6 @@ def test_each_engine_gets_a_gpu(demo_base: Path, monkeypatch: pytest.MonkeyPatch
         ({"devices": "0,1", "device": "cpu"}, "it names GPUs, but device is cpu"),
         ({"data_parallel_size": 2, "cluster": "local"}, "starts no engine itself: remove data_parallel_size"),
         ({"devices": "0", "cluster": "local"}, "starts no engine itself: remove devices"),
-        ({"data_parallel_size": 2, "peer_address": "127.0.0.1:1"}, "have one engine each: start a server for each"),
-        ({"devices": "0,1", "peer_address": "127.0.0.1:1"}, "have one engine each: start a server for each"),
         ({"engine": "a.sock,a.sock"}, "engine is invalid: it names a socket twice"),
     ],
     ids=str,
