@@ -201,7 +201,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
     ),
     "data-parallel": Campaign(
         line="Servers with two engines: killed engines under load, and the gateways' campaign "
-        "(LORAMUX_ENGINE_KILLS=20 LORAMUX_GATEWAY_CUTS=3000)",
+        "(LORAMUX_ENGINE_KILLS=10 LORAMUX_GATEWAY_CUTS=3000)",
         commands=(
             _pytest(
                 "tests/conformance/test_data_parallel.py",

@@ -17,8 +17,10 @@ from msgspec import structs
 
 from loramux.engine.protocol.messages import (
     Abort,
+    AdapterState,
     Add,
     Credit,
+    EngineCall,
     Extend,
     Finished,
     FromEngine,
@@ -26,6 +28,7 @@ from loramux.engine.protocol.messages import (
     Load,
     Pin,
     SequenceOutput,
+    Stats,
     StatsRequest,
     StepOutput,
     ToEngine,
@@ -154,10 +157,10 @@ class EngineFront:
         finally:
             link.running.discard(link.inner_id(sequence_id))
 
-    async def _call(self, link: _Link, message: Load | Unload | Pin | StatsRequest) -> None:
+    async def _call(self, link: _Link, message: EngineCall[Any]) -> None:
         # Without an answer, the other server stops waiting.
         with suppress(EngineUnavailable, TimeoutError):
-            answer = await self._engine.call(message, CALL_TIMEOUT_S)
+            answer: AdapterState | Stats = await self._engine.call(message, CALL_TIMEOUT_S)
             link.post(structs.replace(answer, call_id=message.call_id))
 
     async def _beat(self) -> None:

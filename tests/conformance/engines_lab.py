@@ -32,10 +32,14 @@ class EnginesLab(FleetLab):
         return list(engines.values()) == [True] * NUM_ENGINES
 
     def kill_one_engine(self, gateway: LabGateway, number: int) -> None:
-        """Kill one of a server's engines. The server starts another."""
-        engines = sorted(pid for pid in children_of(gateway.pid) if is_paced_engine(pid))
-        os.kill(engines[number], signal.SIGKILL)
-        until(lambda: not is_running(engines[number]))
+        """Kill one of a server's engines, and wait until the server has started another."""
+        killed = self.engine_pids(gateway)[number]
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: not is_running(killed) and len(self.engine_pids(gateway)) == NUM_ENGINES)
+        self.wait_ready(gateway)
+
+    def engine_pids(self, gateway: LabGateway) -> list[int]:
+        return sorted(pid for pid in children_of(gateway.pid) if is_running(pid) and is_paced_engine(pid))
 
     def _settings(self, number: int) -> dict[str, Any]:
         settings = super()._settings(number)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +19,7 @@ from tests.conformance.gateway_lab import make_lab_base
 from tests.postgres import create_database
 from tests.reliability.record import recorded
 
-NUM_KILLS = int(os.environ.get("LORAMUX_ENGINE_KILLS", "20"))
+NUM_KILLS = int(os.environ.get("LORAMUX_ENGINE_KILLS", "10"))
 NUM_STREAMS = 32
 
 pytestmark = [pytest.mark.campaign, pytest.mark.data_parallel]
@@ -43,7 +42,6 @@ def test_engines_killed_under_streams_lose_no_unstarted_request(lab: EnginesLab)
     [server] = lab.gateways
     dice = random.Random(1)
     streams: list[Stream] = []
-    replaced_s: list[float] = []
     num_hit = 0
 
     async def kill_under_load() -> list[Stream]:
@@ -52,9 +50,6 @@ def test_engines_killed_under_streams_lose_no_unstarted_request(lab: EnginesLab)
         load = [asyncio.create_task(send_stream(server, key, request)) for request in requests]
         await asyncio.sleep(dice.uniform(0.1, 0.6))
         await asyncio.to_thread(lab.kill_one_engine, server, dice.randrange(NUM_ENGINES))
-        killed_s = time.monotonic()
-        await asyncio.to_thread(lab.wait_ready, server)
-        replaced_s.append(time.monotonic() - killed_s)
         return await asyncio.gather(*load)
 
     for _ in range(NUM_KILLS):
@@ -69,8 +64,7 @@ def test_engines_killed_under_streams_lose_no_unstarted_request(lab: EnginesLab)
     print(
         f"\n{NUM_KILLS} kills of one of {NUM_ENGINES} engines, {num_hit} in mid-stream; {len(streams)} streams, "
         f"{sum(one.is_ended_by_error for one in streams)} ended by an error, {len(unkept)} not as promised; "
-        f"{total} tokens, {len(wrong)} wrong bills; replaced after "
-        f"{min(replaced_s):.1f} to {max(replaced_s):.1f} s"
+        f"{total} tokens, {len(wrong)} wrong bills"
     )
     assert num_hit > NUM_KILLS // 2
     with recorded("kills", kills=NUM_KILLS, lost=len(unkept), undercounted=len(wrong)):

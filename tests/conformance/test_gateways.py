@@ -54,8 +54,8 @@ campaign = pytest.mark.campaign
 def lab(
     request: pytest.FixtureRequest, postgres_server: str, demo_base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayLab]:
-    """Gateways of one engine, four in the campaign and two otherwise, three servers that share requests, with one engine
-    or two each, or four servers in front of a Ray cluster.
+    """Gateways of one engine, four in the campaign and two otherwise, three servers with one engine or two each that
+    share requests, or four servers in front of a Ray cluster.
     """
     is_campaign = "campaign" in (request.config.getoption("-m") or "").replace("not campaign", "")
     model = make_lab_base(tmp_path_factory.mktemp("base"), demo_base)
