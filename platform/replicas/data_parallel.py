@@ -111,11 +111,10 @@ class DataParallelEngines:
     engine dies, its sequences that have not started run on the others. The owner starts the engines, and then calls
     `follow`. `close` ends them.
 
-    Other servers are not involved, so a server with several engines shares no requests with others.
+    This takes the place of `Sharing` in a server that shares no requests with other servers.
     """
 
     address = None
-    """There is no address for other servers."""
 
     def __init__(
         self,
@@ -171,11 +170,11 @@ class DataParallelEngines:
         return await engine.call(StatsRequest(with_tiers=with_tiers), timeout_s)
 
     def open_presence(self) -> DataParallelEngines:
-        """Return this object, because no other server has to learn of the engines."""
+        """Return this object, because there are no other servers."""
         return self
 
     def start(self, drain: asyncio.Event) -> None:
-        """Do nothing: these engines run no sequences for other servers, so they need not refuse any."""
+        """Do nothing, because there are no sequences of other servers to refuse."""
 
     async def drained(self, hurry: asyncio.Event, timeout_s: float) -> None:
         """Return at once, for the same reason."""

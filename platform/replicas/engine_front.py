@@ -69,8 +69,6 @@ class EngineFront:
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # The synchronous API of the same socket.
-        self._plain_socket: Any = zmq.Socket.shadow(self._socket.underlying)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -170,9 +168,10 @@ class EngineFront:
                 link.post(Heartbeat())
 
     def send(self, owner: bytes, message: FromEngine) -> None:
-        try:
-            self._plain_socket.send_multipart([owner, self._encoder.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError:
+        # Without a high-water mark, a send never waits. The future from zmq.asyncio is therefore already done. The
+        # synchronous API would consume the events that tell asyncio of messages to receive.
+        sent = self._socket.send_multipart([owner, self._encoder.encode(message)])
+        if sent.exception() is not None:
             # ROUTER_MANDATORY reports that the relay is gone, so nobody would read the output of its sequences.
             self._lose(owner)
 

@@ -134,3 +134,23 @@ async def test_without_credit_tokens_are_held_and_merged(tmp_path: Path) -> None
             assert isinstance(rest, StepOutput)
             assert [len(output.token_ids) for output in rest.outputs] == [49]
             assert isinstance(await received(), Finished)
+
+
+async def test_messages_that_arrive_while_output_is_sent_are_received(tmp_path: Path) -> None:
+    """Sending must not consume the event that tells the front of a message."""
+    first = ScriptedEngine(lambda add: Script(token_ids=(1,) * add.max_tokens, delay_s=0.001))
+    async with fronted(tmp_path, first, ScriptedEngine()) as (front, connection):
+        other = await EngineConnection.open(front.socket_path, lambda add, end: None)
+
+        async def ask(server: EngineConnection, number: int) -> int:
+            num_tokens = 0
+            for turn in range(5):
+                tokens, _ = await collect(server.submit(add(f"{number}-{turn}", 20 + number)))
+                num_tokens += len(tokens)
+                await server.call(StatsRequest(), PATIENCE_S)
+            return num_tokens
+
+        async with asyncio.timeout(PATIENCE_S):
+            asked = [ask(server, number) for server in (connection, other) for number in range(12)]
+            assert sum(await asyncio.gather(*asked)) == 2 * 5 * sum(20 + number for number in range(12))
+        other.close(frozenset())
