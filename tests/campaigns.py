@@ -178,7 +178,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/admin/serving/test_gateway.py",
                 "tests/platform/generation/test_database_trouble.py",
                 "tests/platform/generation/test_database_refusals.py",
-                marks="campaign and not fleet and not cluster",
+                marks="campaign and not fleet and not cluster and not data_parallel",
                 is_shown=True,
             ),
         ),
@@ -195,6 +195,24 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/conformance/test_withdrawals.py",
                 "tests/conformance/test_gateways.py",
                 marks="campaign and fleet",
+                is_shown=True,
+            ),
+        ),
+        settings={
+            "LORAMUX_GATEWAY_CUTS": "3000",
+            "LORAMUX_GATEWAY_STOPS": "100",
+            "LORAMUX_GATEWAY_KILLS": "40",
+        },
+    ),
+    "data-parallel": Campaign(
+        line="Servers with two engines: killed engines under load, and the gateways' campaign "
+        "(LORAMUX_ENGINE_KILLS=10 LORAMUX_GATEWAY_CUTS=3000)",
+        commands=(
+            _pytest(
+                "tests/conformance/test_data_parallel.py",
+                "tests/conformance/test_gateways.py",
+                "tests/admin/serving/test_local_engines.py",
+                marks="campaign and data_parallel",
                 is_shown=True,
             ),
         ),

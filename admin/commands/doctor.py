@@ -36,6 +36,9 @@ def doctor(
             show_default=False,
         ),
     ] = None,
+    data_parallel_size: Annotated[
+        int, typer.Option(min=1, max=64, help="With --plan: the number of engines of the server.")
+    ] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, the connection to the server and the server's components. Show how to fix each problem.
@@ -50,7 +53,7 @@ def doctor(
     from loramux.admin.server.settings import SettingsError, load_settings
 
     if plan is not None:
-        _plan(local_model_path(plan, config, data_dir, as_json), as_json)
+        _plan(local_model_path(plan, config, data_dir, as_json), data_parallel_size, as_json)
         return
     overrides = {
         "model": model,
@@ -110,7 +113,7 @@ def _show(finding: Finding) -> None:
         console.print(Text(f"         to fix it: {finding.mend}"))
 
 
-def _plan(model: Path, as_json: bool) -> None:
+def _plan(model: Path, num_engines: int, as_json: bool) -> None:
     from loramux.admin.doctor.memory_plan import plan_memory
     from loramux.engine.loop.config import resolve_device
     from loramux.engine.pages.pool_size import in_gib
@@ -128,15 +131,19 @@ def _plan(model: Path, as_json: bool) -> None:
                 "weights_bytes": plan.weights,
                 "pool_bytes": plan.pool,
                 "process_bytes": plan.process,
-                "total_bytes": plan.total,
+                "total_bytes": plan.total_of(num_engines),
                 "problem": plan.problem,
             }
             for plan in plans
         ]
-        print_json({"object": "memory_plan", "device": device, "data": data})
+        print_json({"object": "memory_plan", "device": device, "num_engines": num_engines, "data": data})
         return
     print(f"{model} on {device}; the pool has its default size (set pool_bytes to change it)")
+    if num_engines > 1:
+        place = ", on a GPU of its own" if device == "cuda" else ""
+        print(f"each of the {num_engines} engines has the weights and a pool{place}; the total is that of all engines")
     print(f"{'format':<28}{'weights':>12}{'pool':>12}{'process':>12}{'total':>12}")
     for plan in plans:
-        sizes = "".join(f"{in_gib(size):>12}" for size in (plan.weights, plan.pool, plan.process, plan.total))
+        figures = (plan.weights, plan.pool, plan.process, plan.total_of(num_engines))
+        sizes = "".join(f"{in_gib(size):>12}" for size in figures)
         print(f"{plan.format:<28}{sizes if plan.problem is None else f'  {plan.problem}'}")

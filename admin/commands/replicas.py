@@ -1,4 +1,4 @@
-"""`loramux replicas`: the servers that share requests."""
+"""`loramux replicas`: the servers that share requests, or the engines of a server."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from loramux.admin.commands.output import connected, print_json, print_table
 
 
 def replicas(as_json: AsJson = False) -> None:
-    """Show the servers that share requests, with their base, load, memory and adapters."""
+    """Show the servers that share requests, or the engines of a server with several, with their base, load, memory and
+    adapters.
+    """
     with connected(as_json) as client:
         document = client.get("replicas")
     if as_json:
         print_json(document)
         return
     if not document["data"]:
-        print("this server does not share requests with others: see --peer-address of 'loramux serve'")
+        print(
+            "this server has one engine and does not share requests with others: see --data-parallel-size and "
+            "--peer-address of 'loramux serve'"
+        )
         return
     print_table(
         ("server", "address", "base", "state", "running", "waiting", "capacity", "free pages", "pages", "adapters"),
         [
             (
-                f"{one['id']} (this one)" if one["is_own"] else one["id"],
+                f"{one['id']} (this server)" if one["is_own"] else one["id"],
                 one["address"],
                 (one["base_id"] or "unknown")[:NUM_SHOWN],
                 one["state"],
@@ -37,4 +42,4 @@ def replicas(as_json: AsJson = False) -> None:
     )
     for one in document["data"]:
         if one["reason"] is not None:
-            print(f"{one['id']} is refused: {one['reason']}")
+            print(f"{one['id']} is {one['state']}: {one['reason']}")

@@ -29,16 +29,17 @@ def residency(
     tier: Annotated[Tier, typer.Option(help="The tier to list.")] = Tier.POOL,
     tenant: AnyTenant = None,
     replica: Annotated[
-        str | None, typer.Option(help="A server's identifier from 'loramux replicas'.", metavar="ID")
+        str | None, typer.Option(help="The identifier of a server or engine from 'loramux replicas'.", metavar="ID")
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="List the adapters of every server that shares requests.")
+        bool, typer.Option("--all", help="List the adapters of every server that shares requests, or of every engine.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show which adapters are loaded, most recently used first, and how full each tier is.
 
-    With --all, show the adapters of the called server and of each server that shares requests with it.
+    With --all, show the adapters of the called server and of each server that shares requests with it, or those of each
+    engine of a server with several.
     """
     if every and replica is not None:
         raise typer.BadParameter("use either --replica or --all")
@@ -81,10 +82,14 @@ def residency(
 
 
 def _ids(client: AdminClient) -> list[str]:
-    """Return the IDs of the servers that can list their adapters. Exit if the called server does not share requests."""
+    """Return the IDs of the servers or engines that can list their adapters. Exit if there is only this server."""
     found = [one["id"] for one in client.get("replicas")["data"] if one["state"] in ("serving", "draining")]
     if not found:
-        fail("this server does not share requests with others: start it with --peer-address, or omit --all", REFUSED)
+        fail(
+            "this server has one engine and does not share requests with others: start it with --data-parallel-size or "
+            "--peer-address, or omit --all",
+            REFUSED,
+        )
     return found
 
 

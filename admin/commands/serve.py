@@ -105,6 +105,21 @@ def serve(
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).", show_default=False)] = None,
+    data_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of engines, each with all of the model's weights; on a CPU, they divide the threads (default: "
+            "1, or one for each of --devices).",
+            show_default=False,
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of the GPUs that run the engines, one on each, such as 0,1 (default: the first ones).",
+            show_default=False,
+        ),
+    ] = None,
     database_url: DatabaseUrl = None,
     blob_url: Annotated[
         str | None,
@@ -159,7 +174,10 @@ def serve(
 def gateway(
     context: typer.Context,
     engine: Annotated[
-        Path | None, typer.Option(help="The socket that 'loramux serve' prints.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="The socket that 'loramux serve' prints, or several with commas between them.", show_default=False
+        ),
     ] = None,
     model: Model = None,
     config: ConfigFile = None,

@@ -251,7 +251,7 @@ def check_engine_socket(run: Path) -> Finding:
     check = "socket directory"
     if len(os.fsencode(run.absolute() / SOCKET_NAME)) > MAX_SOCKET_PATH:
         return check_socket_directory(Path(tempfile.gettempdir()))
-    for path in (run, run / SOCKET_NAME):
+    for path in (run, run / SOCKET_NAME, *run.glob("engine-*"), *run.glob(f"engine-*/{SOCKET_NAME}")):
         try:
             mode = stat.S_IMODE(path.stat().st_mode)
         except OSError:

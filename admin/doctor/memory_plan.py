@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loramux.adapter_store.errors import BaseNotSupported
@@ -17,7 +17,7 @@ from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
 from loramux.engine.architectures.weight_shapes import check_shapes, weight_shapes
-from loramux.engine.loop.config import ITEMSIZE, resolve_dtype
+from loramux.engine.loop.config import ITEMSIZE, EngineConfig, resolve_dtype
 from loramux.engine.pages.pool_size import DEFAULT_BYTES
 from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.engine.quantizing.methods import CHOICES, HEAD_METHOD, METHODS, WITH_HEAD
@@ -32,6 +32,9 @@ PROCESS_BYTES = 765 << 20
 """Memory of a server's processes without the model, pool and host tier, in bytes. Measured on Linux with Python 3.11
 and without a GPU.
 """
+
+GATEWAY_BYTES = 192 << 20
+"""The part of PROCESS_BYTES that a server has once, however many engines it has: its gateway's processes."""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -52,6 +55,11 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         return self.weights + self.pool + self.process
+
+    def total_of(self, num_engines: int) -> int:
+        """Return the memory of a server with several engines, in bytes. Each has its own weights and pool."""
+        further = self.weights + self.pool + self.process - GATEWAY_BYTES
+        return self.total + (num_engines - 1) * further
 
 
 def has_products_by_codes(device: str) -> bool:
@@ -94,6 +102,20 @@ def plan_memory(
     elif own != "bfloat16":
         plans.append(MemoryPlan(own, _Sizes(config, own, device).total({}), pool, process))
     return plans
+
+
+def plan_engine(config: EngineConfig, method: str | None) -> MemoryPlan:
+    """Return the plan for the format of an engine's weights. `method` is the value of `--quantization`, if it is set.
+
+    Raises ModelNotSupported.
+    """
+    model_dir = Path(config.model_dir)
+    plans = plan_memory(model_dir, config.device, config.pool_bytes, config.max_model_len)
+    model = ModelConfig.load(model_dir)
+    name = method or (config.dtype if model.quantization is None else model.quantization.name)
+    found = next((plan for plan in plans if plan.format == name), None)
+    # A model in bfloat16 can also be served in float32.
+    return found or replace(plans[0], format=name, weights=_Sizes(model, config.dtype, config.device).total({}))
 
 
 class _Sizes:

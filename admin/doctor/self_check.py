@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loramux.adapter_store.blobs.interface import BlobStore
@@ -24,11 +25,13 @@ class SelfCheck:
     model_source: str | None = None
     """The name with the commit under which the base was pulled, if it was."""
     is_sandbox_required: bool = False
+    engines: Mapping[str, EngineClient] = field(default_factory=dict)
+    """The engines behind `engine` by name, if it has several."""
 
     def findings(self) -> tuple[Finding, ...]:
         """Check every component once. A failing component yields a finding, never an exception."""
         return (
-            self._engine(),
+            *self._engines(),
             *check_database(self.database),
             check_store(self.blobs),
             check_data_directory(self.data_dir),
@@ -36,15 +39,22 @@ class SelfCheck:
             check_sandbox(self.is_sandbox_required),
         )
 
-    def _engine(self) -> Finding:
-        info = self.engine.info
-        if self.engine.is_ready and info is not None:
+    def _engines(self) -> Iterator[Finding]:
+        if not self.engines:
+            yield self._engine("the engine", self.engine, Grade.FAILED)
+        # The other engines run the requests while one restarts.
+        grade = Grade.WARNING if self.engine.is_ready else Grade.FAILED
+        for name, engine in self.engines.items():
+            yield self._engine(name, engine, grade)
+
+    def _engine(self, name: str, engine: EngineClient, grade: Grade) -> Finding:
+        if engine.is_ready and engine.info is not None:
             source = "" if self.model_source is None else f", which is {self.model_source}"
-            return Finding(check="engine", grade=Grade.OK, message=f"the engine serves {self.served_name}{source}")
-        trouble = self.engine.trouble
+            return Finding(check="engine", grade=Grade.OK, message=f"{name} serves {self.served_name}{source}")
+        trouble = engine.trouble
         return Finding(
             check="engine",
-            grade=Grade.FAILED,
-            message="the engine is not ready" + (f": {trouble}" if trouble else ""),
+            grade=grade,
+            message=f"{name} is not ready" + (f": {trouble}" if trouble else ""),
             mend="it restarts automatically; if it keeps dying, read the server's log and lower LORAMUX_POOL_BYTES",
         )

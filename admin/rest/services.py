@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,13 +178,20 @@ class EngineServices:
     requests: RequestsInFlight
     self_check: SelfCheck
     fleet: Fleet | None = None
-    """The servers that share requests with this one. None if this server does not share requests."""
+    """The servers that share requests with this one, or this server's engines. None if it has one engine and does not
+    share requests.
+    """
     disk_tier: Path | None = None
     """The directory of the engine's disk tier, from which purged weights are deleted."""
     live: LiveRequests = field(default_factory=NoLiveRequests)
     """The requests running in this process."""
     load_elsewhere: Callable[[str, Collection[str], float], Awaitable[None]] | None = None
-    """`RoutedEngine.load_elsewhere`. None if this server does not share requests."""
+    """`RoutedEngine.load_elsewhere`. None if this server has one engine and does not share requests."""
+
+    @property
+    def engines(self) -> Mapping[str, EngineClient]:
+        """This server's engines by name, if it has several. Otherwise empty."""
+        return {} if self.fleet is None else self.fleet.engines
 
 
 @dataclass(frozen=True, slots=True)

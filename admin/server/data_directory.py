@@ -50,6 +50,10 @@ class DataDirectory:
     def run(self) -> Path:
         return self.root / "run"
 
+    def engine_run(self, name: str) -> Path:
+        """The directory of the socket of one of several engines."""
+        return self.run / name
+
     @property
     def spool(self) -> Path:
         return self.root / "spool"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -14,7 +15,7 @@ from loramux.engine.protocol.messages import Stats, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.errors import Unauthenticated
 from loramux.platform.requests.openapi import Responses, errors
-from loramux.platform.telemetry.engine_metrics import render_engine
+from loramux.platform.telemetry.engine_metrics import render_engine, render_engines
 from loramux.platform.telemetry.metrics import CONTENT_TYPE, GatewayMetrics
 from loramux.platform.telemetry.routing_metrics import render_routing
 
@@ -38,9 +39,11 @@ def metrics_router(
     token: str | None,
     is_loopback: bool,
     names: RoutingNames | None = None,
+    engines: Mapping[str, EngineClient] | None = None,
 ) -> APIRouter:
     """The `/metrics` route and, with `names`, `/metrics/routing`. If a token is set, every call needs it. While the
-    engine does not answer, `loramux_engine_up` is the only engine metric.
+    engine does not answer, `loramux_engine_up` is the only engine metric. If there are several `engines` behind
+    `engine`, `/metrics` has the metrics of each.
     """
     router = APIRouter()
 
@@ -51,7 +54,8 @@ def metrics_router(
     async def scrape(request: Request) -> Response:
         """Get metrics for Prometheus. Requires the scrape token if one is set, otherwise a call from this machine."""
         _check_scraper(request, token, is_loopback)
-        return Response(metrics.render() + render_engine(await _stats(engine), engine.info), media_type=CONTENT_TYPE)
+        own = await _engine_text(engine) if not engines else await _engines_text(engines)
+        return Response(metrics.render() + own, media_type=CONTENT_TYPE)
 
     if names is None:
         return router
@@ -96,3 +100,14 @@ async def _stats(engine: EngineClient) -> Stats | None:
         return await engine.call(StatsRequest(), STATS_TIMEOUT_S)
     except (EngineUnavailable, TimeoutError):
         return None
+
+
+async def _engine_text(engine: EngineClient) -> bytes:
+    return render_engine(await _stats(engine), engine.info)
+
+
+async def _engines_text(engines: Mapping[str, EngineClient]) -> bytes:
+    stats = await asyncio.gather(*map(_stats, engines.values()))
+    return render_engines(
+        {name: (found, engine.info) for (name, engine), found in zip(engines.items(), stats, strict=True)}
+    )

@@ -83,6 +83,8 @@ FLAGS = frozenset(
         "engine",
         "peer_address",
         "cluster",
+        "data_parallel_size",
+        "devices",
         "routing",
         "reuse_port",
         "tier_objectives",
@@ -285,6 +287,14 @@ class Settings(ModelSettings):
     are the same. `auto`: do so on a CPU.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    data_parallel_size: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Number of engines that this server runs, each with all of the model's weights; by default one, or one for each
+    GPU in `devices`. On a CPU, they divide the threads. [Scaling](scaling.md#several-engines) says when to use several.
+    """
+    devices: Annotated[tuple[int, ...], NoDecode] = ()
+    """Comma-separated numbers of the GPUs that run the engines, one engine on each, such as `0,1`. By default, the
+    first GPUs are used. If CUDA_VISIBLE_DEVICES is set, they are positions in its list.
+    """
     blob_url: str | None = None
     adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()
     load_sources: Annotated[tuple[str, ...], NoDecode] = ()
@@ -334,8 +344,7 @@ class Settings(ModelSettings):
     oidc_roles_claim: str = "groups"
     oidc_roles: Annotated[tuple[str, ...], NoDecode] = ()
     oidc_redirect_url: str | None = None
-    engine: Path | None = None
-    """The socket of a running server's engine, for `loramux gateway`."""
+    engine: Annotated[tuple[Path, ...], NoDecode] = ()
     peer_address: str | None = None
     """`HOST:PORT` at which other servers on the database reach this server's engine, over mutual TLS. Servers with this
     setting share requests. The host must be an address or name of this machine that the other servers can reach.
@@ -357,8 +366,9 @@ class Settings(ModelSettings):
     still go to servers of these bases.
     """
     router: str = HOMES
-    """How servers with `peer_address` or `cluster` choose the engine that runs a request. `homes` sends each adapter's
-    requests to a few engines that hold it. Other values: [the routers of extensions](extending.md#routers).
+    """How servers with several engines, `peer_address` or `cluster` choose the engine that runs a request. `homes`
+    sends each adapter's requests to a few engines that hold it. Other values:
+    [the routers of extensions](extending.md#routers).
     """
     reuse_port: bool = False
     """Share the OpenAI port with other gateways on this host that also set this. The kernel distributes connections."""
@@ -481,6 +491,35 @@ class Settings(ModelSettings):
     def _is_a_router(cls, name: str) -> str:
         return _chosen(name, router_names())
 
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _split_numbers(cls, devices: Any) -> Any:
+        parts = devices.split(",") if isinstance(devices, str) else devices
+        numbers = [str(part).strip() for part in parts] if isinstance(parts, list | tuple) else [str(parts)]
+        if not all(re.fullmatch(r"[0-9]{1,4}", number) for number in numbers):
+            raise ValueError("it should be numbers of GPUs with commas between them, such as 0,1")
+        return [int(number) for number in numbers]
+
+    @field_validator("devices")
+    @classmethod
+    def _are_different(cls, devices: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        twice = [device for device in devices if devices.count(device) > 1]
+        if twice:
+            raise ValueError(f"two engines cannot share a GPU, but {twice[0]} is named twice")
+        size = info.data.get("data_parallel_size")
+        if devices and size is not None and size != len(devices):
+            raise ValueError(f"it names {len(devices)} GPUs, but data_parallel_size is {size}: remove one of them")
+        if devices and info.data.get("device") == "cpu":
+            raise ValueError("it names GPUs, but device is cpu: remove one of them")
+        return devices
+
+    @field_validator("engine")
+    @classmethod
+    def _are_sockets(cls, sockets: tuple[Path, ...]) -> tuple[Path, ...]:
+        if len(set(sockets)) < len(sockets):
+            raise ValueError("it names a socket twice")
+        return sockets
+
     @field_validator("cluster")
     @classmethod
     def _is_a_cluster(cls, cluster: str | None, info: ValidationInfo) -> str | None:
@@ -488,6 +527,9 @@ class Settings(ModelSettings):
             return None
         if info.data.get("peer_address") is not None:
             raise ValueError("a server whose engines run in a cluster has no engine to share: remove peer_address")
+        for name in ("data_parallel_size", "devices"):
+            if info.data.get(name):
+                raise ValueError(f"a server whose engines run in a cluster starts no engine itself: remove {name}")
         if cluster != LOCAL_CLUSTER and info.data.get("blob_url") is None:
             raise ValueError("the engines of a cluster need a blob store that they can reach: set --blob-url, too")
         return _named_cluster(cluster)
@@ -537,13 +579,16 @@ class Settings(ModelSettings):
             raise ValueError("single sign-on also requires oidc_issuer")
         return client_id
 
-    @field_validator("adapter_sources", "cors_origins", "load_sources", "oidc_roles", "trusted_proxies", mode="before")
+    @field_validator(
+        *("adapter_sources", "cors_origins", "engine", "load_sources", "oidc_roles", "trusted_proxies"),
+        mode="before",
+    )
     @classmethod
     def _split(cls, sources: Any) -> Any:
-        """Split a comma-separated string. A TOML array is already a list."""
-        if not isinstance(sources, str):
+        """Split a comma-separated string or path. A TOML array is already a list."""
+        if not isinstance(sources, str | Path):
             return sources
-        return [source.strip() for source in sources.split(",") if source.strip()]
+        return [source.strip() for source in str(sources).split(",") if source.strip()]
 
     @field_validator("trusted_proxies")
     @classmethod

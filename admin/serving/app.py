@@ -120,10 +120,13 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     app.router.routes.extend(_rest_routes().routes)
     resident = ResidentNames.over(services.database)
     names = RoutingNames(services.engine.self_check.served_name, lambda digests: services.call(resident.of, digests))
+    engines = services.engine.engines
     app.include_router(
-        metrics_router(services.metrics, services.engine.client, services.metrics_token, services.is_loopback, names)
+        metrics_router(
+            services.metrics, services.engine.client, services.metrics_token, services.is_loopback, names, engines
+        )
     )
-    add_health(app, services.database, services.engine.client, services.trouble, tells_why=True)
+    add_health(app, services.database, services.engine.client, services.trouble, tells_why=True, engines=engines)
     app.add_route("/", to_console, include_in_schema=False)
     app.add_route("/console", to_console, include_in_schema=False)
     app.mount("/console", create_console(services, app))

@@ -96,8 +96,10 @@ from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
 if TYPE_CHECKING:
     from loramux.admin.serving.cluster import ClusterSharing
     from loramux.admin.serving.sharing import Sharing
+    from loramux.platform.replicas.data_parallel import DataParallelEngines
 
-OpenSharing: TypeAlias = "Callable[[Database, ReplicaMetrics, Executor, BaseDraw], Sharing | ClusterSharing]"
+Shared: TypeAlias = "Sharing | ClusterSharing | DataParallelEngines"
+OpenSharing: TypeAlias = "Callable[[Database, ReplicaMetrics, Executor, BaseDraw], Shared]"
 
 NUM_LOAD_THREADS = 2
 """Number of threads that look up the sources of adapters which tenants' programs load."""
@@ -128,7 +130,7 @@ class Assembled:
     evals: EvalRunner
     batches: BatchRunner
     webhooks: WebhookRunner
-    sharing: Sharing | ClusterSharing | None
+    sharing: Shared | None
     base_id: str
     own_server: OwnServer
 
@@ -302,7 +304,7 @@ def open_admin(
     stores: Stores,
     gateway: GatewayServices,
     gateway_app: FastAPI,
-    sharing: Sharing | ClusterSharing | None,
+    sharing: Shared | None,
     executor: Executor,
     report_executor: Executor,
     resolver: Executor,
@@ -330,6 +332,7 @@ def open_admin(
                 database=database,
                 blobs=stores.blobs,
                 engine=gateway.engine,
+                engines={} if sharing is None else sharing.engines,
                 data_dir=directory.root,
                 served_name=settings.resolved_served_name,
                 model_source=settings.model_source,

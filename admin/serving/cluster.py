@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from random import SystemRandom
+from types import MappingProxyType
 
 from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.adapter_store.sandbox.confinement import hide_memory
@@ -19,12 +20,13 @@ from loramux.admin.server.settings import LOCAL_CLUSTER, ClusterSettings, Settin
 from loramux.engine.protocol.messages import EngineReady, Stats
 from loramux.migrations.database import Database
 from loramux.platform.base_draw import BaseDraw
-from loramux.platform.cluster.cluster_engine import NO_ENGINE_ID, NO_REPLICA, ClusterEngine
-from loramux.platform.cluster.cluster_fleet import ClusterFleet
+from loramux.platform.cluster.cluster_fleet import NO_REPLICA, ClusterFleet
 from loramux.platform.cluster.cluster_link import ClusterLink, LinkTarget
 from loramux.platform.cluster.ray_connection import APP, LOOPBACK_ONLY, ClusterUnavailable, check_ray
 from loramux.platform.cluster.replica_calls import ReplicaCalls
+from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.engine_link.local_engine import EngineStartError
+from loramux.platform.replicas.engine_group import NO_ENGINE_ID, EngineGroup
 from loramux.platform.replicas.reports import ReplicaReport
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.routers import new_router
@@ -61,9 +63,10 @@ class ClusterSharing:
     """Takes the place of `Sharing` in a server whose engines run in a cluster."""
 
     address = None
+    engines: Mapping[str, EngineClient] = MappingProxyType({})
 
     def __init__(
-        self, calls: ReplicaCalls, cluster: ClusterEngine, metrics: ReplicaMetrics, draw: BaseDraw, router: str
+        self, calls: ReplicaCalls, cluster: EngineGroup, metrics: ReplicaMetrics, draw: BaseDraw, router: str
     ) -> None:
         try:
             self.engine = RoutedEngine(
@@ -100,7 +103,7 @@ class ClusterMember:
     """
 
     def __init__(self, settings: Settings, dtype: str, adapter_dtype: str | None = None) -> None:
-        self.cluster = ClusterEngine()
+        self.client = EngineGroup(NO_REPLICA)
         self.address = ClusterPlace.of(settings).address
         self._settings = settings
         self._link = ClusterLink(self._target)
@@ -111,7 +114,12 @@ class ClusterMember:
 
     @property
     def info(self) -> EngineReady | None:
-        return self.cluster.info
+        return self.client.info
+
+    @property
+    def place(self) -> str:
+        """The line with which a starting server names the cluster."""
+        return f"cluster     {self.address}  (its replicas: loramux replicas)"
 
     async def spawn(self) -> None:
         """Join the cluster. Raises EngineStartError.
@@ -127,7 +135,7 @@ class ClusterMember:
 
     def share(self, database: Database, metrics: ReplicaMetrics, executor: Executor, draw: BaseDraw) -> ClusterSharing:
         """Implements OpenSharing."""
-        self._sharing = ClusterSharing(self._link, self.cluster, metrics, draw, self._router)
+        self._sharing = ClusterSharing(self._link, self.client, metrics, draw, self._router)
         return self._sharing
 
     async def start(self) -> None:
@@ -136,9 +144,9 @@ class ClusterMember:
         self._sharing.fleet.follow()
         try:
             async with asyncio.timeout(REPLICA_WAIT_S):
-                await self.cluster.shown()
+                await self.client.shown()
         except TimeoutError:
-            raise EngineStartError(self.cluster.trouble or NO_REPLICA) from None
+            raise EngineStartError(self.client.trouble or NO_REPLICA) from None
         assert self.info is not None
         if self.info.dtype != self._dtype:
             raise EngineStartError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from contextlib import AsyncExitStack, ExitStack
 
 import uvloop
@@ -19,11 +20,16 @@ from loramux.admin.server.logs import configure_logs
 from loramux.admin.server.pulled_model import local_model
 from loramux.admin.server.settings import Settings
 from loramux.admin.server.stop_signals import StopSignals
+from loramux.admin.serving.local_engines import open_several
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.model_files import model_sha256
 from loramux.engine.protocol.errors import EngineError
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
+from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.engine_link.followed_engine import JoinRefused
 from loramux.platform.engine_link.joined_engine import JoinedEngine
+from loramux.platform.replicas.data_parallel import DataParallelEngines, engine_name
+from loramux.platform.replicas.records import base_fingerprint
 
 SETTLE_S = 5.0
 """Time, in seconds, allowed for the last settlements after both listeners have closed."""
@@ -34,7 +40,7 @@ def run(settings: Settings) -> None:
     configure_logs(settings.log_format)
     load_extensions()
     warn_of_unread_variable()
-    if settings.engine is None:
+    if not settings.engine:
         raise StartRefused("a gateway needs an engine: set --engine to the path that 'loramux serve' prints")
     if settings.is_database_embedded:
         raise StartRefused(
@@ -66,26 +72,21 @@ async def _serve(
     signals = StopSignals()
     async with AsyncExitStack() as stack:
         stack.enter_context(signals.caught())
-        assert settings.engine is not None
-        engine = JoinedEngine(settings.engine.absolute(), model_sha256(settings.model_dir))
-        try:
-            await engine.start()
-        except JoinRefused as error:
-            raise StartRefused(str(error)) from error
-        stack.push_async_callback(engine.close)
+        engine, several = await _joined(settings, stack)
         # Everything else is imported only now, so that a wrong engine is refused at once.
         from loramux.admin.server.background import in_background
         from loramux.admin.server.connection_registry import ConnectionRegistry
         from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
         from loramux.admin.serving.gateway_assembly import assemble_gateway
 
-        blocking = assemble_gateway(settings, directory, model, engine, is_loopback(admin_listener))
+        blocking = assemble_gateway(settings, directory, model, engine, is_loopback(admin_listener), several)
         assembled = await asyncio.to_thread(blocking.__enter__)
         stack.push_async_callback(asyncio.to_thread, blocking.__exit__, None, None, None)
 
         def announce() -> None:
+            engines = ", ".join(map(str, settings.engine))
             lines = [
-                f"loramux gateway serves {settings.resolved_served_name} (engine {settings.engine})",
+                f"loramux gateway serves {settings.resolved_served_name} (engine {engines})",
                 f"  OpenAI API  {url_of(gateway_listener)}/v1",
                 f"  metrics     {url_of(admin_listener)}",
             ]
@@ -104,6 +105,32 @@ async def _serve(
             signals,
             settings.drain_s,
             announce,
-            engine.close,
+            engine.close if several is None else several.close,
         )
         await assembled.services.run.requests.drain(SETTLE_S)
+
+
+async def _joined(settings: Settings, stack: AsyncExitStack) -> tuple[EngineClient, DataParallelEngines | None]:
+    """Join the engines. Return their client, and what is behind it if there are several. Raises StartRefused."""
+    digest, strikes = model_sha256(settings.model_dir), CrashStrikes(time.monotonic)
+    joined = {
+        engine_name(number): JoinedEngine(path.absolute(), digest, strikes=strikes)
+        for number, path in enumerate(settings.engine)
+    }
+    for engine in joined.values():
+        try:
+            await engine.start()
+        except JoinRefused as error:
+            raise StartRefused(str(error)) from error
+        stack.push_async_callback(engine.close)
+    if len(joined) == 1:
+        return engine, None
+    bases = {base_fingerprint(engine.info) for engine in joined.values() if engine.info is not None}
+    if len(bases) > 1:
+        raise StartRefused(
+            "the engines serve different weights, dtypes or quantisations: set --engine to the sockets of one server"
+        )
+    several = open_several(joined, settings.router)
+    stack.push_async_callback(several.close)
+    await several.follow()
+    return several.engine, several

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from pydantic import SecretStr
@@ -50,6 +51,9 @@ from loramux.platform.tokenizer.chat_template import ModelFilesError, read_speci
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
+if TYPE_CHECKING:
+    from loramux.platform.replicas.data_parallel import DataParallelEngines
+
 NUM_THREADS = 16
 """Number of threads that run the SQL of inference requests. They mostly wait for the database."""
 
@@ -76,12 +80,17 @@ class AssembledGateway:
 
 @contextmanager
 def assemble_gateway(
-    settings: Settings, directory: DataDirectory, model: ModelConfig, engine: EngineClient, is_loopback: bool
+    settings: Settings,
+    directory: DataDirectory,
+    model: ModelConfig,
+    engine: EngineClient,
+    is_loopback: bool,
+    several: DataParallelEngines | None = None,
 ) -> Iterator[AssembledGateway]:
     """Assemble the gateway process, except for its listeners.
 
     Raises StartRefused. Entering and exiting the context both block. The database belongs to the server, so a database
-    with another schema version is refused, not upgraded.
+    with another schema version is refused, not upgraded. `several` has the engines behind `engine`, if it has several.
     """
     with ExitStack() as stack:
         with refused_starts():
@@ -112,10 +121,12 @@ def assemble_gateway(
                 kept = open_batches(settings, directory, database, open_blob_store(settings.blob_url))
         batches = None
         if kept is not None:
-            room = RoomLimits(capacity=lambda: (engine.info or info).max_sequences)
+            capacity = (lambda: (engine.info or info).max_sequences) if several is None else several.capacity
+            room = RoomLimits(capacity=capacity)
             batches = BatchRunner(gateway, kept.files, BatchQueue(database), gateway.metrics.batches, room)
         app = create_openai_app(gateway, kept)
-        yield AssembledGateway(gateway, app, _operations_app(gateway, settings, is_loopback), batches)
+        engines = {} if several is None else several.engines
+        yield AssembledGateway(gateway, app, _operations_app(gateway, settings, is_loopback, engines), batches)
 
 
 @contextmanager
@@ -236,11 +247,14 @@ def revealed(secret: SecretStr | None) -> str | None:
     return None if secret is None else secret.get_secret_value()
 
 
-def _operations_app(gateway: GatewayServices, settings: Settings, is_loopback: bool) -> FastAPI:
+def _operations_app(
+    gateway: GatewayServices, settings: Settings, is_loopback: bool, engines: Mapping[str, EngineClient]
+) -> FastAPI:
     """Return an app with `/metrics` and `/health`, as on a server's admin listener."""
     app = FastAPI(title="loramux gateway", openapi_url=None, docs_url=None, redoc_url=None)
     install_error_handling(app)
     is_open = is_loopback and not settings.trusted_proxies
-    app.include_router(metrics_router(gateway.metrics, gateway.engine, revealed(settings.metrics_token), is_open))
-    add_health(app, gateway.database, gateway.engine, gateway.trouble, tells_why=True)
+    token = revealed(settings.metrics_token)
+    app.include_router(metrics_router(gateway.metrics, gateway.engine, token, is_open, engines=engines))
+    add_health(app, gateway.database, gateway.engine, gateway.trouble, tells_why=True, engines=engines)
     return app

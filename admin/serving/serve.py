@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from loramux.admin.server.pulled_model import local_model
 from loramux.admin.server.quantized_base import quantize_base
 from loramux.admin.server.settings import Settings
 from loramux.admin.server.stop_signals import StopSignals
+from loramux.admin.serving.engine_plans import plan_engines
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.config import (
     DEFAULT_BATCH_TOKENS,
@@ -40,6 +41,7 @@ from loramux.engine.loop.config import (
 )
 from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 from loramux.engine.protocol.messages import EngineReady
+from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.engine_link.engine_process import ENGINE_COMMAND
 from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
 from loramux.platform.engine_link.output_lines import OutputLines
@@ -47,6 +49,8 @@ from loramux.platform.engine_link.output_lines import OutputLines
 if TYPE_CHECKING:
     from loramux.admin.serving.assembly import OpenSharing
     from loramux.admin.serving.cluster import ClusterMember
+    from loramux.admin.serving.local_engines import LocalEngines
+    from loramux.platform.replicas.peer_relay import RelayedEngine
 
 SETTLE_S = 5.0
 """Time, in seconds, allowed for the last settlements after both listeners have closed."""
@@ -70,6 +74,7 @@ def run(
     with ExitStack() as stack:
         settings = with_model_directory(stack.enter_context(local_model(settings)))
         model, config = read_model(settings)
+        configs = plan_engines(settings, config)
         gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
         admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
         settings = with_bound_ports(settings, gateway, admin)
@@ -77,12 +82,12 @@ def run(
         directory = stack.enter_context(open_data_directory(settings.data_dir))
         if settings.quantization is not None:
             base = quantize_base(config, directory.quantized.absolute(), settings.quantization)
-            config = msgspec.structs.replace(config, quantized_dir=str(base.directory))
+            configs = [msgspec.structs.replace(one, quantized_dir=str(base.directory)) for one in configs]
             print(f"weights quantised to {settings.quantization}; {base.quality}", flush=True)
             if base.warning is not None:
                 print(f"warning: {base.warning}", flush=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings, directory, model, config, command, gateway, admin, peers, limits))
+            runner.run(_serve(settings, directory, model, configs, command, gateway, admin, peers, limits))
 
 
 def with_bound_ports(settings: Settings, gateway: socket.socket, admin: socket.socket) -> Settings:
@@ -111,7 +116,8 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
     it.
     """
     try:
-        device = resolve_device(settings.device) if runs_here else settings.device
+        requested = "cuda" if settings.devices and settings.device == "auto" else settings.device
+        device = resolve_device(requested) if runs_here else requested
         if device == "auto":
             raise ConfigNotUsable("the engines run on other machines: set device to cpu or cuda")
         model = ModelConfig.load(settings.model_dir)
@@ -157,7 +163,7 @@ async def _serve(
     settings: Settings,
     directory: DataDirectory,
     model: ModelConfig,
-    config: EngineConfig,
+    configs: Sequence[EngineConfig],
     command: tuple[str, ...],
     gateway_listener: socket.socket,
     admin_listener: socket.socket,
@@ -168,7 +174,7 @@ async def _serve(
     async with AsyncExitStack() as stack:
         stack.enter_context(signals.caught())
         try:
-            engine, share = _engine(settings, directory, config, command, peers)
+            engine, share = _engine(settings, directory, configs, command, peers)
             stack.push_async_callback(engine.close)
             # The engine imports torch and loads the model while this process imports everything else.
             await engine.spawn()
@@ -177,8 +183,8 @@ async def _serve(
             from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
             from loramux.admin.serving.assembly import assemble
 
-            local = engine if isinstance(engine, LocalEngine) else engine.cluster
-            blocking = assemble(settings, directory, model, config, local, is_loopback(admin_listener), share)
+            local = engine if isinstance(engine, LocalEngine) else engine.client
+            blocking = assemble(settings, directory, model, configs[0], local, is_loopback(admin_listener), share)
             assembled = await asyncio.to_thread(blocking.__enter__)
             stack.push_async_callback(asyncio.to_thread, blocking.__exit__, None, None, None)
             if not await _started(engine, signals):
@@ -202,8 +208,8 @@ async def _serve(
             if isinstance(engine, LocalEngine):
                 place = f"engine      {engine.socket_path}  (for additional gateways: loramux gateway --engine)"
             else:
-                place = f"cluster     {engine.address}  (its replicas: loramux replicas)"
-            _announce(settings, config, engine.info, *urls, peer_address, bootstrap_key, place)
+                place = engine.place
+            _announce(settings, configs[0], engine.info, *urls, peer_address, bootstrap_key, place)
             if is_new:
                 print(next_commands(urls[1], bootstrap_key), flush=True)
 
@@ -248,31 +254,52 @@ def _bind_peers(settings: Settings, stack: ExitStack) -> socket.socket | None:
 def _engine(
     settings: Settings,
     directory: DataDirectory,
-    config: EngineConfig,
+    configs: Sequence[EngineConfig],
     command: tuple[str, ...],
     peers: socket.socket | None,
-) -> tuple[LocalEngine | ClusterMember, OpenSharing | None]:
-    """Return the engine of this server, or its membership in the cluster that runs the engines, and how the server
+) -> tuple[LocalEngine | LocalEngines | ClusterMember, OpenSharing | None]:
+    """Return the engines of this server, or its membership in the cluster that runs the engines, and how the server
     shares requests.
     """
     if settings.cluster is not None:
         # Like sharing, below: a server with an engine of its own never imports it.
         from loramux.admin.serving.cluster import ClusterMember
 
-        member = ClusterMember(settings, config.dtype, config.adapter_dtype)
+        member = ClusterMember(settings, configs[0].dtype, configs[0].adapter_dtype)
         return member, member.share
+    supervision = supervision_of(settings, configs[0])
+    if len(configs) > 1:
+        from loramux.admin.serving.local_engines import LocalEngines
+
+        several = LocalEngines(settings, directory, configs, supervision, command, is_shared=peers is not None)
+        if settings.peer_address is None or peers is None or several.front is None:
+            return several, several.share
+        engines = several.engines
+        behind = engines.engine, several.front, engines.capacity, engines.engines
+        return several, _sharing(settings, settings.peer_address, peers, *behind)
+    config = configs[0]
     lines = OutputLines("engine printed") if settings.log_format == "json" else None
-    supervision = supervision_of(settings, config)
     engine = LocalEngine(config, supervision, command, socket_directory=directory.run, lines=lines)
     if settings.peer_address is None or peers is None:
         return engine, None
+    return engine, _sharing(settings, settings.peer_address, peers, engine, engine, lambda: config.max_sequences, {})
+
+
+def _sharing(
+    settings: Settings,
+    address: str,
+    peers: socket.socket,
+    local: EngineClient,
+    relayed: RelayedEngine,
+    capacity: Callable[[], int],
+    engines: Mapping[str, EngineClient],
+) -> OpenSharing:
     from loramux.admin.serving.sharing import Sharing
 
     is_own_only = settings.routing == "off"
-    share = partial(
-        Sharing, settings.peer_address, peers, config, engine, router=settings.router, is_own_only=is_own_only
+    return partial(
+        Sharing, address, peers, local, relayed, capacity, engines, router=settings.router, is_own_only=is_own_only
     )
-    return engine, share
 
 
 def supervision_of(settings: Settings, config: EngineConfig) -> Supervision:
@@ -281,7 +308,7 @@ def supervision_of(settings: Settings, config: EngineConfig) -> Supervision:
     return replace(supervision, start_timeout_s=1800.0) if config.device == "cuda" else supervision
 
 
-async def _started(engine: LocalEngine | ClusterMember, signals: StopSignals) -> bool:
+async def _started(engine: LocalEngine | LocalEngines | ClusterMember, signals: StopSignals) -> bool:
     """Wait for the engine. Return False if a stop signal arrives first."""
     starting = asyncio.create_task(engine.start())
     stopping = asyncio.create_task(signals.drain.wait())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from importlib.metadata import version
@@ -14,14 +14,14 @@ from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.listeners import bind
 from loramux.admin.server.settings import Settings
-from loramux.engine.loop.config import EngineConfig
-from loramux.engine.protocol.messages import PROTOCOL, Stats
+from loramux.engine.protocol.messages import PROTOCOL, Stats, StatsRequest
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.base_draw import BaseDraw
-from loramux.platform.engine_link.local_engine import LocalEngine
+from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.replicas.certificates import OwnCertificates
 from loramux.platform.replicas.peer_listener import PeerListener
+from loramux.platform.replicas.peer_relay import RelayedEngine
 from loramux.platform.replicas.presence import Presence
 from loramux.platform.replicas.records import ReplicaRow, base_fingerprint
 from loramux.platform.replicas.replica_table import ReplicaTable
@@ -35,18 +35,21 @@ from loramux.platform.threads import call_on
 class Sharing:
     """One server's connection to the other servers on its database.
 
-    `engine` takes the place of the local engine in the gateway. `open_presence` needs a local engine that is ready.
-    `address` is the setting `peer_address`. If its port is 0, the listener's own port is published. `router` names the
-    router. With `is_own_only`, requests of this server's base run only on its own engine. Raises StartRefused if the
-    router cannot be used.
+    `local` runs sequences on this server, `relayed` is where other servers reach it, and `capacity` returns how many
+    sequences it can run at once. If it has several engines, `engines` has them by name. `engine` takes the place of
+    `local` in the gateway. `open_presence` needs a `local` that is ready. `address` is the setting `peer_address`. If
+    its port is 0, the listener's own port is published. `router` names the router. With `is_own_only`, requests of this
+    server's base run only on this server. Raises StartRefused if the router cannot be used.
     """
 
     def __init__(
         self,
         address: str,
         listener: socket.socket,
-        config: EngineConfig,
-        local: LocalEngine,
+        local: EngineClient,
+        relayed: RelayedEngine,
+        capacity: Callable[[], int],
+        engines: Mapping[str, EngineClient],
         database: Database,
         metrics: ReplicaMetrics,
         executor: Executor,
@@ -56,8 +59,10 @@ class Sharing:
     ) -> None:
         self.address = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
         self._listener = listener
-        self._config = config
         self._local = local
+        self._relayed = relayed
+        self.capacity = capacity
+        self.engines = engines
         self._database = database
         self._metrics = metrics
         self._executor = executor
@@ -77,10 +82,6 @@ class Sharing:
         except ExtensionRefused as error:
             raise StartRefused(str(error)) from error
 
-    def capacity(self) -> int:
-        """Return how many sequences the local engine, whose statistics `engine` gives, can run at once."""
-        return self._config.max_sequences
-
     def open_presence(self) -> Presence:
         """Listen for other servers. The caller runs and closes the Presence."""
         ready = self._local.info
@@ -97,12 +98,12 @@ class Sharing:
             beat=0,
             num_running=0,
             num_waiting=0,
-            capacity=self._config.max_sequences,
+            capacity=self.capacity(),
             num_pages=ready.num_pages,
             num_free_pages=ready.num_pages,
             certificates="",
         )
-        listener = PeerListener(self._listener, self._local, self._metrics.count_refusal)
+        listener = PeerListener(self._listener, self._relayed, self._metrics.count_refusal)
         listener.start()
         self._presence = Presence(
             own=row,
@@ -122,7 +123,9 @@ class Sharing:
         return () if self._presence is None else self._presence.reports()
 
     async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
-        """Implements `Fleet.stats_of`."""
+        """Implements `Fleet.stats_of`, also for the names of this server's engines."""
+        if replica_id in self.engines:
+            return await self.engines[replica_id].call(StatsRequest(with_tiers=with_tiers), timeout_s)
         if self._presence is None:
             raise UnknownReplica(replica_id)
         return await self._presence.stats_of(replica_id, timeout_s, with_tiers)

@@ -17,7 +17,8 @@ from loramux.admin.serving.cluster import ClusterSharing
 from loramux.admin.serving.serve import read_model
 from loramux.migrations.database import Database
 from loramux.platform.base_draw import BaseDraw
-from loramux.platform.cluster.cluster_engine import ClusterEngine
+from loramux.platform.cluster.cluster_fleet import NO_REPLICA
+from loramux.platform.replicas.engine_group import EngineGroup
 from loramux.platform.routing.routers import HOMES
 from loramux.platform.telemetry.package_metrics import ReplicaMetrics
 
@@ -41,7 +42,7 @@ class ServedGateway:
 
         settings = read_settings(msgspec.json.decode(document))
         model, config = read_model(settings)
-        calls, cluster = RayCalls(APP), ClusterEngine()
+        calls, cluster = RayCalls(APP), EngineGroup(NO_REPLICA)
 
         def share(database: Database, metrics: ReplicaMetrics, executor: Executor, draw: BaseDraw) -> ClusterSharing:
             return ClusterSharing(calls, cluster, metrics, draw, HOMES)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from loramux.kernels.gpu.capability import capability_problem
 
 DRIVER = "libcuda.so.1"
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+"""The environment variable that restricts a process to some GPUs and renumbers them from 0."""
 
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 """Device attributes, numbered as in `CUdevice_attribute` of cuda.h."""
@@ -34,6 +38,12 @@ def count_gpus() -> int:
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+def visible_gpu(index: int, environment: Mapping[str, str]) -> str:
+    """Return the value of VISIBLE_GPUS with which another process sees only the GPU that has this index here."""
+    inherited = environment.get(VISIBLE_GPUS)
+    return str(index) if inherited is None else inherited.split(",")[index].strip()
 
 
 def capability_of_first_gpu() -> tuple[int, int] | None:

@@ -44,6 +44,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     program_dir: str | None = None
     """Directory for compiled GPU programs, unless TRITON_CACHE_DIR is set. None means Triton's default directory."""
     device: str = "cpu"
+    gpu: int | None = None
+    """Index of the engine's GPU among those that the server sees. Its process sees no other. None means the first."""
     dtype: str = "bfloat16"
     adapter_dtype: Literal["fp8"] | None = None
     """`fp8` stores the adapters in the pool as FP8 codes. None stores them in `dtype`."""

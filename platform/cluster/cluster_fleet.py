@@ -12,7 +12,6 @@ import structlog
 
 from loramux.engine.protocol.messages import PROTOCOL, Stats, StatsRequest
 from loramux.platform.base_draw import BaseDraw
-from loramux.platform.cluster.cluster_engine import ClusterEngine
 from loramux.platform.cluster.replica_calls import ListedReplica, ReplicaCalls
 from loramux.platform.cluster.replica_engine import ReplicaEngine
 from loramux.platform.cluster.replica_report import (
@@ -22,10 +21,13 @@ from loramux.platform.cluster.replica_report import (
     read_identity,
     read_state,
 )
+from loramux.platform.replicas.engine_group import EngineGroup
 from loramux.platform.replicas.reports import ReplicaFigures, ReplicaReport, ReplicaState, UnknownReplica
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.views import ReplicaView
 from loramux.platform.telemetry.package_metrics import ReplicaMetrics
+
+NO_REPLICA = "no replica of the cluster is ready"
 
 BEAT_S = 1.0
 """Interval, in seconds, at which the router gets new views, although Ray Serve sends only changes."""
@@ -96,7 +98,7 @@ class ClusterFleet:
     def __init__(
         self,
         calls: ReplicaCalls,
-        cluster: ClusterEngine,
+        cluster: EngineGroup,
         routed: RoutedEngine,
         draw: BaseDraw,
         metrics: ReplicaMetrics,
@@ -248,11 +250,11 @@ class ClusterFleet:
             return self._calls.trouble
         if self._refused:
             name, reason = min(self._refused.items())
-            return f"no replica of the cluster is ready; {name} is refused: {reason}"
+            return f"{NO_REPLICA}; {name} is refused: {reason}"
         if not self._listed:
             return "the cluster runs no replica: start them with 'loramux cluster up'"
         troubles = (replica.engine.trouble for replica in self._replicas.values())
-        return next((f"no replica of the cluster is ready: {trouble}" for trouble in troubles if trouble), None)
+        return next((f"{NO_REPLICA}: {trouble}" for trouble in troubles if trouble), None)
 
     async def _beat_forever(self) -> None:
         while True:

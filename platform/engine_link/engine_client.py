@@ -21,8 +21,8 @@ class EngineClient(Protocol):
     the aborted stream still ends with a Finished record. An unread stream blocks nothing else.
 
     Implementations: `LocalEngine` and `JoinedEngine` for an engine on this machine, `PeerEngine` for the engine of
-    another server, `ReplicaEngine` for the engine of a replica in a cluster, `RoutedEngine` for several engines, and
-    `ScriptedEngine` for tests.
+    another server, `ReplicaEngine` for the engine of a replica in a cluster, `RoutedEngine` for several engines,
+    `EngineGroup` for those of their calls that concern no sequence, and `ScriptedEngine` for tests.
     """
 
     @property

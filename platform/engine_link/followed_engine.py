@@ -31,8 +31,10 @@ class Joining:
 class FollowedEngine(ConnectedEngine, ABC):
     """Ends the open streams when the engine is lost, and then joins the next engine at the same path or address."""
 
-    def __init__(self, place: str, joining: Joining, clock: Callable[[], float]) -> None:
-        super().__init__(CrashStrikes(clock))
+    def __init__(
+        self, place: str, joining: Joining, clock: Callable[[], float], strikes: CrashStrikes | None = None
+    ) -> None:
+        super().__init__(strikes if strikes is not None else CrashStrikes(clock))
         self._place = place
         self._joining = joining
         self._lost: dict[str, Add] = {}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_connection import EngineConnection
 from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH
@@ -20,7 +21,8 @@ class JoinedEngine(FollowedEngine):
 
     When the engine stops, open streams end with the code `engine_unavailable`, and the client joins the next engine
     that listens at the path. The engine must run the same version of loramux and the model with the given
-    `model_sha256`. Later engines must also have the same weights as the first engine.
+    `model_sha256`. Later engines must also have the same weights as the first engine. Clients of several engines of one
+    server share `strikes`.
     """
 
     def __init__(
@@ -29,8 +31,9 @@ class JoinedEngine(FollowedEngine):
         model_sha256: str,
         joining: Joining | None = None,
         clock: Callable[[], float] = time.monotonic,
+        strikes: CrashStrikes | None = None,
     ) -> None:
-        super().__init__(str(path), joining if joining is not None else Joining(), clock)
+        super().__init__(str(path), joining if joining is not None else Joining(), clock, strikes)
         self._path = path
         self._model_sha256 = model_sha256
         self._base_sha256: str | None = None

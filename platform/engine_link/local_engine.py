@@ -65,6 +65,8 @@ class LocalEngine(ConnectedEngine):
 
     Other gateways can use the engine through `socket_path`, which is in `socket_directory` if that directory can hold a
     socket. The engine's output goes to `lines`, or unchanged to standard error.
+
+    If a server has several engines, `name` tells them apart in the log, and they share `strikes`.
     """
 
     def __init__(
@@ -75,13 +77,16 @@ class LocalEngine(ConnectedEngine):
         clock: Callable[[], float] = time.monotonic,
         socket_directory: Path | None = None,
         lines: OutputLines | None = None,
+        name: str | None = None,
+        strikes: CrashStrikes | None = None,
     ) -> None:
-        super().__init__(CrashStrikes(clock))
+        super().__init__(strikes if strikes is not None else CrashStrikes(clock))
         self._config = config
         self._supervision = supervision if supervision is not None else Supervision()
         self._command = command
         self._clock = clock
         self._lines = lines
+        self._log = log if name is None else log.bind(engine=name)
         try:
             self._socket = EngineSocketDirectory(socket_directory)
         except SocketUnusable as error:
@@ -198,17 +203,17 @@ class LocalEngine(ConnectedEngine):
                 num_short_runs = 0
             delay_s = self._supervision.delay_s(num_short_runs)
             num_short_runs += 1
-            log.error("engine died", reason=self._trouble, restart_in_s=delay_s)
+            self._log.error("engine died", reason=self._trouble, restart_in_s=delay_s)
             self._process.close()
             await asyncio.sleep(delay_s)
             try:
                 await self._launch()
                 await self._connect()
-                log.info("engine restarted", pid=self.pid)
+                self._log.info("engine restarted", pid=self.pid)
             except Exception as error:
                 # Retry in the next iteration after any failure. First kill the process, which may be running but
                 # unreachable.
-                log.error("engine restart failed", reason=str(error))
+                self._log.error("engine restart failed", reason=str(error))
                 self._process.kill()
 
     async def _until_death(self, process: EngineProcess) -> float:
@@ -223,7 +228,7 @@ class LocalEngine(ConnectedEngine):
                 now = self._clock()
                 if self.is_ready and watchdog.look(process.record.progress(), now - looked):
                     self._is_hung = True
-                    log.error("engine hangs", pid=process.pid, stalled_s=round(watchdog.stalled_s, 1))
+                    self._log.error("engine hangs", pid=process.pid, stalled_s=round(watchdog.stalled_s, 1))
                     self._abandon_process(process)
                     process.kill()
                 looked = now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NotRequired
 
@@ -28,12 +28,13 @@ HEALTH_PATHS = frozenset({"/health/live", *READY_PATHS})
 
 class HealthDocument(TypedDict):
     """All calls except `/health/live` add `engine` and `database`. If one of them is not ready, the admin listener also
-    adds a `reason`.
+    adds a `reason`. For a server with several engines, it adds whether each is ready, as `engines`.
     """
 
     status: str
     engine: NotRequired[bool]
     database: NotRequired[bool]
+    engines: NotRequired[dict[str, bool]]
     reason: NotRequired[str]
 
 
@@ -57,8 +58,10 @@ async def ready(request: Request) -> Response:
     # The ping only reads, so it would also succeed if the database rejects writes.
     checks = {"engine": health.engine.is_ready, "database": known is None and await health.ping.is_answered()}
     is_ready = all(checks.values())
-    body = {"status": "ready" if is_ready else "not ready", **checks}
-    reasons = [reason for reason in (health.engine.trouble, known) if reason is not None]
+    body: dict[str, object] = {"status": "ready" if is_ready else "not ready", **checks}
+    reasons = [reason for reason in (*health.troubles(), known) if reason is not None]
+    if health.tells_why and health.engines:
+        body["engines"] = {name: engine.is_ready for name, engine in health.engines.items()}
     if health.tells_why and reasons:
         body["reason"] = "; ".join(reasons)
     return json_response(body, 200 if is_ready else 503)
@@ -85,15 +88,17 @@ def add_health(
     trouble: Callable[[], str | None] = lambda: None,
     *,
     tells_why: bool = False,
+    engines: Mapping[str, EngineClient] | None = None,
 ) -> None:
     """Add routes that report whether this process is live, and whether it is ready to serve requests.
 
     Live means that the engine is making progress or is idle. While the engine restarts, the process also counts as
     live. It is not live from the time that the engine hangs until the engine's process is gone. Ready means that the
     engine is running, the database answers, and the gateway knows of no `trouble` with the database, such as rejected
-    writes. `tells_why` adds the reasons to `ready`, for operators.
+    writes. `tells_why` adds the reasons to `ready`, for operators, and the state of each of the `engines` behind
+    `engine`. One that is ready is enough.
     """
-    app.state.health = _Health(engine, _Ping(database), trouble, tells_why)
+    app.state.health = _Health(engine, _Ping(database), trouble, tells_why, engines or {})
     app.router.routes.extend(router.routes)
 
 
@@ -128,6 +133,13 @@ class _Health:
     ping: _Ping
     trouble: Callable[[], str | None]
     tells_why: bool
+    engines: Mapping[str, EngineClient]
+
+    def troubles(self) -> Sequence[str | None]:
+        """Why engines are not ready, as far as it is known."""
+        if not self.engines:
+            return (self.engine.trouble,)
+        return [f"{name}: {engine.trouble}" for name, engine in self.engines.items() if engine.trouble is not None]
 
 
 def _health_of(request: Request) -> _Health:

@@ -33,6 +33,8 @@ class OwnReplica:
                 # Background sequences do not keep others from running here.
                 "num_running": stats.num_running - stats.num_background_running,
                 "num_waiting": stats.num_waiting - stats.num_background_waiting,
+                # Of several engines, one can be gone.
+                "capacity": stats.max_sequences or self.row.capacity,
                 "num_pages": stats.num_pages,
                 "num_free_pages": num_reclaimable_pages(stats),
             }

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from loramux.engine.protocol.messages import Stats
+from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.replicas.records import ReplicaRow
 
 ReplicaState = Literal["serving", "draining", "unreachable", "refused"]
 
 
 class UnknownReplica(Exception):
-    """No server with this identifier shares requests with this server."""
+    """No server with this identifier shares requests with this server, and none of its engines has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,9 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """One server. A refused server has a `reason` and no figures, because its claims are not used."""
+    """One server, or one of the engines of this server. A refused server has a `reason` and no figures, because its
+    claims are not used. An engine that is not ready has no figures either.
+    """
 
     id: str
     address: str | None
@@ -44,11 +47,15 @@ class ReplicaReport:
 
 
 class Fleet(Protocol):
-    """The servers that share requests, as seen by one of them."""
+    """The servers that share requests, as seen by one of them, or the engines of a server with several."""
+
+    @property
+    def engines(self) -> Mapping[str, EngineClient]:
+        """This server's engines by the identifiers of their reports, if it has several. Otherwise empty."""
 
     def reports(self) -> Sequence[ReplicaReport]:
-        """Report on this server first, then on its peers, then on refused servers. Empty if this server does not share
-        requests.
+        """Report on this server, or on its engines if it has several, then on its peers, then on refused servers. Empty
+        if this server has one engine and does not share requests.
         """
 
     async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:

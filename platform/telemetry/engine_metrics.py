@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -29,11 +29,36 @@ class EngineCollector(Collector):
 def render_engine(stats: Stats | None, info: EngineReady | None = None) -> bytes:
     """Return the text exposition. If no engine answers, it contains only `loramux_engine_up 0`."""
     registry = CollectorRegistry()
-    registry.register(_Up(stats is not None))
-    if stats is not None:
-        registry.register(_Info(info))
-        registry.register(EngineCollector(stats))
+    for collector in _collectors(stats, info):
+        registry.register(collector)
     return generate_latest(registry)
+
+
+def render_engines(engines: Mapping[str, tuple[Stats | None, EngineReady | None]]) -> bytes:
+    """Return the text exposition of several engines by their names, which are the values of the label `engine`."""
+    registry = CollectorRegistry()
+    registry.register(_Several({name: _collectors(*found) for name, found in engines.items()}))
+    return generate_latest(registry)
+
+
+def _collectors(stats: Stats | None, info: EngineReady | None) -> Sequence[Collector]:
+    up = _Up(stats is not None)
+    return (up,) if stats is None else (up, _Info(info), EngineCollector(stats))
+
+
+class _Several(Collector):
+    """The metrics of several engines, each sample with the name of its engine."""
+
+    def __init__(self, engines: Mapping[str, Sequence[Collector]]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for name, collectors in self._engines.items():
+            for metric in (metric for collector in collectors for metric in collector.collect()):
+                into = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                into.samples += [sample._replace(labels={**sample.labels, "engine": name}) for sample in metric.samples]
+        yield from merged.values()
 
 
 class _Up(Collector):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from loramux.engine.protocol.messages import Stats, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
@@ -16,6 +16,7 @@ class ScriptedFleet:
     """This server, a peer, a peer whose engine does not answer, and a server of another base."""
 
     def __init__(self, own: EngineClient, peer: EngineClient) -> None:
+        self.engines: Mapping[str, EngineClient] = {}
         self._engines = {OWN: own, PEER: peer}
 
     def reports(self) -> Sequence[ReplicaReport]:

@@ -71,7 +71,7 @@ class FleetLab(GatewayLab):
 
     def kill_engine(self, gateway: LabGateway) -> None:
         """Kill a server's engine. The server starts another."""
-        [engine] = [pid for pid in children_of(gateway.pid) if _is_engine(pid)]
+        [engine] = [pid for pid in children_of(gateway.pid) if is_paced_engine(pid)]
         os.kill(engine, signal.SIGKILL)
         until(lambda: not is_running(engine))
 
@@ -115,5 +115,5 @@ class FleetLab(GatewayLab):
                 yield sequence_id, num_prompt, num_completion
 
 
-def _is_engine(pid: int) -> bool:
+def is_paced_engine(pid: int) -> bool:
     return b"tests.conformance.paced_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -22,6 +22,7 @@ from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.cluster_lab import ClusterLab
 from tests.conformance.drawn_batches import DrawnBatches, as_line
 from tests.conformance.drawn_requests import COMPLETIONS, EMBEDDINGS, DrawnRequest, RequestDraw, streamed_completion
+from tests.conformance.engines_lab import EnginesLab
 from tests.conformance.fleet_lab import FleetLab
 from tests.conformance.gateway_lab import GatewayLab, LabGateway, gateway_lab, make_lab_base, send, usage_of
 from tests.conformance.paced_engine import STEP_S
@@ -45,6 +46,7 @@ campaign = pytest.mark.campaign
     scope="module",
     params=[
         "gateways",
+        pytest.param("engines", marks=[campaign, pytest.mark.data_parallel]),
         pytest.param("fleet", marks=[campaign, pytest.mark.fleet]),
         pytest.param("cluster", marks=[campaign, pytest.mark.cluster]),
     ],
@@ -52,15 +54,17 @@ campaign = pytest.mark.campaign
 def lab(
     request: pytest.FixtureRequest, postgres_server: str, demo_base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayLab]:
-    """Gateways of one engine, four in the campaign and two otherwise, three servers that share requests, or four
-    servers in front of a Ray cluster.
+    """Gateways of one engine, four in the campaign and two otherwise, three servers with one engine or two each that
+    share requests, or four servers in front of a Ray cluster.
     """
     is_campaign = "campaign" in (request.config.getoption("-m") or "").replace("not campaign", "")
     model = make_lab_base(tmp_path_factory.mktemp("base"), demo_base)
     url = create_database(postgres_server, request.param)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-lab-")))
-        if request.param == "fleet":
+        if request.param == "engines":
+            yield stack.enter_context(closing(EnginesLab(directory, url, model, 3)))
+        elif request.param == "fleet":
             yield stack.enter_context(closing(FleetLab(directory, url, model, 3)))
         elif request.param == "cluster":
             yield stack.enter_context(closing(ClusterLab(directory, url, model, 4)))

@@ -81,7 +81,7 @@ MEANINGS = {
     "traces_of_clients": "Whether to ignore a client's `traceparent`, link to it, or continue it as the parent of the "
     "server's trace.",
     "dtype": "Dtype of weights and arithmetic; `auto` uses the dtype in the model's `config.json`.",
-    "device": "Device of the engine; `auto` uses an NVIDIA GPU of compute capability 8.0 or later if there is one.",
+    "device": "Device of the engines; `auto` uses an NVIDIA GPU of compute capability 8.0 or later if there is one.",
     "blob_url": "Store for adapter files: `file://DIR`, `s3://BUCKET/PREFIX`, or the URL of "
     "[an extension](extending.md#blob-stores); by default in the data directory.",
     "adapter_sources": "Buckets, directories, and owners or repositories of a Hugging Face hub, from which an "
@@ -89,8 +89,8 @@ MEANINGS = {
     "[Adapters](adapters.md#adapters-that-the-server-reads-itself). "
     "[Extensions](extending.md#adapter-sources) add other sources.",
     "presigned_uploads": "Whether clients upload files to the S3 bucket directly.",
-    "pool_bytes": "Memory of the pool shared by adapters and KV cache; by default the memory that the model leaves "
-    "free on a GPU, or 1 GiB on a CPU.",
+    "pool_bytes": "Memory of each engine's pool, shared by adapters and KV cache; by default the memory that the model "
+    "leaves free on a GPU, or 1 GiB on a CPU.",
     "max_model_len": "Maximum number of tokens in a prompt and its answer; by default as many as the model and the "
     "pool allow.",
     "max_batch_tokens": "Maximum number of tokens in one step.",
@@ -103,10 +103,11 @@ MEANINGS = {
     "max_pinned_share": "Largest share of the pool that pinned adapters can take, from 0 to 1.",
     "eviction_policy": "Order in which idle pages are evicted: `lru`, `greedy_dual`, or "
     "[an extension's](extending.md#eviction-policies).",
-    "num_threads": "Number of engine threads on a CPU; by default one per core.",
+    "num_threads": "Number of engine threads on a CPU, of all engines together; by default one per core.",
     "disk_tier_bytes": "Largest size of the disk tier.",
-    "host_tier_bytes": "Largest amount of main memory for packed adapters.",
-    "engine": "Socket of a running server's engine, which the server prints; for `loramux gateway` only.",
+    "host_tier_bytes": "Largest amount of main memory for packed adapters, in each engine.",
+    "engine": "Socket of a running server's engine, or of each of its engines, separated by commas, as the server "
+    "prints them; for `loramux gateway` only.",
     "reuse_port": "Share `port` with other gateways on this host; each of them needs this setting.",
     "spool_bytes": "Maximum disk space for settlements that wait while the database is unavailable.",
     "drain_s": "Time that running requests have to finish after the first Ctrl-C or SIGTERM, in seconds.",

@@ -71,7 +71,8 @@ A refused call changes nothing. Two simultaneous pushes of the same files both g
 
 
 HEALTH = """`GET /health/live` and `GET /health/ready` on both listeners are for load balancers and need no key.
-`GET /health` and `GET /ping` are other names of `GET /health/ready`.
+`GET /health` and `GET /ping` are other names of `GET /health/ready`. On the admin listener, the answer of a server with
+[several engines](scaling.md#several-engines) says which of them are ready (`engines`). One is enough.
 """
 
 

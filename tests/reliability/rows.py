@@ -82,7 +82,7 @@ def _pytest(*tests: str, marks: str = "campaign") -> tuple[str, ...]:
     return ("pytest", *tests, "-m", marks, "-n", "0", "--timeout", "36000")
 
 
-GATEWAYS = "campaign and not fleet and not cluster"
+GATEWAYS = "campaign and not fleet and not cluster and not data_parallel"
 
 ROWS: Mapping[str, Row] = {
     "simulation": Row(

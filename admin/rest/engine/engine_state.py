@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from typing_extensions import TypedDict
 
 from loramux.admin.rest.access import PlatformReader, Services
@@ -59,9 +59,19 @@ class EngineDocument(TypedDict):
 
 
 @router.get("")
-async def get_engine(services: Services, caller: PlatformReader) -> EngineDocument:
-    """Get the engine's limits and counters. An engine restart resets the counters."""
-    stats = await engine_stats(services)
+async def get_engine(
+    services: Services,
+    caller: PlatformReader,
+    replica: Annotated[
+        str | None,
+        Query(max_length=40, description="The server or engine to query, by its identifier in `/replicas`."),
+    ] = None,
+) -> EngineDocument:
+    """Get the engine's limits and counters. An engine restart resets the counters.
+
+    For a server with several engines, the default is their sum, in which the counters of an engine that restarted stay.
+    """
+    stats = await engine_stats(services, replica=replica)
     info = services.engine.client.info
     if info is None:
         raise _silent()
@@ -99,9 +109,9 @@ async def get_engine(services: Services, caller: PlatformReader) -> EngineDocume
 
 
 async def engine_stats(services: AdminServices, with_tiers: bool = False, replica: str | None = None) -> Stats:
-    """Return the statistics of this server's engine, or of the engine of the server `replica`.
+    """Return the statistics of this server's engines, or of one engine, that of the server `replica` or of this name.
 
-    Raises NotFound if no such server shares requests with this one, and Unavailable if the engine does not answer.
+    Raises NotFound if there is no such server or engine, and Unavailable if the engine does not answer.
     """
     try:
         if replica is None:
@@ -110,7 +120,7 @@ async def engine_stats(services: AdminServices, with_tiers: bool = False, replic
             raise UnknownReplica(replica)
         return await services.engine.fleet.stats_of(replica, STATS_TIMEOUT_S, with_tiers)
     except UnknownReplica:
-        raise NotFound("no such server shares requests with this one", param="replica") from None
+        raise NotFound("there is no such server or engine", param="replica") from None
     except (EngineUnavailable, TimeoutError):
         raise _silent() from None
 

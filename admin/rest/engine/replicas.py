@@ -1,4 +1,4 @@
-"""`/replicas`: the servers that share requests, with their load and memory."""
+"""`/replicas`: the servers that share requests, or a server's engines, with their load and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ router = APIRouter(prefix="/replicas", tags=["replicas"])
 
 
 class ReplicaDocument(TypedDict):
-    """One server, as it last described itself. Figures are null for a refused server, which has a `reason` instead.
+    """One server, or an engine of this server, as it last described itself. Figures are null for a refused server and
+    for an engine that is not ready, which have a `reason` instead.
 
     `num_free_pages` includes the pages of idle adapters and idle cached prefixes. `age_s` is the age of the
     description.
@@ -39,11 +40,12 @@ class ReplicaDocument(TypedDict):
 
 @router.get("")
 async def list_replicas(services: Services, caller: PlatformReader) -> ListDocument[ReplicaDocument]:
-    """List this server and the servers that it shares requests with. The list is empty if this server does not share
-    requests (`peer_address`).
+    """List this server and the servers that it shares requests with, or this server's engines if it has several. The
+    list is empty if this server has one engine and does not share requests (`peer_address`).
 
-    A server is `unreachable` if it publishes its state but no connection to it is open, and `refused` if its base,
-    version or certificate does not match. Servers that have stopped publishing are not listed.
+    A server is `unreachable` if it publishes its state but no connection to it is open, and an engine of this server
+    while it is not ready. A server is `refused` if its base, version or certificate does not match. Servers that have
+    stopped publishing are not listed.
     """
     reports = () if services.engine.fleet is None else services.engine.fleet.reports()
     return whole_list([_describe(report) for report in reports])

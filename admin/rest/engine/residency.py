@@ -100,7 +100,7 @@ async def get_residency(
         str | None,
         Query(
             max_length=40,
-            description="The server to query, by its identifier in `/replicas`. The default is this server.",
+            description="The server or engine to query, by its identifier in `/replicas`. The default is this server.",
         ),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Maximum number of adapters to list.")] = 200,

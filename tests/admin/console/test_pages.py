@@ -27,6 +27,7 @@ from loramux.admin.serving.app import create_admin_app
 from loramux.migrations.events import EventType, note_event
 from loramux.migrations.schema import adapter_versions, base_servers, version_bases, webhooks
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.replicas.data_parallel import DataParallelEngines
 from tests.admin.added_batches import add_batch
 from tests.admin.admin_side import ADMIN_KEY, MODEL_SOURCE, AdminSide
 from tests.admin.app_client import client_of
@@ -36,6 +37,7 @@ from tests.admin.fleet import PEER, SILENT, ScriptedFleet
 from tests.admin.metered_requests import begin_request, settle_request
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
 from tests.platform.ready_adapters import add_ready_adapter
+from tests.platform.replicas.lab import ChosenRouter
 
 pytestmark = pytest.mark.anyio
 HOSTILE = "'\"></code></td></script><x-nasty><b nasty=1 onnasty=1>{{7*7}}&lt;\x00\x1b[2J\u202e\u200b\r\n"
@@ -679,6 +681,28 @@ async def test_residency_shows_every_server_and_the_chosen_ones_pool(console_sid
         assert "the engine does not answer" in (await operator.get(f"/residency?replica={SILENT}")).text
         # An unknown server in the query is ignored.
         assert "The page pool" in (await operator.get("/residency?replica=rep_nobody")).text
+
+
+async def test_residency_shows_the_engines_of_a_server_with_several(console_side: AdminSide) -> None:
+    second = ScriptedEngine()
+    second.resident["cd" * 32] = 1
+    dead = ScriptedEngine()
+    dead.die()
+    engines = {"engine-0": ScriptedEngine(), "engine-1": second, "engine-2": dead}
+    several = DataParallelEngines(engines, ChosenRouter)
+    await several.beat()
+    services = console_side.services
+    services = replace(services, engine=replace(services.engine, client=several.engine, fleet=several))
+    async with client_of(create_admin_app(services)) as client:
+        operator = Browser(client)
+        await operator.sign_in(ADMIN_KEY)
+        page = (await operator.get("/residency")).text
+        assert "Engines <span" in page
+        assert "that share requests" not in page
+        assert "cdcdcd" in page, "the adapters of all engines are listed"
+        assert "cdcdcd" not in (await operator.get("/residency?replica=engine-0")).text
+        assert "cdcdcd" in (await operator.get("/residency?replica=engine-1")).text
+        assert "killed by SIGKILL: last words" in page
 
 
 async def test_bases_show_their_servers_and_rejected_versions(console_side: AdminSide, operator: Browser) -> None:

@@ -257,6 +257,9 @@ def test_engine_socket_reachable_by_others_is_reported(tmp_path: Path) -> None:
         assert checks.check_engine_socket(run).mend == f"chmod go= {run}"
         run.chmod(0o700)
         assert checks.check_engine_socket(run).grade is Grade.OK
+        several = run / "engine-1"
+        several.mkdir(mode=0o755)
+        assert checks.check_engine_socket(run).mend == f"chmod go= {several}"
     deep = checks.check_engine_socket(tmp_path / ("d" * 100) / "run")
     assert (deep.grade, "/run" in deep.message) == (Grade.OK, False), "a temporary directory is used instead"
 

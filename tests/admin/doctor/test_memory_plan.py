@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.admin.doctor import memory_plan
-from loramux.admin.doctor.memory_plan import PROCESS_BYTES, plan_memory
+from loramux.admin.doctor.memory_plan import GATEWAY_BYTES, PROCESS_BYTES, plan_engine, plan_memory
+from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.errors import ModelNotSupported
 from tests.admin.command_line import Run
 from tests.conformance.tiny_models import SMALL_SHAPE
@@ -127,3 +128,28 @@ def test_refused_models_are_refused_here_too(loramux: Run, tmp_path: Path) -> No
     result = loramux("doctor", "--plan", str(tmp_path), "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["error"]["code"] == "model_not_supported"
+
+
+def test_engines_have_weights_and_a_pool_each(loramux: Run, tmp_path: Path) -> None:
+    save(tmp_path)
+    [plan, *_] = plan_memory(tmp_path, "cpu")
+    each = plan.weights + plan.pool + plan.process - GATEWAY_BYTES
+    assert (plan.total_of(1), plan.total_of(3)) == (plan.total, plan.total + 2 * each)
+    text = loramux("doctor", "--plan", str(tmp_path), "--data-parallel-size", "2").stdout.splitlines()
+    assert text[1] == "each of the 2 engines has the weights and a pool; the total is that of all engines"
+    document = json.loads(loramux("doctor", "--plan", str(tmp_path), "--data-parallel-size", "2", "--json").stdout)
+    assert (document["num_engines"], document["data"][0]["total_bytes"]) == (2, plan.total_of(2))
+    assert loramux("doctor", "--plan", str(tmp_path), "--data-parallel-size", "0").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "method", "name"),
+    [("bfloat16", None, "bfloat16"), ("bfloat16", "int8", "int8"), ("float32", None, "float32")],
+)
+def test_an_engines_own_format_is_planned(tmp_path: Path, dtype: str, method: str | None, name: str) -> None:
+    save(tmp_path)
+    config = EngineConfig(model_dir=str(tmp_path), blob_url="", cache_dir="", dtype=dtype, pool_bytes=5 << 20)
+    plan = plan_engine(config, method)
+    assert (plan.format, plan.pool) == (name, 5 << 20)
+    sizes = weights(tmp_path)
+    assert plan.weights == sizes.get(name, 2 * sizes["bfloat16"])

@@ -14,12 +14,12 @@ import msgspec
 import zmq.asyncio
 
 from loramux.platform.base_draw import BaseDraw
-from loramux.platform.cluster.cluster_engine import NO_ENGINE_ID, ClusterEngine
-from loramux.platform.cluster.cluster_fleet import ClusterFleet
+from loramux.platform.cluster.cluster_fleet import NO_REPLICA, ClusterFleet
 from loramux.platform.cluster.gateway_sessions import GatewaySessions
 from loramux.platform.cluster.replica_calls import ListedReplica, NoteReplicas, ReplicaGone
 from loramux.platform.cluster.replica_report import HeldState, ReplicaIdentity, as_values
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.replicas.engine_group import NO_ENGINE_ID, EngineGroup
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.platform.replicas.lab import ChosenRouter
@@ -124,7 +124,7 @@ class Cluster:
     calls: CallsHere
     fleet: ClusterFleet
     engine: RoutedEngine
-    calls_of_none: ClusterEngine
+    calls_of_none: EngineGroup
     router: ChosenRouter
     metrics: GatewayMetrics
 
@@ -135,7 +135,7 @@ class Cluster:
 @asynccontextmanager
 async def open_cluster(directory: Path) -> AsyncIterator[Cluster]:
     """Open a gateway of a cluster without replicas."""
-    calls, none, metrics, router = CallsHere(directory), ClusterEngine(), GatewayMetrics(), ChosenRouter()
+    calls, none, metrics, router = CallsHere(directory), EngineGroup(NO_REPLICA), GatewayMetrics(), ChosenRouter()
     replicas = metrics.replicas
     engine = RoutedEngine(
         none, NO_ENGINE_ID, lambda: router, replicas.count_forwarded, replicas.base_fallbacks.inc, base_id=""

@@ -58,3 +58,13 @@ def test_compiled_kernels_are_cached_in_the_configured_directory(monkeypatch: py
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     assert _environment("/data/programs")["TRITON_CACHE_DIR"] == "/data/programs"
     assert "TRITON_CACHE_DIR" not in _environment()
+
+
+@pytest.mark.parametrize(("inherited", "visible"), [(None, "1"), ("2,3", "3"), ("GPU-a1, GPU-b2", "GPU-b2")])
+def test_an_engine_sees_only_its_own_gpu(monkeypatch: pytest.MonkeyPatch, inherited: str | None, visible: str) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "CUDA_VISIBLE_DEVICES" not in _environment()
+    if inherited is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
+    assert _environment(gpu=1)["CUDA_VISIBLE_DEVICES"] == visible
+    assert _environment().get("CUDA_VISIBLE_DEVICES") == inherited, "a single engine sees what the server sees"

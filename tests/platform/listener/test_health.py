@@ -7,7 +7,7 @@ import pytest
 from fastapi import FastAPI
 
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.engine_link.scripted_engine import Script, ScriptedEngine
 from loramux.platform.listener.health import add_health
 
 pytestmark = pytest.mark.anyio
@@ -76,3 +76,22 @@ async def test_excluded_request_returns_400_and_costs_nothing(gateway: Any, stre
     gateway.engine.script = lambda add: Script(token_ids=(300,))
     again = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
     assert again.headers["x-ratelimit-remaining-requests"] == "4"
+
+
+async def test_operators_see_which_of_several_engines_is_ready(gateway: Any) -> None:
+    services, engines = gateway.services, {"engine-0": ScriptedEngine(), "engine-1": ScriptedEngine()}
+    app = FastAPI()
+    add_health(app, services.database, services.engine, tells_why=True, engines=engines)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as admin:
+        ready = {"status": "ready", "engine": True, "database": True}
+        assert (await admin.get("/health/ready")).json() == {**ready, "engines": {"engine-0": True, "engine-1": True}}
+        engines["engine-1"].die()
+        one = await admin.get("/health/ready")
+        assert (one.status_code, one.json()) == (
+            200,
+            {
+                **ready,
+                "engines": {"engine-0": True, "engine-1": False},
+                "reason": "engine-1: killed by SIGKILL: last words",
+            },
+        )

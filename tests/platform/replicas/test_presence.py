@@ -171,3 +171,20 @@ async def test_row_of_a_killed_server_is_deleted_by_another(
             now_s += 2.0
         await beat(first)
         assert [values["id"] for values in table.read({}).rows] == ["rep_a"]
+
+
+async def test_other_servers_see_the_sequence_slots_of_the_engines_that_are_running(
+    replicas: tuple[Replica, Replica],
+) -> None:
+    first, second = replicas
+    for num_slots in (16, 8):
+        # One of the two engines of the second server dies.
+        second.scripted.figures = {"max_sequences": num_slots}
+        await beat(second, first)
+        [seen] = [view for view in first.router.views if view.id == "rep_b"]
+        assert seen.capacity == num_slots
+    second.scripted.die()
+    await beat(second, first)
+    [told] = [one for one in first.presence.reports() if one.id == "rep_b"]
+    assert told.figures is not None
+    assert told.figures.capacity == 8, "without an answer, the last number stays"

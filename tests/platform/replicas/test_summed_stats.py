@@ -4,7 +4,7 @@ from msgspec import structs
 
 from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
 from loramux.engine.protocol.messages import DecodeReads, DraftCounts, ResidentAdapter, Stats, StepTimes, TierLoad
-from loramux.platform.cluster.cluster_stats import COUNTERS, GAUGES, ClusterStats, combined
+from loramux.platform.replicas.summed_stats import COUNTERS, GAUGES, SummedStats, combined
 from tests.platform.cluster.test_replica_report import stats
 
 
@@ -23,7 +23,7 @@ def test_every_number_of_the_statistics_is_added_up_or_named_here() -> None:
 
 
 def test_counters_of_a_lost_replica_stay_and_its_gauges_go() -> None:
-    cluster = ClusterStats()
+    cluster = SummedStats()
     assert cluster.total(["a"]) is None
     cluster.note("a", numbered(5))
     cluster.note("b", numbered(7))
@@ -46,7 +46,7 @@ def test_counters_of_a_lost_replica_stay_and_its_gauges_go() -> None:
 
 
 def test_loads_of_service_tiers_are_added_up() -> None:
-    cluster = ClusterStats()
+    cluster = SummedStats()
     for name, number in (("a", 1), ("b", 2)):
         loads = tuple(TierLoad(num_running=number, num_waiting=rank, prompt_tokens=10 * number) for rank in range(4))
         cluster.note(name, structs.replace(numbered(number), service_tiers=loads))
@@ -89,7 +89,7 @@ def test_reads_of_decode_steps_are_added_up_and_the_bandwidth_is_that_of_a_live_
 
 
 def test_a_late_answer_of_a_lost_replica_counts_once() -> None:
-    cluster = ClusterStats()
+    cluster = SummedStats()
     cluster.note("a", numbered(5))
     cluster.note("b", numbered(7))
     cluster.forget("a")

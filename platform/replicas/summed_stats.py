@@ -1,14 +1,14 @@
-"""Adds the statistics of replicas up, so that a cluster looks like one engine to metrics and to background work."""
+"""Adds the statistics of engines up, so that several engines look like one to metrics and to background work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 
 from msgspec import structs
 
-from loramux.adapter_store.tiers.tier_contents import TierContents
+from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierCounts, added
 from loramux.engine.protocol.messages import (
     DecodeReads,
@@ -21,6 +21,8 @@ from loramux.engine.protocol.messages import (
     TierLoad,
     Waiting,
 )
+
+DISK = "disk"
 
 COUNTERS = (
     *("num_steps", "mixed_steps", "num_rows", "num_step_sequences", "num_preemptions", "num_prefix_evictions"),
@@ -42,45 +44,53 @@ GAUGES = (
 )
 
 
-class ClusterStats:
-    """The sum of replicas' statistics. Counts of a replica that is gone, or whose engine restarted, stay in the sum, so
-    that counters never decrease.
+class SummedStats:
+    """The sum of engines' statistics. Counts of an engine that is gone, or has restarted, stay in the sum, so that
+    counters never decrease.
+
+    With `shares_disk`, all engines have the same disk tier.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares_disk: bool = False) -> None:
+        self._shares_disk = shares_disk
         self._last: dict[str, Stats] = {}
         self._retired: list[Stats] = []
 
-    def note(self, replica_id: str, stats: Stats) -> None:
-        last = self._last.get(replica_id)
+    def note(self, engine_id: str, stats: Stats) -> None:
+        last = self._last.get(engine_id)
         if last is not None and stats.num_steps < last.num_steps:
             self._retire(last)
-        self._last[replica_id] = stats
+        self._last[engine_id] = stats
 
-    def forget(self, replica_id: str) -> None:
-        """Note that a replica is gone. Its counters keep its name, because it can answer late or be listed again."""
-        last = self._last.get(replica_id)
+    def forget(self, engine_id: str) -> None:
+        """Note that an engine is gone. Its counters keep its name, because it can answer late or be listed again."""
+        last = self._last.get(engine_id)
         if last is not None:
-            self._last[replica_id] = structs.replace(last, adapters=(), tiers=())
+            self._last[engine_id] = structs.replace(last, adapters=(), tiers=())
 
-    def total(self, replica_ids: Iterable[str]) -> Stats | None:
-        """Return the sum over these replicas, or None if none of them has reported.
+    def holds(self, engine_id: str, digest: str) -> bool:
+        """True if the engine held the adapter when it last answered."""
+        last = self._last.get(engine_id)
+        return last is not None and any(adapter.digest == digest for adapter in last.adapters)
 
-        A replica that does not answer counts as it last answered. Of other replicas, only the counters count.
+    def total(self, engine_ids: Iterable[str]) -> Stats | None:
+        """Return the sum over these engines, or None if none of them has reported.
+
+        An engine that does not answer counts as it last answered. Of other engines, only the counters count.
         """
-        listed = set(replica_ids)
+        listed = set(engine_ids)
         live = [stats for name, stats in self._last.items() if name in listed]
         others = [stats for name, stats in self._last.items() if name not in listed]
-        return combined(live, [*self._retired, *others]) if live else None
+        return combined(live, [*self._retired, *others], self._shares_disk) if live else None
 
     def _retire(self, stats: Stats) -> None:
         self._retired = [combined([stats], self._retired)]
 
 
-def combined(live: Sequence[Stats], retired: Sequence[Stats] = ()) -> Stats:
+def combined(live: Sequence[Stats], retired: Sequence[Stats] = (), shares_disk: bool = False) -> Stats:
     """Add statistics up. Of `retired`, only the counters are added.
 
-    An adapter that several replicas hold is listed once, and as pinned only if every replica has pinned it.
+    An adapter that several engines hold is listed once, and as pinned only if every engine has pinned it.
     """
     every = [*live, *retired]
     sums = {name: sum(getattr(one, name) for one in every) for name in COUNTERS}
@@ -114,10 +124,9 @@ def combined(live: Sequence[Stats], retired: Sequence[Stats] = ()) -> Stats:
         ),
         max_adapters_in_step=max(one.max_adapters_in_step for one in every),
         step_times=_step_times([one.step_times for one in every]),
-        # Only live replicas use memory.
-        loading=reduce(added, [one.loading for one in live] + [_unused(one) for one in retired]),
+        loading=_loading(live, retired, shares_disk),
         adapters=tuple(_adapters(live)),
-        tiers=tuple(_tiers(live)),
+        tiers=tuple(_tiers(live, shares_disk)),
     )
 
 
@@ -151,18 +160,31 @@ def _adapters(live: Sequence[Stats]) -> Iterable[ResidentAdapter]:
         )
 
 
-def _tiers(live: Sequence[Stats]) -> Iterable[TierContents]:
+def _tiers(live: Sequence[Stats], shares_disk: bool) -> Iterable[TierContents]:
     found: dict[str, list[TierContents]] = {}
     for stats in live:
         for tier in stats.tiers:
             found.setdefault(tier.tier, []).append(tier)
-    for tiers in found.values():
-        adapters = {adapter.digest: adapter for tier in tiers for adapter in tier.adapters}
+    for name, tiers in found.items():
+        add_up: Callable[[Iterable[int]], int] = max if shares_disk and name == DISK else sum
+        adapters: dict[str, KeptAdapter] = {}
+        for adapter in sorted((adapter for tier in tiers for adapter in tier.adapters), key=lambda one: one.idle_s):
+            adapters.setdefault(adapter.digest, adapter)
         yield replace(
             tiers[0],
-            used_bytes=sum(tier.used_bytes for tier in tiers),
-            max_bytes=sum(tier.max_bytes for tier in tiers),
-            num_adapters=sum(tier.num_adapters for tier in tiers),
+            used_bytes=add_up(tier.used_bytes for tier in tiers),
+            max_bytes=add_up(tier.max_bytes for tier in tiers),
+            num_adapters=add_up(tier.num_adapters for tier in tiers),
             num_evictions=sum(tier.num_evictions for tier in tiers),
             adapters=tuple(adapters.values()),
         )
+
+
+def _loading(live: Sequence[Stats], retired: Sequence[Stats], shares_disk: bool) -> LoadCounts:
+    # Only live engines use memory.
+    total = reduce(added, [one.loading for one in live] + [_unused(one) for one in retired])
+    if not shares_disk:
+        return total
+    disk_bytes = max((tier.used_bytes for one in live for tier in one.loading.tiers if tier.tier == DISK), default=0)
+    tiers = (replace(tier, used_bytes=disk_bytes) if tier.tier == DISK else tier for tier in total.tiers)
+    return replace(total, tiers=tuple(tiers))

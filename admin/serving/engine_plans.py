@@ -1,0 +1,72 @@
+"""Plans what each engine of a server gets: its threads or its GPU, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from loramux.admin.errors import StartRefused
+from loramux.admin.server.settings import Settings
+from loramux.engine.device.cuda_driver import count_gpus
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.pages.pool_size import in_gib
+from loramux.engine.protocol.errors import EngineError
+
+
+def plan_engines(settings: Settings, config: EngineConfig) -> Sequence[EngineConfig]:
+    """Return the configuration of each engine, derived from that of a single engine. Raises StartRefused if this
+    machine cannot run them.
+
+    On a CPU, the engines divide the threads, and the memory of all of them must be available. On GPUs, each has its
+    own. The pool and the host tier have the configured sizes in each engine.
+    """
+    num_engines = settings.data_parallel_size or max(1, len(settings.devices))
+    if config.device == "cuda":
+        return _on_gpus(settings, config, num_engines)
+    if num_engines == 1:
+        return (config,)
+    if config.num_threads < num_engines:
+        given = f"this machine has {config.num_threads} cores"
+        if settings.num_threads is not None:
+            given = f"num_threads is {config.num_threads}"
+        raise StartRefused(f"{num_engines} engines need a thread each, but {given}: lower data_parallel_size")
+    _check_memory(settings, config, num_engines)
+    return (msgspec.structs.replace(config, num_threads=config.num_threads // num_engines),) * num_engines
+
+
+def _on_gpus(settings: Settings, config: EngineConfig, num_engines: int) -> Sequence[EngineConfig]:
+    num_gpus = count_gpus()
+    for device in settings.devices:
+        if device >= num_gpus:
+            raise StartRefused(
+                f"there is no GPU {device}: this machine has {num_gpus}, numbered from 0; change devices"
+            )
+    if num_engines > num_gpus:
+        raise StartRefused(
+            f"{num_engines} engines need as many GPUs, but this machine has {num_gpus}: lower data_parallel_size"
+        )
+    if num_engines == 1 and not settings.devices:
+        return (config,)
+    num_threads = max(1, config.num_threads // num_engines)
+    devices = settings.devices or range(num_engines)
+    return [msgspec.structs.replace(config, gpu=device, num_threads=num_threads) for device in devices]
+
+
+def _check_memory(settings: Settings, config: EngineConfig, num_engines: int) -> None:
+    # Other servers need neither module, and importing them takes time.
+    from loramux.admin.doctor.memory_plan import plan_engine
+    from loramux.admin.server.quantized_base import free_memory
+
+    try:
+        plan = plan_engine(config, settings.quantization)
+    except EngineError as error:
+        raise StartRefused(str(error)) from error
+    needed = plan.total_of(num_engines) + num_engines * config.host_tier_bytes
+    available = free_memory()
+    if needed > available:
+        raise StartRefused(
+            f"{num_engines} engines need {in_gib(needed)} of memory, with {in_gib(plan.weights)} of weights, "
+            f"{in_gib(plan.pool)} of pages and {in_gib(config.host_tier_bytes)} of host tier each, but "
+            f"{in_gib(available)} are available: lower data_parallel_size, pool_bytes or host_tier_bytes"
+        )

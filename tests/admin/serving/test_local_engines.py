@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loramux.admin.errors import StartRefused
+from loramux.admin.server import quantized_base
+from loramux.admin.server.data_directory import DataDirectory
+from loramux.admin.server.settings import Settings, SettingsError, load_settings
+from loramux.admin.serving import engine_plans
+from loramux.admin.serving.engine_plans import plan_engines
+from loramux.admin.serving.local_engines import LocalEngines
+from loramux.admin.serving.serve import read_model
+from loramux.engine.loop.config import EngineConfig
+from loramux.migrations.database import Database
+from loramux.platform.engine_link.local_engine import EngineStartError, Supervision
+from loramux.platform.ledger.events import Ledger
+from loramux.platform.replicas import data_parallel
+from tests.admin.serving.test_gateway import ADMIN_KEY, start, words
+from tests.conformance.gateway_lab import children_of
+from tests.platform.engine_link import toy_engine
+
+SMALL = {"pool_bytes": 16 << 20, "host_tier_bytes": 0, "device": "cpu"}
+
+
+def settings_of(model: Path, **more: Any) -> Settings:
+    return load_settings(Settings, {"model": model, **SMALL, **more})
+
+
+def plan(model: Path, **more: Any) -> Sequence[EngineConfig]:
+    settings = settings_of(model, **more)
+    return plan_engines(settings, read_model(settings)[1])
+
+
+def plan_on_gpus(model: Path, **more: Any) -> Sequence[EngineConfig]:
+    config = EngineConfig(model_dir=str(model), blob_url="", cache_dir="", device="cuda", num_threads=8)
+    return plan_engines(settings_of(model, **{**more, "device": "cuda"}), config)
+
+
+def test_engines_on_a_cpu_divide_the_threads(demo_base: Path) -> None:
+    [alone] = plan(demo_base, num_threads=5)
+    assert (alone.num_threads, alone.gpu) == (5, None)
+    both = plan(demo_base, num_threads=5, data_parallel_size=2)
+    assert [(one.num_threads, one.pool_bytes) for one in both] == [(2, 16 << 20)] * 2
+
+
+def test_more_engines_than_threads_are_refused(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartRefused) as refused:
+        plan(demo_base, num_threads=2, data_parallel_size=3)
+    assert str(refused.value) == "3 engines need a thread each, but num_threads is 2: lower data_parallel_size"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    with pytest.raises(StartRefused, match="but this machine has 2 cores: lower"):
+        plan(demo_base, data_parallel_size=3)
+
+
+def test_engines_that_do_not_fit_into_the_memory_together_are_refused(
+    demo_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"pool_bytes": 1 << 30, "host_tier_bytes": 1 << 30, "num_threads": 2}
+    monkeypatch.setattr(quantized_base, "free_memory", lambda: 4 << 30)
+    plan(demo_base, **sizes)
+    with pytest.raises(StartRefused) as refused:
+        plan(demo_base, **sizes, data_parallel_size=2)
+    assert str(refused.value).startswith("2 engines need 5.")
+    assert "1.0 GiB of pages and 1.0 GiB of host tier each, but 4.0 GiB are available" in str(refused.value)
+    plan(demo_base, **{**sizes, "host_tier_bytes": 0}, data_parallel_size=2)
+
+
+def test_each_engine_gets_a_gpu(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_plans, "count_gpus", lambda: 4)
+    assert [one.gpu for one in plan_on_gpus(demo_base)] == [None]
+    assert [(one.gpu, one.num_threads) for one in plan_on_gpus(demo_base, data_parallel_size=2)] == [(0, 4), (1, 4)]
+    assert [one.gpu for one in plan_on_gpus(demo_base, devices="3,1")] == [3, 1]
+    assert [one.gpu for one in plan_on_gpus(demo_base, devices="2")] == [2]
+    with pytest.raises(StartRefused) as refused:
+        plan_on_gpus(demo_base, devices="1,4")
+    assert str(refused.value) == "there is no GPU 4: this machine has 4, numbered from 0; change devices"
+    with pytest.raises(StartRefused) as refused:
+        plan_on_gpus(demo_base, data_parallel_size=5)
+    assert str(refused.value) == "5 engines need as many GPUs, but this machine has 4: lower data_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"data_parallel_size": 0}, "data_parallel_size is invalid: it should be greater than or equal to 1, not 0"),
+        ({"data_parallel_size": -2}, "data_parallel_size is invalid: it should be greater than or equal to 1"),
+        ({"data_parallel_size": 65}, "data_parallel_size is invalid: it should be less than or equal to 64"),
+        ({"devices": "0,0"}, "devices is invalid: two engines cannot share a GPU, but 0 is named twice"),
+        ({"devices": "0,a"}, "devices is invalid: it should be numbers of GPUs with commas between them, such as 0,1"),
+        ({"devices": "-1"}, "devices is invalid: it should be numbers of GPUs"),
+        ({"devices": "0,1", "data_parallel_size": 3}, "it names 2 GPUs, but data_parallel_size is 3"),
+        ({"devices": "0,1", "device": "cpu"}, "it names GPUs, but device is cpu"),
+        ({"data_parallel_size": 2, "cluster": "local"}, "starts no engine itself: remove data_parallel_size"),
+        ({"devices": "0", "cluster": "local"}, "starts no engine itself: remove devices"),
+        ({"engine": "a.sock,a.sock"}, "engine is invalid: it names a socket twice"),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_each_other_are_refused_with_one_sentence(
+    demo_base: Path, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings(Settings, {"model": demo_base, **given})
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_named_gpus_are_needed_even_if_the_device_is_chosen_automatically(
+    demo_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(StartRefused, match="the device 'cuda' needs"):
+        read_model(load_settings(Settings, {"model": demo_base, "devices": "0,1"}))
+
+
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A toy engine never reports its state."""
+    monkeypatch.setattr(data_parallel, "STATS_WAIT_S", 0.05)
+
+
+def toys(tmp_path: Path, **more: Any) -> LocalEngines:
+    config = EngineConfig(model_dir="", blob_url="", cache_dir="", max_sequences=4, **more)
+    settings = Settings.model_construct(router="homes", log_format="console")
+    command = (sys.executable, str(toy_engine.__file__), str(tmp_path))
+    directory = DataDirectory(tmp_path / "data")
+    directory.root.mkdir()
+    return LocalEngines(settings, directory, [config] * 2, Supervision(first_delay_s=0.02), command)
+
+
+def test_a_killed_engine_is_restarted_beside_the_other(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engines = toys(tmp_path)
+        await engines.spawn()
+        await engines.start()
+        try:
+            first, second = engines.engines.engines.values()
+            sockets = [tmp_path / "data" / "run" / f"engine-{number}" / "engine.sock" for number in range(2)]
+            assert all(path.is_socket() for path in sockets)
+            assert engines.place.split()[1] == ",".join(map(str, sockets))
+            assert (tmp_path / "data" / "run").stat().st_mode & 0o077 == 0
+            killed = first.pid  # type: ignore[attr-defined]
+            os.kill(killed, signal.SIGKILL)
+            async with asyncio.timeout(60):
+                while first.is_ready:  # noqa: ASYNC110  another process sets no event here
+                    await asyncio.sleep(0.01)
+                assert second.is_ready
+                assert engines.client.is_ready
+                while not first.is_ready:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert first.pid != killed  # type: ignore[attr-defined]
+        finally:
+            await engines.close()
+        await engines.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("is_compiled", "num_at_once"), [(True, 2), (False, 1)])
+def test_programs_for_gpus_are_compiled_by_one_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compiled: bool, num_at_once: int
+) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    programs = tmp_path / "programs"
+    if is_compiled:
+        (programs / "one").mkdir(parents=True)
+
+    async def scenario() -> None:
+        engines = toys(tmp_path, device="cuda", program_dir=str(programs))
+        found = engines.engines.engines.values()
+        try:
+            await engines.spawn()
+            assert sum(one.pid is not None for one in found) == num_at_once  # type: ignore[attr-defined]
+            await engines.start()
+            assert all(one.is_ready for one in found)
+        finally:
+            await engines.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_does_not_start_is_named_and_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "fails").write_text("the weights are torn")
+
+    async def scenario() -> None:
+        engines = toys(tmp_path)
+        with pytest.raises(EngineStartError, match=r"engine-[01]: the engine did not start: the weights are torn"):
+            await engines.start()
+        await engines.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def server(demo_base: Path, tmp_path: Path) -> Iterator[Server]:
+    """A server with two engines of four sequence slots each, so that most of the requests wait."""
+    ports = ("--port", 0, "--admin-port", 0)
+    arguments = ("serve", "--model", demo_base, "--data-dir", tmp_path / "data", *ports, "--data-parallel-size", 2)
+    sizes = {"LORAMUX_NUM_THREADS": "2", "LORAMUX_POOL_BYTES": "64MiB", "LORAMUX_MAX_SEQUENCES": "4"}
+    with Server(arguments, sizes) as server:
+        yield server
+
+
+class Server:
+    def __init__(self, arguments: Sequence[object], variables: Mapping[str, str]) -> None:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "loramux.admin.cli", *map(str, arguments)],
+            env={**inherited, "PYTHONPATH": ".src", "LORAMUX_ADMIN_KEY": ADMIN_KEY, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        _, openai, admin, _, place = words(self.process, 5)
+        self.url, self.admin_url, self.sockets = openai[-1].removesuffix("/v1"), admin[-1], place[1]
+        self.admin = httpx.Client(trust_env=False, timeout=30, headers={"authorization": f"Bearer {ADMIN_KEY}"})
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.admin.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def engines_ready(self) -> dict[str, bool]:
+        found: dict[str, bool] = self.admin.get(f"{self.admin_url}/health/ready").json()["engines"]
+        return found
+
+    def engine_pids(self) -> list[int]:
+        children = children_of(self.process.pid)
+        return sorted(pid for pid in children if b"engine.server.process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def stream(url: str, key: str, number: int) -> httpx.Response:
+    body = {
+        "model": "base",
+        "prompt": [5 + number],
+        "max_tokens": 150,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+    with httpx.Client(trust_env=False, timeout=120) as http:
+        return http.post(f"{url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+
+@pytest.mark.campaign
+@pytest.mark.data_parallel
+def test_served_engines_survive_a_kill_under_streams(server: Server, demo_base: Path, tmp_path: Path) -> None:
+    rest = f"{server.admin_url}/admin/v1"
+    server.admin.post(f"{rest}/tenants", json={"slug": "acme"})
+    key = server.admin.post(f"{rest}/api_keys", json={"tenant": "acme"}).json()["secret"]
+    assert server.engines_ready() == {"engine-0": True, "engine-1": True}
+    num_streams = 24
+    with ThreadPoolExecutor(num_streams) as pool:
+        streams = [pool.submit(stream, server.url, key, number) for number in range(num_streams)]
+        while server.admin.get(f"{rest}/engine", params={"replica": "engine-0"}).json()["num_running"] < 4:
+            time.sleep(0.02)
+        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        killed_s = time.monotonic()
+        while not all(server.engines_ready().values()) or time.monotonic() - killed_s < 0.5:
+            time.sleep(0.05)
+        replaced_s = time.monotonic() - killed_s
+        answers = [one.result() for one in streams]
+    ended = [one for one in answers if '"code":"engine_unavailable"' in one.text]
+    complete = [one for one in answers if one.text.rstrip().endswith("data: [DONE]") and one not in ended]
+    print(f"\n{len(complete)} complete, {len(ended)} ended by an error, replaced after {replaced_s:.1f} s")
+    assert len(complete) + len(ended) == num_streams
+    assert 1 <= len(ended) <= 4, "only what ran in the killed engine ends with the error"
+
+    # A further gateway uses both engines.
+    url = f"sqlite:///{tmp_path / 'data' / 'loramux.db'}"
+    joining = ("--model", demo_base, "--engine", server.sockets, "--database-url", url, "--port", 0, "--admin-port", 0)
+    gateway = start("gateway", *joining, "--data-dir", tmp_path / "second")
+    try:
+        _, openai, metrics = words(gateway, 3)
+        with ThreadPoolExecutor(8) as pool:
+            joined = list(pool.map(lambda i: stream(openai[-1].removesuffix("/v1"), key, i), range(8)))
+        assert all(one.text.rstrip().endswith("data: [DONE]") for one in joined)
+        for at in (server.admin_url, metrics[-1]):
+            shown = server.admin.get(f"{at}/metrics").text.splitlines()
+            assert {f'loramux_engine_up{{engine="engine-{number}"}} 1.0' for number in range(2)} <= set(shown)
+    finally:
+        gateway.terminate()
+        gateway.communicate(timeout=30)
+    listed = server.admin.get(f"{rest}/replicas").json()["data"]
+    assert [(one["id"], one["state"], one["address"]) for one in listed] == [
+        ("engine-0", "serving", "cpu"),
+        ("engine-1", "serving", "cpu"),
+    ]
+    # Running streams are drained.
+    with ThreadPoolExecutor(8) as pool:
+        last = [pool.submit(stream, server.url, key, number) for number in range(8)]
+        while server.admin.get(f"{rest}/engine").json()["num_running"] < 8:
+            time.sleep(0.02)
+        server.process.send_signal(signal.SIGTERM)
+        drained = [one.result() for one in last]
+    assert all(one.text.rstrip().endswith("data: [DONE]") for one in drained)
+    _, errors = server.process.communicate(timeout=40)
+    assert (server.process.returncode, "Traceback" in errors) == (0, False), errors
+
+    database = Database(url)
+    bills = {event.request_id: event for event in Ledger(database).events(None, limit=100).data}
+    database.close()
+    for answer in (*answers, *joined, *drained):
+        received = sum(len(ids.split(",")) for ids in re.findall(r'"token_ids":\[([0-9,]+)\]', answer.text))
+        bill = bills[answer.headers["x-request-id"]]
+        assert (bill.prompt_tokens, bill.completion_tokens) == (1, received)
