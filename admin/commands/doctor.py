@@ -111,7 +111,7 @@ def _show(finding: Finding) -> None:
 
 
 def _plan(model: Path, as_json: bool) -> None:
-    from loramux.admin.doctor.memory_plan import plan_memory
+    from loramux.admin.doctor.memory_plan import plan_memory, plan_tokens
     from loramux.engine.loop.config import resolve_device
     from loramux.engine.pages.pool_size import in_gib
     from loramux.engine.protocol.errors import ModelNotSupported
@@ -119,6 +119,7 @@ def _plan(model: Path, as_json: bool) -> None:
     device = resolve_device("auto")
     try:
         plans = plan_memory(model, device)
+        tokens = plan_tokens(model, device)
     except ModelNotSupported as error:
         fail(str(error), REFUSED, error_document(str(error), "model_not_supported") if as_json else None)
     if as_json:
@@ -133,10 +134,12 @@ def _plan(model: Path, as_json: bool) -> None:
             }
             for plan in plans
         ]
-        print_json({"object": "memory_plan", "device": device, "data": data})
+        print_json({"object": "memory_plan", "device": device, "pool_tokens": tokens, "data": data})
         return
     print(f"{model} on {device}; the pool has its default size (set pool_bytes to change it)")
     print(f"{'format':<28}{'weights':>12}{'pool':>12}{'process':>12}{'total':>12}")
     for plan in plans:
         sizes = "".join(f"{in_gib(size):>12}" for size in (plan.weights, plan.pool, plan.process, plan.total))
         print(f"{plan.format:<28}{sizes if plan.problem is None else f'  {plan.problem}'}")
+    room = ", ".join(f"{number:,} with --kv-dtype {name}" for name, number in tokens.items())
+    print(f"tokens that fit into a pool without adapters: {room}")

@@ -71,6 +71,7 @@ FLAGS = frozenset(
         "quantization",
         "activations",
         "adapter_dtype",
+        "kv_dtype",
         "device",
         "database_url",
         "blob_url",
@@ -278,6 +279,10 @@ class Settings(ModelSettings):
     adapter_dtype: Literal["fp8"] | None = None
     """`fp8`: store the adapters in the page pool [as FP8 codes](quantization.md#adapters-in-fp8), in half of the memory
     of bfloat16. By default, they have the dtype of the weights.
+    """
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    """`int8`: store the KV cache [in 8 bits](quantization.md#kv-cache-in-8-bits), so that almost twice as many tokens
+    fit into the page pool as in bfloat16. `auto`: in the dtype of the weights.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None

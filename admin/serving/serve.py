@@ -122,6 +122,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             device=device,
             dtype=resolve_dtype(settings.dtype, model, device),
             adapter_dtype=settings.adapter_dtype,
+            kv_dtype=settings.kv_dtype,
             activations=settings.activations,
             pool_bytes=None if settings.pool_bytes is None else int(settings.pool_bytes),
             max_model_len=settings.max_model_len,
@@ -257,7 +258,7 @@ def _engine(
         # Like sharing, below: a server with an engine of its own never imports it.
         from loramux.admin.serving.cluster import ClusterMember
 
-        member = ClusterMember(settings, config.dtype, config.adapter_dtype)
+        member = ClusterMember(settings, config)
         return member, member.share
     lines = OutputLines("engine printed") if settings.log_format == "json" else None
     supervision = supervision_of(settings, config)
@@ -305,8 +306,9 @@ def _announce(
     weights = "" if info is None or info.quantization is None else f", weights in {info.quantization}"
     if info is not None and info.num_dequantized:
         weights += f", {info.num_dequantized} linear layers expanded to {config.dtype}"
+    room = "" if info is None else f", room for {info.num_kv_tokens:,} tokens"
     lines = [
-        f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights})",
+        f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights}{room})",
         f"  OpenAI API  {url}/v1",
         f"  admin       {admin_url}",
         f"  console     {admin_url}{settings.admin_root_path}/console/",

@@ -96,6 +96,7 @@ def warm(dtype: torch.dtype) -> None:
     warm_delta(kernels, geometry, batch)
     warm_program(kernels, call, linears)
     warm_fp8(raw, dtype, call, linears)
+    warm_int8(num_pages, batch)
 
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -103,15 +104,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 def warm_program(kernels: CpuKernels, call: LoraCall, linears: list[Linear]) -> None:
     """Record every operation for two rows, and run the program. The pool's last two pages contain K and V."""
-    last = kernels.kv_of(HEADS, HEAD_DIM).shape[0] - 1
-    batch = AttentionBatch(
-        cu_q=torch.tensor([0, 1, 2], dtype=torch.int32),
-        seq_lens=torch.ones(2, dtype=torch.int32),
-        pages=torch.tensor([last - 1, last], dtype=torch.int32),
-        page_starts=torch.tensor([0, 1], dtype=torch.int32),
-        kv_slots=torch.tensor([16 * (last - 1), 16 * last]),
-        max_q=1,
-    )
+    batch = decode_of_two(kernels)
     recorder = start_recording(kernels, 2, (batch,))
     width = call.group.in_features
     x, angles = torch.zeros(2, width), torch.zeros(2, HEAD_DIM // 2)
@@ -132,6 +125,19 @@ def warm_program(kernels: CpuKernels, call: LoraCall, linears: list[Linear]) -> 
     recorder.finish().run((batch,), segments)
 
 
+def decode_of_two(kernels: CpuKernels) -> AttentionBatch:
+    """A step of two sequences of one token, whose K and V are in the pool's last two pages."""
+    last = kernels.kv_of(HEADS, HEAD_DIM).shape[0] - 1
+    return AttentionBatch(
+        cu_q=torch.tensor([0, 1, 2], dtype=torch.int32),
+        seq_lens=torch.ones(2, dtype=torch.int32),
+        pages=torch.tensor([last - 1, last], dtype=torch.int32),
+        page_starts=torch.tensor([0, 1], dtype=torch.int32),
+        kv_slots=torch.tensor([16 * (last - 1), 16 * last]),
+        max_q=1,
+    )
+
+
 def warm_fp8(raw: torch.Tensor, kv_dtype: torch.dtype, call: LoraCall, linears: list[Linear]) -> None:
     """Call the kernels that read adapters, on a pool whose adapters are FP8 codes."""
     geometry = PageGeometry(1, HEADS, HEAD_DIM, kv_dtype.itemsize, 1)
@@ -141,6 +147,24 @@ def warm_fp8(raw: torch.Tensor, kv_dtype: torch.dtype, call: LoraCall, linears: 
     embedding = replace(call, group=replace(call.group, is_embedding=True))
     kernels.lora_gather(torch.zeros(3, dtype=torch.int32), embedding, kernels.lora_planes(embedding, 3))
     warm_program(kernels, call, linears)
+
+
+def warm_int8(num_pages: int, batch: AttentionBatch) -> None:
+    """Call the kernels of K and V, on a pool whose K and V are int8 codes. They do not depend on any other dtype."""
+    geometry = PageGeometry(1, HEADS, HEAD_DIM, 1, 4, elements_per_scale=HEAD_DIM)
+    raw = torch.zeros(num_pages, 1, geometry.page_bytes, dtype=torch.uint8)
+    scales = torch.zeros(num_pages, 1, geometry.num_scales, dtype=torch.bfloat16)
+    kernels = CpuKernels(PoolViews(raw, raw.view(torch.int8), raw.view(torch.float32), geometry, scales))
+    spec = AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0)
+    heads = torch.zeros(3, HEADS, HEAD_DIM)
+    kernels.kv_write(heads, heads, 0, batch)
+    kernels.paged_attention(heads, 0, batch, spec, torch.zeros_like(heads))
+    decode, angles = decode_of_two(kernels), torch.zeros(2, HEAD_DIM // 2)
+    recorder = start_recording(kernels, 2, (decode,))
+    q, k, v, out = torch.zeros(4, 2, HEADS, HEAD_DIM)
+    recorder.rotate_and_store(q, k, v, angles, angles, 0, decode)
+    recorder.paged_attention(q, 0, decode, spec, out)
+    recorder.finish().run((decode,), build_segments(np.full(2, -1, np.int32), kernels.segment_rows))
 
 
 def warm_delta(kernels: CpuKernels, geometry: PageGeometry, batch: AttentionBatch) -> None:
