@@ -50,13 +50,13 @@ def measure(model: Path, directories: Sequence[Path], num_prompts: int, num_thre
     """The figures of each adapter in `directories` on the base `model`, a directory or a GGUF file."""
     model_dir = model_directory(model)
     adapters = {directory.name: directory for directory in directories}
-    texts = _texts(model, model_dir, adapters, num_prompts, num_threads)
+    texts = answered_prompts(model, model_dir, adapters, num_prompts, num_threads)
     usual = EngineConfig(model_dir=str(model_dir), blob_url="", cache_dir="", dtype="bfloat16", num_threads=num_threads)
     in_fp8 = msgspec.structs.replace(usual, adapter_dtype="fp8")
     in_float32 = msgspec.structs.replace(usual, dtype="float32")
     rows = []
     for name, directory in adapters.items():
-        packed = {config: _packed(config, directory) for config in (usual, in_fp8, in_float32)}
+        packed = {config: packed_adapter(config, directory) for config in (usual, in_fp8, in_float32)}
         figures = []
         for text in texts[name]:
             # The three floats of each text's next tokens are compared before the next text is read.
@@ -84,13 +84,13 @@ def _weighted(values: Sequence[float], weights: Sequence[int]) -> float:
     return statistics.fmean(values, weights)
 
 
-def _packed(config: EngineConfig, directory: Path) -> PackedAdapter:
+def packed_adapter(config: EngineConfig, directory: Path) -> PackedAdapter:
     model_dir = Path(config.model_dir)
-    target = pack_target(ModelConfig.load(model_dir), config.dtype, config.adapter_dtype)
+    target = pack_target(ModelConfig.load(model_dir), config.dtype, config.adapter_dtype, config.kv_dtype)
     return read_adapter(directory, target, BaseWeights(model_dir), None, {}).packed
 
 
-def _texts(
+def answered_prompts(
     model: Path, model_dir: Path, adapters: Mapping[str, Path], num_prompts: int, num_threads: int
 ) -> dict[str, list[tuple[int, ...]]]:
     """Prompts with their greedy answers, by the adapter's name."""

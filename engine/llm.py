@@ -98,7 +98,9 @@ class LLM:
         self._model = ModelConfig.load(self._directory)
         device = resolve_device(device)
         dtype_of_base = resolve_dtype(dtype, self._model, device)
-        self._target = pack_target(self._model, dtype_of_base, settings.get("adapter_dtype"))
+        self._target = pack_target(
+            self._model, dtype_of_base, settings.get("adapter_dtype"), settings.get("kv_dtype", "auto")
+        )
         tokenizer_file = self._directory / TOKENIZER_FILE
         self._tokenizer = TextTokenizer(load_tokenizer(tokenizer_file)) if tokenizer_file.exists() else None
         self._adapters: dict[str, LocalAdapter] = {}

@@ -35,6 +35,9 @@ MAX_RANK = 256
 MAX_ELEMENTS = (1 << 31) - 1
 """Maximum length of a stream, in elements. Offsets are int32."""
 
+SCALE_BYTES = 2
+"""Size of the scale of the K or V of one token and head, in bytes. Scales are bfloat16."""
+
 ID_BYTES = 4
 """Size of a trained row's id, in bytes."""
 
@@ -146,7 +149,12 @@ class NormShape:
 
 @dataclass(frozen=True, slots=True)
 class PageGeometry:
-    """Dimensions of a page; all pages of a pool have the same dimensions."""
+    """Dimensions of a page; all pages of a pool have the same dimensions.
+
+    With `elements_per_scale`, K and V are int8 codes. K or V of one token and head has one scale, which is outside of
+    the page. There is a scale per `elements_per_scale` elements of a page: the greatest common divisor of the head
+    dimensions of all layers, so the places of scales follow from the places of elements.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -154,6 +162,7 @@ class PageGeometry:
     kv_itemsize: int
     adapter_itemsize: int
     page_tokens: int = 16
+    elements_per_scale: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -174,6 +183,16 @@ class PageGeometry:
     def total_page_bytes(self) -> int:
         """Size in bytes of one page over all layers."""
         return self.page_bytes * self.num_layers
+
+    @property
+    def num_scales(self) -> int:
+        """Number of scales of the K and V of one page in one layer, or 0 if they are not int8 codes."""
+        return self.kv_elements // self.elements_per_scale if self.elements_per_scale else 0
+
+    @property
+    def pool_page_bytes(self) -> int:
+        """Bytes that one page takes in a pool: `total_page_bytes`, and its scales."""
+        return self.total_page_bytes + SCALE_BYTES * self.num_scales * self.num_layers
 
     @property
     def flat(self) -> PageGeometry:

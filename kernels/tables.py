@@ -20,17 +20,30 @@ class PoolViews:
     indices count these smaller layers. On a CPU, the first half of a page's elements in a layer is K
     `[num_kv_heads, head_dim, 16]`, and the second half is V `[num_kv_heads, 16, head_dim]`. On a GPU, K has the same
     layout as V. `adapter` is `adapter_dtype[P, L, E]`.
+
+    If `kv` is int8, an element of K or V is a code times the scale of its token and head. `kv_scales` is bfloat16, with
+    as many pages and layers as `kv`. In each layer, it begins with the scales of K `[num_kv_heads, 16]`, followed by
+    those of V `[num_kv_heads, 16]`. The scales are not in the pages, because rows of adapters are read in chunks that
+    divide `E`, which would no longer be a multiple of a large power of two.
     """
 
     raw: torch.Tensor
     kv: torch.Tensor
     adapter: torch.Tensor
     geometry: PageGeometry
+    kv_scales: torch.Tensor | None = None
 
     def kv_of(self, num_kv_heads: int, head_dim: int) -> torch.Tensor:
         """`kv` for layers with these KV heads, whose K and V may be smaller than the geometry's."""
         num_elements = 2 * self.geometry.page_tokens * num_kv_heads * head_dim
         return self.kv if self.kv.shape[2] == num_elements else self.kv.view(-1, 1, num_elements)
+
+    def scales_of(self, num_kv_heads: int, head_dim: int) -> torch.Tensor | None:
+        """`kv_scales` with as many pages and layers as `kv_of`, or None if `kv` is not int8."""
+        if self.kv_scales is None:
+            return None
+        num_scales = self.kv_of(num_kv_heads, head_dim).shape[2] // self.geometry.elements_per_scale
+        return self.kv_scales if self.kv_scales.shape[2] == num_scales else self.kv_scales.view(-1, 1, num_scales)
 
     @property
     def state(self) -> torch.Tensor:

@@ -114,7 +114,7 @@ def _show(finding: Finding) -> None:
 
 
 def _plan(model: Path, num_engines: int, as_json: bool) -> None:
-    from loramux.admin.doctor.memory_plan import plan_memory
+    from loramux.admin.doctor.memory_plan import plan_memory, plan_tokens
     from loramux.engine.loop.config import resolve_device
     from loramux.engine.pages.pool_size import in_gib
     from loramux.engine.protocol.errors import ModelNotSupported
@@ -122,6 +122,7 @@ def _plan(model: Path, num_engines: int, as_json: bool) -> None:
     device = resolve_device("auto")
     try:
         plans = plan_memory(model, device)
+        tokens = plan_tokens(model, device)
     except ModelNotSupported as error:
         fail(str(error), REFUSED, error_document(str(error), "model_not_supported") if as_json else None)
     if as_json:
@@ -136,7 +137,8 @@ def _plan(model: Path, num_engines: int, as_json: bool) -> None:
             }
             for plan in plans
         ]
-        print_json({"object": "memory_plan", "device": device, "num_engines": num_engines, "data": data})
+        about = {"device": device, "num_engines": num_engines, "pool_tokens": tokens}
+        print_json({"object": "memory_plan", **about, "data": data})
         return
     print(f"{model} on {device}; the pool has its default size (set pool_bytes to change it)")
     if num_engines > 1:
@@ -147,3 +149,5 @@ def _plan(model: Path, num_engines: int, as_json: bool) -> None:
         figures = (plan.weights, plan.pool, plan.process, plan.total_of(num_engines))
         sizes = "".join(f"{in_gib(size):>12}" for size in figures)
         print(f"{plan.format:<28}{sizes if plan.problem is None else f'  {plan.problem}'}")
+    room = ", ".join(f"{number:,} with --kv-dtype {name}" for name, number in tokens.items())
+    print(f"tokens that fit into a pool without adapters: {room}")

@@ -104,6 +104,13 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, or int8: store K and V in 8 bits, so that almost twice as many tokens fit (default: auto).",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).", show_default=False)] = None,
     data_parallel_size: Annotated[
         int | None,

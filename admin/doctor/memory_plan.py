@@ -17,7 +17,8 @@ from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
 from loramux.engine.architectures.weight_shapes import check_shapes, weight_shapes
-from loramux.engine.loop.config import ITEMSIZE, EngineConfig, resolve_dtype
+from loramux.engine.decoder.kv_layout import kv_layout
+from loramux.engine.loop.config import ITEMSIZE, KV_DTYPES, EngineConfig, kv_itemsize, resolve_dtype
 from loramux.engine.pages.pool_size import DEFAULT_BYTES
 from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.engine.quantizing.methods import CHOICES, HEAD_METHOD, METHODS, WITH_HEAD
@@ -116,6 +117,21 @@ def plan_engine(config: EngineConfig, method: str | None) -> MemoryPlan:
     found = next((plan for plan in plans if plan.format == name), None)
     # A model in bfloat16 can also be served in float32.
     return found or replace(plans[0], format=name, weights=_Sizes(model, config.dtype, config.device).total({}))
+
+
+def plan_tokens(
+    model_dir: Path, device: str, pool_bytes: int | None = None, max_model_len: int | None = None
+) -> dict[str, int]:
+    """Return how many tokens of K and V fit into an empty pool, by value of `--kv-dtype`. Raises ModelNotSupported."""
+    config = ModelConfig.load(model_directory(model_dir))
+    dtype = resolve_dtype("auto", config, device)
+    tokens: dict[str, int] = {}
+    for kv_dtype in KV_DTYPES:
+        itemsize = kv_itemsize(dtype, kv_dtype)
+        page_bytes = config.geometry(itemsize, ITEMSIZE[dtype]).pool_page_bytes
+        layout = kv_layout(config, max_model_len or config.max_model_len, itemsize)
+        tokens[kv_dtype] = layout.num_tokens((DEFAULT_BYTES if pool_bytes is None else pool_bytes) // page_bytes)
+    return tokens
 
 
 class _Sizes:

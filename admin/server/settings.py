@@ -72,6 +72,7 @@ FLAGS = frozenset(
         "activations",
         "adapter_dtype",
         "speculate",
+        "kv_dtype",
         "device",
         "database_url",
         "blob_url",
@@ -285,6 +286,10 @@ class Settings(ModelSettings):
     speculate: Literal["auto", "off", "text"] = "auto"
     """`text`: [draft tokens](speculation.md) from the text of each request, and verify several in one step. The answers
     are the same. `auto`: do so on a CPU.
+    """
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    """`int8`: store the KV cache [in 8 bits](quantization.md#kv-cache-in-8-bits), so that almost twice as many tokens
+    fit into the page pool as in bfloat16. `auto`: in the dtype of the weights.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data_parallel_size: Annotated[int, Field(ge=1, le=64)] | None = None

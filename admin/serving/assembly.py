@@ -259,7 +259,7 @@ def open_stores(
     push_validator = SubprocessValidator(
         required=required, base=base, command=PUSH_WORKER, num_processes=PUSHES_AT_ONCE + 1, niceness=PUSH_NICENESS
     )
-    target = pack_target(model, config.dtype, config.adapter_dtype)
+    target = pack_target(model, config.dtype, config.adapter_dtype, config.kv_dtype)
     hub = HubClient(settings.hf_endpoint, revealed(settings.hf_token))
     ingest = Ingest(
         registry,

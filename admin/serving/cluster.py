@@ -17,6 +17,7 @@ from loramux.admin.errors import StartRefused
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.local_cluster import LocalCluster
 from loramux.admin.server.settings import LOCAL_CLUSTER, ClusterSettings, Settings
+from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.messages import EngineReady, Stats
 from loramux.migrations.database import Database
 from loramux.platform.base_draw import BaseDraw
@@ -102,13 +103,12 @@ class ClusterMember:
     replica. It never stops one.
     """
 
-    def __init__(self, settings: Settings, dtype: str, adapter_dtype: str | None = None) -> None:
+    def __init__(self, settings: Settings, config: EngineConfig) -> None:
         self.client = EngineGroup(NO_REPLICA)
         self.address = ClusterPlace.of(settings).address
         self._settings = settings
         self._link = ClusterLink(self._target)
-        self._dtype = dtype
-        self._adapter_dtype = adapter_dtype
+        self._config = config
         self._router = settings.router
         self._sharing: ClusterSharing | None = None
 
@@ -148,16 +148,21 @@ class ClusterMember:
         except TimeoutError:
             raise EngineStartError(self.client.trouble or NO_REPLICA) from None
         assert self.info is not None
-        if self.info.dtype != self._dtype:
+        own = self._config
+        if self.info.dtype != own.dtype:
             raise EngineStartError(
-                f"the replicas compute in {self.info.dtype}, but this server packs adapters in {self._dtype}: "
+                f"the replicas compute in {self.info.dtype}, but this server packs adapters in {own.dtype}: "
                 f"set --dtype {self.info.dtype}"
             )
-        if self.info.adapter_dtype != self._adapter_dtype:
-            raise EngineStartError(
-                f"the replicas have adapter_dtype {self.info.adapter_dtype or 'unset'}, but this server packs adapters "
-                f"with {self._adapter_dtype or 'unset'}: use the same setting"
-            )
+        for name, theirs, ours in (
+            ("adapter_dtype", self.info.adapter_dtype, own.adapter_dtype),
+            ("kv_dtype", self.info.kv_dtype, own.kv_dtype),
+        ):
+            if theirs != ours:
+                raise EngineStartError(
+                    f"the replicas have {name} {theirs or 'unset'}, but this server packs adapters for "
+                    f"{ours or 'unset'}: use the same setting"
+                )
 
     async def close(self) -> None:
         """End the streams, and leave the cluster."""

@@ -129,6 +129,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             device=device,
             dtype=resolve_dtype(settings.dtype, model, device),
             adapter_dtype=settings.adapter_dtype,
+            kv_dtype=settings.kv_dtype,
             activations=settings.activations,
             pool_bytes=None if settings.pool_bytes is None else int(settings.pool_bytes),
             max_model_len=settings.max_model_len,
@@ -265,7 +266,7 @@ def _engine(
         # Like sharing, below: a server with an engine of its own never imports it.
         from loramux.admin.serving.cluster import ClusterMember
 
-        member = ClusterMember(settings, configs[0].dtype, configs[0].adapter_dtype)
+        member = ClusterMember(settings, configs[0])
         return member, member.share
     supervision = supervision_of(settings, configs[0])
     if len(configs) > 1:
@@ -334,9 +335,10 @@ def _announce(
     weights = "" if info is None or info.quantization is None else f", weights in {info.quantization}"
     if info is not None and info.num_dequantized:
         weights += f", {info.num_dequantized} linear layers expanded to {config.dtype}"
+    room = "" if info is None else f", room for {info.num_kv_tokens:,} tokens"
     drafts = ", drafts from the text" if speculates(config) else ""
     lines = [
-        f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights}{drafts})",
+        f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights}{drafts}{room})",
         f"  OpenAI API  {url}/v1",
         f"  admin       {admin_url}",
         f"  console     {admin_url}{settings.admin_root_path}/console/",

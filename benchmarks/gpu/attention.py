@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,8 @@ from benchmarks.gpu.model import Model, model_of
 from loramux.kernels.gpu.attention import paged_attention
 from loramux.kernels.gpu.attention_plan import PAGE_TOKENS, attention_plan
 from loramux.kernels.gpu.contiguous_attention import flash_attention, gather_pages, has_flash_attention
-from loramux.kernels.reference.attention import contiguous_attention
+from loramux.kernels.layout import SCALE_BYTES
+from loramux.kernels.reference.attention import contiguous_attention, to_codes
 from loramux.kernels.tables import AttentionBatch, ContiguousKeys, PoolViews
 
 MAX_KV_BYTES = 72 << 30
@@ -23,6 +24,9 @@ MAX_KV_BYTES = 72 << 30
 
 MAX_DENSE_BYTES = 9 << 30
 """Maximum size of SDPA's contiguous keys and values, in bytes. At least one layer is always stored."""
+
+ROUNDED_PAGES = 1 << 12
+"""Number of pages of a layer that are rounded to codes at a time."""
 
 KEPT_FREE = 24 << 30
 WARM_POOL_BYTES = 1 << 30
@@ -37,6 +41,8 @@ concentrated on a single key.
 OURS, SDPA = "loramux", "torch SDPA on contiguous K and V"
 CONTIGUOUS, GATHERED = "loramux on contiguous K and V", "loramux on gathered pages"
 """How the engine computes a prefill without and with a prefix in steps that are not captured."""
+
+CODES = "loramux with K and V in int8"
 
 LayerLaunch = Callable[[int], None]
 
@@ -61,8 +67,10 @@ class AttentionCase:
     def pages_each(self) -> int:
         return -(-self.context // PAGE_TOKENS)
 
-    def kv_bytes(self, model: Model, itemsize: int) -> int:
-        return self.num_sequences * self.context * 2 * model.num_kv_heads * model.head_dim * itemsize
+    def kv_bytes(self, model: Model, itemsize: int, scale_bytes: int = 0) -> int:
+        """Bytes of K and V, with a scale of `scale_bytes` for each token and head."""
+        num_rows = self.num_sequences * self.context * 2 * model.num_kv_heads
+        return num_rows * (model.head_dim * itemsize + scale_bytes)
 
     def operations(self, model: Model) -> int:
         """Number of multiplications and additions in one layer's two matrix products, counting visible keys only."""
@@ -109,6 +117,8 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
         attention.launch(0)
         if not case.is_decode:
             gather_pages(pool, 0, attention.batch.pages, model.attention)
+        else:
+            Attention(bench, model, case, pool_of_codes(pool, 1)).launch(0)
 
 
 def allowed_bytes(bench: Bench) -> int:
@@ -153,7 +163,7 @@ class Attention:
         self.out = torch.full_like(self.q, torch.nan)
         self._plan = attention_plan(
             case.num_rows, case.num_sequences, model.attention, bench.dtype.itemsize,
-            all_short=case.is_decode, num_processors=bench.num_processors,
+            all_short=case.is_decode, num_processors=bench.num_processors, has_codes=pool.kv_scales is not None,
         )  # fmt: skip
         elements = self._plan.workspace_elements(case.num_rows, case.num_sequences, model.attention)
         self._workspace = torch.full((elements,), torch.nan, device=bench.device)
@@ -173,7 +183,11 @@ class Attention:
     def dense(self, layer: int, sequences: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[num_sequences, num_kv_heads, context, head_dim]`, gathered from pages laid out as in the engine."""
         heads, width = self.model.num_kv_heads, self.model.head_dim
-        kv = self.pool.kv[self.pages[sequences], layer].unflatten(2, (2, heads, PAGE_TOKENS, width))
+        pages = self.pages[sequences]
+        kv = self.pool.kv[pages, layer].unflatten(2, (2, heads, PAGE_TOKENS, width))
+        if self.pool.kv_scales is not None:
+            scales = self.pool.kv_scales[pages, layer].unflatten(2, (2, heads, PAGE_TOKENS))
+            kv = kv.float() * scales.float()[..., None]
         k, v = kv.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : self.case.context]
         return k, v
 
@@ -267,6 +281,30 @@ def contiguous_ways(bench: Bench, attention: Attention) -> tuple[dict[str, Layer
     return {CONTIGUOUS: contiguous, GATHERED: gathered}, num_layers
 
 
+def pool_of_codes(pool: PoolViews, num_layers: int) -> PoolViews:
+    """A pool with the same pages, with K and V of the first `num_layers` layers rounded to int8 codes."""
+    geometry = replace(pool.geometry, num_layers=num_layers, kv_itemsize=1, elements_per_scale=pool.geometry.head_dim)
+    num_pages, device = pool.raw.shape[0], pool.raw.device
+    raw = torch.empty(num_pages, num_layers, geometry.page_bytes, dtype=torch.uint8, device=device)
+    scales = torch.empty(num_pages, num_layers, geometry.num_scales, dtype=torch.bfloat16, device=device)
+    kv = raw.view(torch.int8)
+    for layer in range(num_layers):
+        for begin in range(0, num_pages, ROUNDED_PAGES):
+            pages = slice(begin, begin + ROUNDED_PAGES)
+            # On a GPU, the rows of the heads follow each other in the order of their scales.
+            codes, scales[pages, layer] = to_codes(pool.kv[pages, layer].unflatten(1, (-1, geometry.head_dim)))
+            kv[pages, layer] = codes.flatten(1)
+    return PoolViews(raw=raw, kv=kv, adapter=raw.view(pool.adapter.dtype), geometry=geometry, kv_scales=scales)
+
+
+def with_codes(bench: Bench, attention: Attention) -> Attention:
+    """The same decode over K and V as int8 codes, of as many layers as SDPA's copies may take bytes."""
+    case, model = attention.case, attention.model
+    layer_bytes = case.kv_bytes(model, 1, SCALE_BYTES)
+    num_layers = min(attention.num_layers, max(1, MAX_DENSE_BYTES // layer_bytes))
+    return Attention(bench, model, case, pool_of_codes(attention.pool, num_layers))
+
+
 def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> Iterator[Row]:
     itemsize = bench.dtype.itemsize
     num_layers = num_stored(model, case, itemsize, allowed)
@@ -278,6 +316,10 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
     errors = {OURS: max(attention.check(attention.launch, layer) for layer in sorted({0, num_layers - 1}))}
     launches: dict[str, LayerLaunch] = {OURS: attention.launch}
     stored = {OURS: num_layers}
+    if case.is_decode:
+        codes = with_codes(bench, attention)
+        launches[CODES], stored[CODES] = codes.launch, codes.num_layers
+        errors[CODES] = max(codes.check(codes.launch, layer) for layer in sorted({0, codes.num_layers - 1}))
     if not case.is_decode:
         ways, num_copied = contiguous_ways(bench, attention)
         stored |= {CONTIGUOUS: num_copied, GATHERED: num_layers}
@@ -303,12 +345,13 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
         replays[name] = bench.capture(_repeated(launch, model.num_layers))
         replays[f"{name}, alone"] = bench.capture(_repeated(launch, 1))
     seconds = bench.time(replays)
-    # Queries are read once, and outputs are written once.
-    read = case.kv_bytes(model, itemsize) + 2 * attention.q.nbytes
-    by_bytes = read / bench.ceilings.bandwidth
     by_operations = case.operations(model) / bench.ceilings.matmul
-    floor = max(by_bytes, by_operations)
     for name in launches:
+        kv_bytes = case.kv_bytes(model, 1, SCALE_BYTES) if name == CODES else case.kv_bytes(model, itemsize)
+        # Queries are read once, and outputs are written once.
+        read = kv_bytes + 2 * attention.q.nbytes
+        by_bytes = read / bench.ceilings.bandwidth
+        floor = max(by_bytes, by_operations)
         one = seconds[name] / model.num_layers
         figures = {
             "layer_us": one * 1e6,
@@ -322,6 +365,8 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
             figures["tflop_s"] = case.operations(model) / one / 1e12
         if name != SDPA and SDPA in seconds:
             figures["over_sdpa"] = seconds[name] / seconds[SDPA]
+        if name == CODES:
+            figures["over_16_bits"] = seconds[name] / seconds[OURS]
         if stored[name] < model.num_layers:
             figures["stored_layers"] = stored[name]
         yield Row(str(case), name, figures | {"error": errors[name]})

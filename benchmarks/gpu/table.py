@@ -37,6 +37,7 @@ from benchmarks.gpu.random_models import ALL_MODULES, HYBRID_MODULES
 from benchmarks.gpu.table_bytes import Bytes, bytes_of, once, shape_text, shared_bytes
 from benchmarks.gpu.table_step import RecordedStep, TableCase, TorchLaunch, TritonLaunch, record_step
 from benchmarks.harness import out_file
+from loramux.engine.loop.config import KV_DTYPES
 
 MODELS = {
     "llama-3.1-8b": LLAMA_8B,
@@ -297,6 +298,9 @@ def main() -> int:
     parser.add_argument("--card", choices=CARDS, default="h200")
     parser.add_argument("--weights", choices=FORMATS, help="format of the layers' weights (default: bfloat16)")
     parser.add_argument("--adapter-dtype", choices=["fp8"], help="format of the adapters (default: bfloat16)")
+    parser.add_argument(
+        "--kv-dtype", choices=KV_DTYPES, default="auto", help="format of K and V (default: auto, which is bfloat16)"
+    )
     parser.add_argument("--node-us", type=float, help="microseconds that each launch adds to a graph")
     parser.add_argument(
         "--out", type=out_file, help="write JSON to this file, and the same tables as Markdown next to it"
@@ -311,12 +315,15 @@ def main() -> int:
     tables = []
     form = None if arguments.weights is None else FORMATS[arguments.weights]
     for case in cases(MODELS[arguments.model]):
-        table = table_of(record_step(MODELS[arguments.model], card, case, form, arguments.adapter_dtype), card)
+        step = record_step(MODELS[arguments.model], card, case, form, arguments.adapter_dtype, arguments.kv_dtype)
+        table = table_of(step, card)
         print(f"{table.case}: {table.launches} launches, floor {table.floor_us:,.0f} us", file=sys.stderr, flush=True)
         tables.append(table)
     model = arguments.model if arguments.weights is None else f"{arguments.model} in {arguments.weights}"
     if arguments.adapter_dtype is not None:
         model += f", adapters in {arguments.adapter_dtype}"
+    if arguments.kv_dtype != "auto":
+        model += f", K and V in {arguments.kv_dtype}"
     text = markdown(tables, model, card)
     print(text)
     if arguments.out is not None:
@@ -325,6 +332,7 @@ def main() -> int:
             "model": arguments.model,
             "weights": arguments.weights or "bfloat16",
             "adapters": arguments.adapter_dtype or "bfloat16",
+            "kv": "bfloat16" if arguments.kv_dtype == "auto" else arguments.kv_dtype,
             "card": asdict(card),
             **versions,
             "steps": [asdict(one) for one in tables],

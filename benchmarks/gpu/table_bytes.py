@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.gpu.table_step import RecordedStep, TableCase, TorchLaunch, TritonLaunch
+from loramux.kernels.layout import SCALE_BYTES
 from loramux.kernels.segments import group_rows
 
 FLOAT = 4
@@ -65,6 +66,8 @@ def _rotate_and_store(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a = launch.arguments
     q = a["NUM_Q"] * 2 * a["HALF"] * 2 * a["q_ptr"].itemsize
     kv = 2 * a["NUM_KV"] * a["HEAD_DIM"] * (a["k_ptr"].itemsize + a["kv_ptr"].itemsize)
+    if a["NUM_SCALES"]:
+        kv += 2 * a["NUM_KV"] * SCALE_BYTES
     if a["ROTATES_K"]:
         kv += a["NUM_KV"] * 2 * a["HALF"] * a["k_ptr"].itemsize
     return once(step.batch.num_tokens * (q + kv + 2 * a["HALF"] * FLOAT))
@@ -272,7 +275,8 @@ def _num_partial(arguments: dict[str, Any], step: RecordedStep, num_splits: int)
 def _attend(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a, num_splits = launch.arguments, launch.grid[2]
     num_heads = a["NUM_KV_HEADS"] * a["GROUP"]
-    key = 2 * a["NUM_KV_HEADS"] * a["HEAD_DIM"] * a["kv_ptr"].itemsize
+    scale = SCALE_BYTES if a["NUM_SCALES"] else 0
+    key = 2 * a["NUM_KV_HEADS"] * (a["HEAD_DIM"] * a["kv_ptr"].itemsize + scale)
     tiles = list(_tiles(a, step))
     lengths, cu_q = step.batch.seq_lens.tolist(), step.batch.cu_q.tolist()
     distinct = 0
@@ -289,7 +293,11 @@ def _attend(launch: TritonLaunch, step: RecordedStep) -> Bytes:
 
 
 def _gather_pages(launch: TritonLaunch, step: RecordedStep) -> Bytes:
-    return once(2 * launch.arguments["rows_ptr"].nbytes)
+    a = launch.arguments
+    written = a["rows_ptr"].nbytes
+    num_elements = written // a["rows_ptr"].itemsize
+    scales = SCALE_BYTES * num_elements // a["HEAD_DIM"] if a["NUM_SCALES"] else 0
+    return once(written + num_elements * a["kv_ptr"].itemsize + scales)
 
 
 def _group_maxima(launch: TritonLaunch, step: RecordedStep) -> Bytes:

@@ -29,7 +29,7 @@ from loramux.engine.device.backend import Backend, DenseLinear
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
-from loramux.engine.loop.config import pack_target
+from loramux.engine.loop.config import KvDtype, kv_itemsize, pack_target
 from loramux.engine.pages.pool_memory import allocate_pool
 from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.sequences.batch import Batch, ScheduledSequence, build_batch
@@ -149,22 +149,25 @@ class MetaEngine:
         num_pages: int,
         form: CodeFormat | None = None,
         adapter_dtype: Literal["fp8"] | None = None,
+        kv_dtype: KvDtype = "auto",
     ) -> None:
         self.card = card
         config = model_config(model, max_len)
-        self.target = pack_target(config, "bfloat16", adapter_dtype)
+        self.target = pack_target(config, "bfloat16", adapter_dtype, kv_dtype)
         accelerator = UncomputingAccelerator()
         backend = Backend(accelerator, lambda pool, shapes: kernels, DenseLinear, None, sample_tokens=sample_tokens)
         if form is not None:
             num_experts = 0 if model.experts is None else model.experts.num_experts
             codes = SharedCodes(form, META, (model.vocab_size, num_experts))
             backend = replace(backend, make_linear=codes.linear, make_experts=codes.experts)
-        self.decoder = Decoder(config, MetaWeights(), torch.bfloat16, config.max_model_len, backend)
+        self.decoder = Decoder(
+            config, MetaWeights(), torch.bfloat16, config.max_model_len, backend, kv_itemsize("bfloat16", kv_dtype)
+        )
         geometry = self.target.geometry
         cache = self.decoder.cache_layout
         self.num_state_pages = cache.num_state_pages
         self.pool = allocate_pool(
-            geometry, num_pages * geometry.total_page_bytes, torch.bfloat16,
+            geometry, num_pages * geometry.pool_page_bytes, torch.bfloat16 if kv_dtype == "auto" else torch.int8,
             torch.bfloat16 if adapter_dtype is None else torch.uint8, META, cache.has_pages_of_blocks,
         )  # fmt: skip
         kernels = self._kernels = GpuKernels(
@@ -205,13 +208,14 @@ def record_step(
     case: TableCase,
     form: CodeFormat | None = None,
     adapter_dtype: Literal["fp8"] | None = None,
+    kv_dtype: KvDtype = "auto",
 ) -> RecordedStep:
     """Run the case's step on `model` as if on `card`, and record its launches."""
     max_len = case.context + case.num_queries
     engine = MetaEngine(
         model, card, max_len=max_len, max_batch_tokens=case.num_tokens, max_sequences=case.num_sequences,
         max_resident_adapters=max(1, case.num_adapters), num_pages=case.num_sequences * -(-max_len // PAGE_TOKENS),
-        form=form, adapter_dtype=adapter_dtype,
+        form=form, adapter_dtype=adapter_dtype, kv_dtype=kv_dtype,
     )  # fmt: skip
     return engine.record(case)
 

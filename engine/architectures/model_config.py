@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -237,13 +238,15 @@ class ModelConfig:
         return tuple(tuple(m for m in group if modules[m].is_in(layer)) for group in self.module_groups)
 
     def geometry(self, kv_itemsize: int, adapter_itemsize: int) -> PageGeometry:
-        """The geometry of the pool's pages for this decoder."""
+        """The geometry of the pool's pages for this decoder. K and V of one byte per element are int8 codes."""
+        head_dims = (heads.head_dim for heads in self.attention.layer_heads)
         return PageGeometry(
             num_layers=self.num_layers,
             num_kv_heads=self.attention.num_kv_heads,
             head_dim=self.attention.head_dim,
             kv_itemsize=kv_itemsize,
             adapter_itemsize=adapter_itemsize,
+            elements_per_scale=math.gcd(*head_dims) if kv_itemsize == 1 else 0,
         )
 
     def num_state_pages(self, geometry: PageGeometry) -> int:

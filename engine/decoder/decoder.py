@@ -18,6 +18,7 @@ from loramux.engine.architectures.weight_files import HEAD_BIAS
 from loramux.engine.decoder.altup import AltUp
 from loramux.engine.decoder.attention import Attention
 from loramux.engine.decoder.decoder_step import DecoderStep
+from loramux.engine.decoder.kv_layout import kv_layout
 from loramux.engine.decoder.layer_adapters import LayerAdapters
 from loramux.engine.decoder.layer_inputs import LayerInputs
 from loramux.engine.decoder.layer_loading import LayerLoader, all_module_groups, module_group, norm_groups
@@ -30,7 +31,7 @@ from loramux.engine.decoder.vocabularies import Vocabularies
 from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.backend import Backend, Linear
 from loramux.engine.sequences.batch import StepInputs
-from loramux.engine.sequences.cache_groups import cache_layout, hybrid_layout, narrow_windows, uneven_layout
+from loramux.engine.sequences.cache_groups import narrow_windows
 from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.dispatch import Kernels, KernelShapes
 from loramux.kernels.tables import AdapterTables, LoraCall, Segments
@@ -58,8 +59,15 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: WeightSource, dtype: torch.dtype, max_len: int, backend: Backend
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        max_len: int,
+        backend: Backend,
+        kv_itemsize: int | None = None,
     ) -> None:
+        """`kv_itemsize` is the size of an element of K or V in bytes, by default that of `dtype`."""
         self.config = config
         self._dtype = backend.activation_dtype or dtype
         self._embedding_group, self._head_group = (
@@ -78,13 +86,7 @@ class Decoder:
         ropes = list(dict.fromkeys(layer_ropes))
         # Kernels need no mask for a window that covers every context.
         windows = narrow_windows(attention.windows, max_len)
-        self.cache_layout = cache_layout(windows, max_len)
-        if attention.has_uneven_cache:
-            widths = [heads.width for heads in attention.layer_heads]
-            self.cache_layout = uneven_layout(windows, widths, attention.kv_sources)
-        if config.delta is not None:
-            num_state_pages = config.num_state_pages(config.geometry(dtype.itemsize, dtype.itemsize))
-            self.cache_layout = hybrid_layout(config.num_layers, config.delta.attention_layers, num_state_pages)
+        self.cache_layout = kv_layout(config, max_len, kv_itemsize or dtype.itemsize)
         self._layers = [
             LayerLoader(config, place, layer, ropes.index(layer_ropes[layer]), windows[layer], self.cache_layout).load()
             for layer in range(config.num_layers)

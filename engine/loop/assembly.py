@@ -43,7 +43,7 @@ from loramux.engine.loop.config import EngineConfig, activation_bits, speculates
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
-from loramux.engine.loop.loaded_base import DTYPES, LoadedBase, load_base
+from loramux.engine.loop.loaded_base import LoadedBase, load_base, pool_dtypes
 from loramux.engine.pages.eviction import new_policy
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
@@ -152,7 +152,7 @@ def assemble_engine(
     executor = _make_executor(base, tables, kernels, base.decoder)
     _warm_up(executor, base)
     reads = _reads(base, views, weight_bytes)
-    identity = (repr(model).encode(), base.dtype.encode())
+    identity = (repr(model).encode(), base.dtype.encode(), config.kv_dtype.encode())
     prefixes = PrefixCache(pages, policy, base.target.geometry.page_tokens, identity)
     kv = KvPages(pages, adapters.reclaimer, prefixes, cache, config.max_batch_tokens)
     limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
@@ -182,12 +182,12 @@ def assemble_engine(
 
 
 def _allocate_views(base: LoadedBase, num_bytes: int) -> PoolViews:
-    dtype = DTYPES[base.dtype]
+    kv_dtype, adapter_dtype = pool_dtypes(base.config, base.dtype)
     return allocate_pool(
         base.target.geometry,
         num_bytes,
-        kv_dtype=dtype,
-        adapter_dtype=dtype if base.config.adapter_dtype is None else torch.uint8,
+        kv_dtype=kv_dtype,
+        adapter_dtype=adapter_dtype,
         device=base.backend.device,
         has_cache_groups=base.decoder.cache_layout.has_pages_of_blocks,
     )
@@ -234,7 +234,7 @@ def _reads(base: LoadedBase, views: PoolViews, weight_bytes: int | None) -> Read
         base.model,
         weight_bytes=weight_bytes - decoder.embedding_bytes - expert_bytes,
         expert_bytes=expert_bytes,
-        page_bytes=views.raw[0].nbytes,
+        page_bytes=views.geometry.pool_page_bytes,
         cache=decoder.cache_layout,
         bandwidth=bandwidth,
     )
@@ -249,7 +249,7 @@ def _stats(parts: EngineParts, stager: Stager, views: PoolViews, reads: ReadsPer
         parts.scheduler,
         loading=stager.counts,
         contents=stager.contents,
-        page_bytes=views.raw[0].nbytes,
+        page_bytes=views.geometry.pool_page_bytes,
         graphs=executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory,
         grammars=parts.grammars.counts,
         reads=reads,
@@ -276,6 +276,8 @@ def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
         dtype=base.dtype,
         quantization=_quantization(base),
         adapter_dtype=config.adapter_dtype,
+        kv_dtype=config.kv_dtype,
+        num_kv_tokens=base.decoder.cache_layout.num_tokens(num_pages),
         num_dequantized=base.num_dequantized,
         model_sha256=model_sha256(model_dir),
         base_sha256=base_sha256(model_dir) if has_files else "",
@@ -287,15 +289,17 @@ def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
 def _quantization(base: LoadedBase) -> str | None:
     """The format of the weights, by the name that operators know, such as `int4` for weights quantised at startup.
 
-    If activations or adapters are rounded too, their format is appended, because the answers depend on all of them.
+    If activations, adapters or the KV cache are rounded too, their formats are appended, because the answers depend on
+    all of them.
     """
     name = None if base.model.quantization is None else base.model.quantization.name
     if base.config.quantized_dir is not None:
         made = read_format(Path(base.config.quantized_dir))
         name = None if made is None else made.name.removeprefix("compressed-tensors ")
-    if base.activations is not None:
-        name = f"{name}, activations in {base.activations}"
-    return name if base.config.adapter_dtype is None else f"{name or 'float'}, adapters in {base.config.adapter_dtype}"
+    kv_dtype = None if base.config.kv_dtype == "auto" else base.config.kv_dtype
+    formats = {"activations": base.activations, "adapters": base.config.adapter_dtype, "KV cache": kv_dtype}
+    rounded = [f"{what} in {form}" for what, form in formats.items() if form is not None]
+    return ", ".join([name or "float", *rounded]) if rounded else name
 
 
 def _grammars(config: EngineConfig, model: ModelConfig) -> Grammars:
@@ -315,7 +319,7 @@ def _compile_programs(base: LoadedBase, tables: SlotTables) -> None:
     backend, compile_ahead = base.backend, base.backend.compile_ahead
     if not backend.compiles or compile_ahead is None:
         return
-    kernels = backend.make_kernels(_allocate_views(base, base.target.geometry.total_page_bytes), base.decoder.shapes)
+    kernels = backend.make_kernels(_allocate_views(base, base.target.geometry.pool_page_bytes), base.decoder.shapes)
     executor = _make_executor(base, tables, kernels, base.decoder.with_few_layers())
     if not isinstance(executor, GraphExecutor):
         return

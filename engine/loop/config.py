@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -15,6 +15,9 @@ from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, Mod
 from loramux.engine.tracing.spans import TraceConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+KvDtype = Literal["auto", "int8"]
+KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
 
 DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 """Default of `max_batch_tokens`: enough rows to keep the device busy, but few enough that a prompt does not delay
@@ -28,7 +31,8 @@ MOST_PINNED_SHARE = 0.9
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of an engine. `dtype` applies to the weights, the KV cache and, by default, the adapters in the pool.
+    """Settings of an engine. `dtype` applies to the weights and, by default, to the KV cache and the adapters in the
+    pool.
 
     On a CPU, activations are always float32. Products with bfloat16 weights are computed in float32 unless the CPU has
     bfloat16 instructions. Raises ConfigNotUsable for settings that contradict each other or are out of range.
@@ -49,6 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "bfloat16"
     adapter_dtype: Literal["fp8"] | None = None
     """`fp8` stores the adapters in the pool as FP8 codes. None stores them in `dtype`."""
+    kv_dtype: KvDtype = "auto"
+    """`int8` stores K and V as int8 codes, with a scale for each token and head. `auto` stores them in `dtype`."""
     activations: Literal["int8", "fp8", "16bit"] | None = None
     """On a CPU, `int8` rounds the inputs of quantised linear layers to 8 bits instead of 16. On a GPU, `fp8` rounds the
     inputs of linear layers with FP8 weights to FP8 in large steps, and None does so if the checkpoint says so. `16bit`
@@ -193,10 +199,20 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def pack_target(model: ModelConfig, dtype: str, adapter_dtype: Literal["fp8"] | None = None) -> PackTarget:
+def kv_itemsize(dtype: str, kv_dtype: KvDtype) -> int:
+    """Bytes of an element of K or V."""
+    return ITEMSIZE[dtype] if kv_dtype == "auto" else 1
+
+
+def pack_target(
+    model: ModelConfig,
+    dtype: str,
+    adapter_dtype: Literal["fp8"] | None = None,
+    kv_dtype: KvDtype = "auto",
+) -> PackTarget:
     """The layout in which adapters must be packed so that an engine of this dtype can load them."""
     is_fp8 = adapter_dtype is not None
-    geometry = model.geometry(ITEMSIZE[dtype], 1 if is_fp8 else ITEMSIZE[dtype])
+    geometry = model.geometry(kv_itemsize(dtype, kv_dtype), 1 if is_fp8 else ITEMSIZE[dtype])
     return PackTarget(
         modules=model.modules,
         geometry=geometry,

@@ -14,11 +14,17 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.decoder.decoder import Decoder
 from loramux.engine.decoder.weights import WeightSource, open_weights
 from loramux.engine.device.backend import Backend
-from loramux.engine.loop.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
+from loramux.engine.loop.config import EngineConfig, kv_itemsize, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def pool_dtypes(config: EngineConfig, dtype: str) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of K and V and of adapters in the pool. `dtype` is resolved."""
+    kv = torch.int8 if config.kv_dtype == "int8" else DTYPES[dtype]
+    return kv, DTYPES[dtype] if config.adapter_dtype is None else torch.uint8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,9 +80,9 @@ def load_base(config: EngineConfig, backend: Backend, weights: WeightSource | No
     model = ModelConfig.load(Path(config.model_dir))
     dtype = resolve_dtype(config.dtype, model, config.device)
     max_model_len = resolve_max_model_len(config, model)
-    target = pack_target(model, dtype, config.adapter_dtype)
+    target = pack_target(model, dtype, config.adapter_dtype, config.kv_dtype)
     layers = CodedLayers()
-    decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, layers.counted(backend))
+    decoder = load_decoder(config, model, dtype, max_model_len, weights, layers.counted(backend))
     format_of_bytes, device = ("int8", "CPU") if config.device == "cpu" else ("fp8", "GPU")
     if config.activations == format_of_bytes and layers.num_with_byte_inputs == 0:
         raise ConfigNotUsable(
@@ -92,21 +98,22 @@ def load_base(config: EngineConfig, backend: Backend, weights: WeightSource | No
 def load_decoder(
     config: EngineConfig,
     model: ModelConfig,
-    dtype: torch.dtype,
+    dtype: str,
     max_model_len: int,
     weights: WeightSource | None,
     backend: Backend,
 ) -> Decoder:
     memory = backend.accelerator.memory()
+    itemsize = kv_itemsize(dtype, config.kv_dtype)
     try:
         if weights is not None:
-            return Decoder(model, weights, dtype, max_model_len, backend)
+            return Decoder(model, weights, DTYPES[dtype], max_model_len, backend, itemsize)
         quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
         with open_weights(Path(config.model_dir), quantized_dir, model.draft_tensors) as opened:
             # A quantised head is a separate weight, even if the float model's head is tied to the embedding.
             is_tied = model.tied_embeddings and not opened.has_quantized_head
             own = replace(model, tied_embeddings=is_tied)
-            return Decoder(own, opened, dtype, max_model_len, backend)
+            return Decoder(own, opened, DTYPES[dtype], max_model_len, backend, itemsize)
     except torch.OutOfMemoryError as error:
         if memory is None:
             raise

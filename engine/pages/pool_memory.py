@@ -49,17 +49,22 @@ def allocate_pool(
 ) -> PoolViews:
     """Allocate as many whole pages as fit in `pool_bytes`. Raises PoolTooSmall if no page fits or memory runs out.
 
-    With `has_cache_groups`, each group of layers has its own KV pages.
+    With `has_cache_groups`, each group of layers has its own KV pages. If `kv_dtype` is int8, the scales of K and V are
+    part of `pool_bytes`, and `geometry.elements_per_scale` is not 0.
 
     The memory is not cleared, because no page is read before its owner has written it.
     """
-    num_pages = pool_bytes // geometry.total_page_bytes
+    num_pages = pool_bytes // geometry.pool_page_bytes
     if num_pages < 1:
         raise PoolTooSmall(
-            f"a pool of {pool_bytes} bytes cannot hold a page of {geometry.total_page_bytes} bytes: raise pool_bytes"
+            f"a pool of {pool_bytes} bytes cannot hold a page of {geometry.pool_page_bytes} bytes: raise pool_bytes"
         )
     try:
         raw = torch.empty(num_pages, geometry.num_layers, geometry.page_bytes, dtype=torch.uint8, device=device)
+        scales = None
+        if kv_dtype is torch.int8:
+            shape = (num_pages, geometry.num_layers, geometry.num_scales)
+            scales = torch.empty(shape, dtype=torch.bfloat16, device=device)
     except torch.OutOfMemoryError as error:
         raise PoolTooSmall(
             f"a page pool of {in_gib(pool_bytes)} does not fit next to the model: lower pool_bytes, or leave it out"
@@ -67,4 +72,5 @@ def allocate_pool(
     kv = raw.view(kv_dtype)
     if has_cache_groups:
         kv = kv.view(num_pages * geometry.num_layers, 1, -1)
-    return PoolViews(raw=raw, kv=kv, adapter=raw.view(adapter_dtype), geometry=geometry)
+        scales = None if scales is None else scales.view(num_pages * geometry.num_layers, 1, -1)
+    return PoolViews(raw=raw, kv=kv, adapter=raw.view(adapter_dtype), geometry=geometry, kv_scales=scales)

@@ -477,7 +477,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     adapters: tuple[ResidentAdapter, ...] = ()
     num_pinned_pages: int = 0
     page_bytes: int = 0
-    """Bytes per page, over all layers."""
+    """Bytes per page, over all layers, with the scales of K and V."""
     num_slots: int = 0
     """Maximum number of resident adapters."""
     graphs: GraphMemory = GraphMemory()
@@ -505,10 +505,14 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     device: str
     dtype: str
     quantization: str | None = None
-    """The format of the base's weights, followed by the formats of activations and adapters if they are
+    """The format of the base's weights, followed by the formats of activations, adapters and the KV cache if they are
     rounded too. None if nothing is rounded."""
     adapter_dtype: str | None = None
     """`EngineConfig.adapter_dtype`."""
+    kv_dtype: str = "auto"
+    """`EngineConfig.kv_dtype`."""
+    num_kv_tokens: int = 0
+    """Number of tokens whose K and V fit into an empty pool: `CacheLayout.num_tokens`."""
     num_dequantized: int = 0
     """Number of linear layers, without experts, whose quantised weights the device has no kernel for. They are
     dequantised.

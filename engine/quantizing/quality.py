@@ -13,10 +13,10 @@ import torch
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.architectures.model_config import ModelConfig
-from loramux.engine.device.backend import open_backend
+from loramux.engine.device.backend import Backend, open_backend
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.loop.config import EngineConfig, pack_target
-from loramux.engine.loop.loaded_base import DTYPES, load_decoder
+from loramux.engine.loop.loaded_base import load_decoder, pool_dtypes
 from loramux.engine.pages.pool_memory import allocate_pool
 from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.quantizing.messages import Quality
@@ -66,26 +66,28 @@ def perplexity(log_probabilities: torch.Tensor, text: tuple[int, ...]) -> float:
 
 @torch.inference_mode()
 def log_probabilities(
-    config: EngineConfig, text: tuple[int, ...], adapter: PackedAdapter | None = None
+    config: EngineConfig,
+    text: tuple[int, ...],
+    adapter: PackedAdapter | None = None,
+    backend: Backend | None = None,
 ) -> torch.Tensor:
     """The log-probabilities of all tokens after each token of the text, float32 `[num_tokens, vocab_size]`.
 
-    `adapter` is packed for `config.adapter_dtype`. None means the base alone.
+    `adapter` is packed for `config.adapter_dtype` and `config.kv_dtype`. None means the base alone. `backend` computes
+    on a CPU.
     """
-    backend = open_backend("cpu")
+    backend = backend or open_backend("cpu")
     backend.set_num_threads(config.num_threads)
     model = ModelConfig.load(Path(config.model_dir))
-    dtype = DTYPES[config.dtype]
-    target = pack_target(model, config.dtype, config.adapter_dtype)
-    decoder = load_decoder(config, model, dtype, len(text), None, backend)
+    target = pack_target(model, config.dtype, config.adapter_dtype, config.kv_dtype)
+    decoder = load_decoder(config, model, config.dtype, len(text), None, backend)
     cache = decoder.cache_layout
     tables, state_pages, num_pages = _pages(cache, len(text))
     adapter_pages = list(range(num_pages, num_pages + (0 if adapter is None else adapter.num_pages)))
     views = allocate_pool(
         target.geometry,
-        (num_pages + len(adapter_pages)) * target.geometry.total_page_bytes,
-        dtype,
-        dtype if config.adapter_dtype is None else torch.uint8,
+        (num_pages + len(adapter_pages)) * target.geometry.pool_page_bytes,
+        *pool_dtypes(config, config.dtype),
         backend.device,
         has_cache_groups=cache.has_pages_of_blocks,
     )

@@ -91,6 +91,12 @@ class CacheLayout:
         num_pages = 1 - (-(group.window + self.shared_tokens + step_tokens) // group.page_tokens)
         return num_pages * group.page_tokens
 
+    def num_tokens(self, num_pages: int) -> int:
+        """Number of tokens whose K and V of all layers fit into `num_pages` pages. Sequences that outgrow a window need
+        less, and the states of hybrid decoders take pages, too.
+        """
+        return int(num_pages / sum(1 / group.page_tokens for group in self.groups))
+
     def max_pages(self, num_tokens: int, step_tokens: int) -> int:
         """Maximum number of pages that a sequence of up to `num_tokens` tokens holds at any time."""
         kept = ((min(num_tokens, self.max_kept(group, step_tokens)), group) for group in self.groups)

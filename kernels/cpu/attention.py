@@ -3,6 +3,9 @@
 A tile consists of a few consecutive query rows of all heads that share one KV head, so each key and value is loaded and
 widened once per tile. K is stored transposed in its page, so the scores of its sixteen tokens fill sixteen lanes, and
 neither K nor V has to be rearranged. A row's result is bitwise the same whichever tile contains the row.
+
+In a pool of int8 codes, each key and value has a scale. The scales of a page's keys multiply its sixteen scores, and
+those of its values multiply its sixteen weights, so the codes are only converted to floats.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from loramux.kernels.cpu.instructions.vectors import (
     exponential,
     exponentials,
     floats_at,
+    halves_at,
     larger,
     largest,
     load,
@@ -36,8 +40,8 @@ from loramux.kernels.cpu.kv import PAGE_TOKENS, page_start
 TILE_ROWS = 16
 """Maximum number of query rows times heads in a tile. If a group has more heads than this, a tile has one query row."""
 
-LINE = 32
-"""Elements between prefetches: one cache line of bfloat16."""
+LINE_BYTES = 64
+"""Bytes between prefetches: one cache line."""
 
 SERIAL_WORK = 200_000
 """Number of multiplications below which waking other threads costs more than it saves."""
@@ -93,8 +97,17 @@ def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, sof
 def _fetch_page(pool: Any, page: int, layer: int, head: int, num_kv_heads: int, head_size: int, is_v: int) -> None:
     start = page_start(pool, page, layer) + (is_v * num_kv_heads + head) * head_size
     flat_pool = pool.reshape(-1)
-    for e in range(0, head_size, LINE):
+    for e in range(0, head_size, LINE_BYTES // pool.itemsize):
         prefetch(flat_pool, start + e)
+
+
+@helper
+def _scale_panels(values: int, step: int, num_rows: int, scales: int) -> None:
+    """`values[r][o] *= scales[o]` for 16 values `o` of each row. `scales` is the address of bfloat16 numbers."""
+    lanes = load(halves_at(scales), 0)
+    for r in range(num_rows):
+        row = floats_at(values + r * step)
+        store(row, 0, times(load(row, 0), lanes))
 
 
 @helper
@@ -117,6 +130,8 @@ def attend_tile(
     scale: Any,
     soft_cap: Any,
     sinks: int,
+    scales: int,
+    num_scales: int,
     q_tile: int,
     out_tile: int,
     scores: int,
@@ -127,10 +142,13 @@ def attend_tile(
 
     `q_address` and `out_address` point to the tile's first row and head. The sequence's pages begin at
     `pages[page_begin]`. `q_tile`, `out_tile`, `scores` and `weights` are scratch for the tile's rows. A row of scores
-    has `row_len` elements.
+    has `row_len` elements. `scales` is the address of the codes' scales, of which a page has `num_scales` in each
+    layer, or 0.
     """
     flat_pool = pool.reshape(-1)
     num_rows, head_size = num_tokens * group_size, head_dim * PAGE_TOKENS
+    # Bytes from the scales of one page to those of the next, and the scales of this head's keys in page 0.
+    scales_step, k_scales = 2 * num_scales * pool.shape[1], scales + 2 * (layer * num_scales + head * PAGE_TOKENS)
     for t in range(num_tokens):
         row, copy = floats_at(q_address + 4 * t * q_stride), floats_at(q_tile + 4 * t * group_size * head_dim)
         found = floats_at(out_tile + 4 * t * group_size * head_dim)
@@ -149,6 +167,8 @@ def attend_tile(
         s = scores + 4 * (p - first_page) * PAGE_TOKENS
         begin_outputs(s, 4 * row_len, num_rows, PAGE_TOKENS, 0)
         add_panels(q_tile, 4 * head_dim, num_rows, flat_pool, k, PAGE_TOKENS, head_dim, s, 4 * row_len)
+        if scales != 0:
+            _scale_panels(s, 4 * row_len, num_rows, k_scales + np.int64(pages[page_begin + p]) * scales_step)
 
     start, num_scores = first_page * PAGE_TOKENS, (last_page - first_page) * PAGE_TOKENS
     for t in range(num_tokens):
@@ -168,7 +188,11 @@ def attend_tile(
         # The page's tokens that at least one row of the tile sees.
         first, last = max(0, first_key - p * PAGE_TOKENS), min(PAGE_TOKENS, length - p * PAGE_TOKENS)
         v += first * head_dim
-        s = scores + 4 * ((p - first_page) * PAGE_TOKENS + first)
+        s = scores + 4 * (p - first_page) * PAGE_TOKENS
+        if scales != 0:
+            v_scales = k_scales + 2 * num_kv_heads * PAGE_TOKENS + np.int64(pages[page_begin + p]) * scales_step
+            _scale_panels(s, 4 * row_len, num_rows, v_scales)
+        s += 4 * first
         for d in range(0, by_panel, PANEL):
             add_panels(
                 s, 4 * row_len, num_rows, flat_pool, v + d, head_dim, last - first, out_tile + 4 * d, 4 * head_dim
@@ -219,6 +243,8 @@ def _attend_share(
     window: int,
     soft_cap: Any,
     sinks: int,
+    scales: int,
+    num_scales: int,
     row_len: int,
 ) -> None:
     """Compute the tiles that begin at a cumulative cost in `[low, high)`."""
@@ -240,7 +266,7 @@ def _attend_share(
                         q_address + 4 * (row * q_stride + column), q_stride,
                         out_address + 4 * (row * out_stride + column), out_stride, num_tokens,
                         pool, layer, pages, np.int64(page_starts[n]), length, window,
-                        head, group_size, num_kv_heads, head_dim, scale, soft_cap, sinks,
+                        head, group_size, num_kv_heads, head_dim, scale, soft_cap, sinks, scales, num_scales,
                         np.int64(q_tile.ctypes.data), np.int64(out_tile.ctypes.data), np.int64(scores.ctypes.data),
                         row_len, weights,
                     )  # fmt: skip
@@ -267,13 +293,16 @@ def attend(
     window: int,
     soft_cap: Any,
     sinks: int,
+    scales: int,
+    num_scales: int,
 ) -> None:
     """Compute attention for all sequences. See `ReferenceKernels.paged_attention`.
 
     Unless there is little work, the tiles are divided into `num_threads` shares of nearly equal cost. `cu_q`,
     `seq_lens`, `pages` and `page_starts` are int32. `window` is the maximum number of keys that a query sees; without a
     window, it is larger than any context. `soft_cap` 0 means no cap. `sinks` is the address of a float32 per head, or
-    0.
+    0. `scales` is the address of the scales `[P, L, num_scales]` of a pool of int8 codes, bfloat16, or 0. Its first
+    scales are those of `kv.py`.
     """
     work: Any = np.int64(0)
     row_len: Any = np.int64(0)
@@ -290,12 +319,14 @@ def attend(
     if work * group_size * head_dim * 2 < SERIAL_WORK:
         _attend_share(
             np.int64(0), work, q_address, q_stride, out_address, out_stride, pool, layer, cu_q, seq_lens, pages,
-            page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, sinks, row_len,
+            page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, sinks, scales, num_scales,
+            row_len,
         )  # fmt: skip
     else:
         for part in prange(num_threads):
             _attend_share(
                 work * part // num_threads, work * (part + 1) // num_threads,
                 q_address, q_stride, out_address, out_stride, pool, layer, cu_q, seq_lens, pages,
-                page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, sinks, row_len,
+                page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, sinks, scales, num_scales,
+                row_len,
             )  # fmt: skip

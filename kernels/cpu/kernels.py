@@ -48,11 +48,12 @@ class CpuKernels(CpuLora):
             )
         if pool.geometry.head_dim % LANES:
             raise ValueError(f"head_dim is {pool.geometry.head_dim}; the CPU kernels support multiples of {LANES}")
-        if pool.kv.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"the pool holds {pool.kv.dtype}; the CPU kernels support float32 and bfloat16")
+        if pool.kv.dtype not in (torch.float32, torch.bfloat16, torch.int8):
+            raise ValueError(f"the pool holds {pool.kv.dtype}; the CPU kernels support float32, bfloat16 and int8")
         self.outer = CpuLora(pool.flat)
         self._pool = pool
         self._kv: dict[tuple[int, int], npt.NDArray[Any]] = {}
+        self._scales: dict[tuple[int, int], npt.NDArray[Any] | None] = {}
         self._state = array(pool.state, torch.float32)  # [P, float32 elements]
         self._batch: AttentionBatch | None = None
         self.buffers = Buffers()
@@ -60,8 +61,12 @@ class CpuKernels(CpuLora):
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
         self._read_batch(batch)
         num_kv_heads, head_dim = k.shape[1:]
-        pages = self.kv_of(num_kv_heads, head_dim)
-        cpu_kv.write(*rows_of(k), *rows_of(v), pages, layer, self._kv_slots, num_kv_heads, head_dim)
+        pages, scales = self.kv_of(num_kv_heads, head_dim), self.scales_of(num_kv_heads, head_dim)
+        rows = (*rows_of(k), *rows_of(v))
+        if scales is None:
+            cpu_kv.write(*rows, pages, layer, self._kv_slots, num_kv_heads, head_dim)
+        else:
+            cpu_kv.write_codes(*rows, pages, scales, layer, self._kv_slots, num_kv_heads, head_dim)
 
     def max_gathered_pages(self, spec: AttentionSpec) -> int:
         return 0
@@ -81,11 +86,13 @@ class CpuKernels(CpuLora):
             assert sinks.dtype is torch.float32
             assert sinks.is_contiguous()
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
+        heads = spec.num_kv_heads, spec.head_dim
         cpu_attention.attend(
-            torch.get_num_threads(), *rows_of(q), *rows_of(out), self.kv_of(spec.num_kv_heads, spec.head_dim), layer,
+            torch.get_num_threads(), *rows_of(q), *rows_of(out), self.kv_of(*heads), layer,
             self._cu_q, self._seq_lens, self._kv_pages, self._page_starts,
             spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, spec.head_dim,
             float(spec.scale), window, float(spec.soft_cap or 0.0), 0 if sinks is None else sinks.data_ptr(),
+            *scale_words(self.scales_of(*heads)),
         )  # fmt: skip
 
     def multiply(self, linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -235,6 +242,14 @@ class CpuKernels(CpuLora):
             self._kv[heads] = array(self._pool.kv_of(*heads), self._pool.kv.dtype)
         return self._kv[heads]
 
+    def scales_of(self, num_kv_heads: int, head_dim: int) -> npt.NDArray[Any] | None:
+        """The scales of the codes in `kv_of`, `[num_pages, num_layers, num_scales]`, or None without codes."""
+        heads = num_kv_heads, head_dim
+        if heads not in self._scales:
+            scales = self._pool.scales_of(*heads)
+            self._scales[heads] = None if scales is None else array(scales, torch.bfloat16)
+        return self._scales[heads]
+
     def _read_batch(self, batch: AttentionBatch) -> None:
         if batch is not self._batch:
             self._cu_q, self._seq_lens = array(batch.cu_q, torch.int32), array(batch.seq_lens, torch.int32)
@@ -242,3 +257,8 @@ class CpuKernels(CpuLora):
             self._page_starts = array(batch.page_starts, torch.int32)
             self._kv_slots = array(batch.kv_slots, torch.int64)
             self._batch = batch
+
+
+def scale_words(scales: npt.NDArray[Any] | None) -> tuple[int, int]:
+    """The address of the scales of codes, and the number of scales of one page in a layer. 0 without codes."""
+    return (0, 0) if scales is None else (scales.ctypes.data, scales.shape[2])

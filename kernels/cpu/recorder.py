@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loramux.kernels.cpu.instructions.arrays import rows_of
-from loramux.kernels.cpu.kernels import NO_WINDOW, CpuKernels
+from loramux.kernels.cpu.kernels import NO_WINDOW, CpuKernels, scale_words
 from loramux.kernels.cpu.programs.operation import Operation
 from loramux.kernels.cpu.programs.program import Program
 from loramux.kernels.cpu.programs.step_words import GROUP_WORDS
@@ -120,10 +120,14 @@ class RecordingKernels:
                     self._tape.for_each_row(rows.rotate, (*_steps(heads), heads.shape[1], heads.shape[2], *angles))
             if k is not None and v is not None:
                 num_heads, head_dim = k.shape[1:]
-                pool = self._kernels.kv_of(num_heads, head_dim)
+                pool, scales = self._kernels.kv_of(num_heads, head_dim), self._kernels.scales_of(num_heads, head_dim)
                 words = (*_steps(k), *_steps(v), pool.ctypes.data, *pool.shape, layer, num_heads, head_dim)
-                self._tape.for_each_row(rows.STORE[pool.itemsize], (*words, self._groups[id(batch)]))
-                self._tape.own(pool)
+                words = (*words, self._groups[id(batch)])
+                if scales is None:
+                    self._tape.for_each_row(rows.STORE[pool.itemsize], words)
+                else:
+                    self._tape.for_each_row(rows.store_codes, (*words, scales.ctypes.data, scales.shape[2]))
+                self._tape.own(pool, scales)
 
     def max_gathered_pages(self, spec: AttentionSpec) -> int:
         return 0
@@ -139,18 +143,19 @@ class RecordingKernels:
         kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         with self._mode.off():
-            pool = self._kernels.kv_of(spec.num_kv_heads, spec.head_dim)
+            heads = spec.num_kv_heads, spec.head_dim
+            pool, scales = self._kernels.kv_of(*heads), self._kernels.scales_of(*heads)
             window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
             words = (
                 *_steps(q), *_steps(out), pool.ctypes.data, *pool.shape, layer, spec.num_heads // spec.num_kv_heads,
                 spec.num_kv_heads, spec.head_dim, window, 0 if sinks is None else _floats(sinks),
-                self._groups[id(batch)],
+                self._groups[id(batch)], *scale_words(scales),
             )  # fmt: skip
             num_tasks = self._tape.num_rows * spec.num_kv_heads
             self._tape.in_tasks(
                 ATTEND[pool.itemsize], num_tasks, words, (float(spec.scale), float(spec.soft_cap or 0.0))
             )
-            self._tape.own(q, sinks, out, pool)
+            self._tape.own(q, sinks, out, pool, scales)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._gate(rows.silu, gate_up)

@@ -54,6 +54,7 @@ def warm(dtype: torch.dtype) -> None:
     """Call every kernel on a tiny pool of `dtype`. The compiled code is cached on disk."""
     warm_adapters(dtype)
     warm_base(dtype)
+    warm_int8()
 
 
 def warm_adapters(dtype: torch.dtype) -> None:
@@ -73,15 +74,7 @@ def warm_adapters(dtype: torch.dtype) -> None:
 def warm_base(dtype: torch.dtype) -> None:
     """Call the kernels that read no adapter, with weights, K and V of `dtype`."""
     pool = _tiny_pool(dtype, dtype)
-    kernels, first = pool.kernels, pool.first_kv_page
-    batch = AttentionBatch(
-        cu_q=torch.tensor([0, 1, 3], dtype=torch.int32),
-        seq_lens=torch.tensor([1, 2], dtype=torch.int32),
-        pages=torch.tensor([first, first + 1], dtype=torch.int32),
-        page_starts=torch.tensor([0, 1], dtype=torch.int32),
-        kv_slots=torch.tensor([0, 16, 17]) + 16 * first,
-        max_q=2,
-    )
+    kernels, batch = pool.kernels, _two_sequences(pool)
     x = torch.zeros(3, WIDTH)
     heads = x.view(3, HEADS, HEAD_DIM)
     kernels.kv_write(heads, heads, 0, batch)
@@ -146,6 +139,21 @@ def warm_program(pool: _TinyPool, linears: list[Linear]) -> None:
     recorder.finish().run((batch,), build_segments(np.zeros(2, np.int32), pool.kernels.segment_rows, RANK))
 
 
+def warm_int8() -> None:
+    """Call the kernels of K and V, on a pool whose K and V are int8 codes. They do not depend on the other dtypes."""
+    pool = _tiny_pool(torch.int8, torch.float32)
+    spec, heads = AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0), torch.zeros(3, HEADS, HEAD_DIM)
+    batch = _two_sequences(pool)
+    pool.kernels.kv_write(heads, heads, 0, batch)
+    pool.kernels.paged_attention(heads, 0, batch, spec, torch.zeros_like(heads))
+    recorder, decode = _record_two_rows(pool)
+    angles = torch.zeros(2, HEAD_DIM // 2)
+    q, k, v, out = torch.zeros(4, 2, HEADS, HEAD_DIM)
+    recorder.rotate_and_store(q, k, v, angles, angles, 0, decode)
+    recorder.paged_attention(q, 0, decode, spec, out)
+    recorder.finish().run((decode,), build_segments(np.full(2, -1, np.int32), pool.kernels.segment_rows))
+
+
 def _apply_adapters(pool: _TinyPool) -> None:
     """Add the adapter's product to three rows, look up rows of its embedding, and record the addition."""
     kernels, call, x = pool.kernels, pool.call, torch.zeros(3, WIDTH)
@@ -156,6 +164,19 @@ def _apply_adapters(pool: _TinyPool) -> None:
     recorder, _ = _record_two_rows(pool)
     segments = build_segments(np.zeros(2, np.int32), kernels.segment_rows, RANK)
     recorder.lora_add(torch.zeros(2, WIDTH), replace(call, segments=segments), torch.zeros(2, WIDTH))
+
+
+def _two_sequences(pool: _TinyPool) -> AttentionBatch:
+    """A step of one and of two tokens."""
+    first = pool.first_kv_page
+    return AttentionBatch(
+        cu_q=torch.tensor([0, 1, 3], dtype=torch.int32),
+        seq_lens=torch.tensor([1, 2], dtype=torch.int32),
+        pages=torch.tensor([first, first + 1], dtype=torch.int32),
+        page_starts=torch.tensor([0, 1], dtype=torch.int32),
+        kv_slots=torch.tensor([0, 16, 17]) + 16 * first,
+        max_q=2,
+    )
 
 
 def _record_two_rows(pool: _TinyPool) -> tuple[RecordingKernels, AttentionBatch]:
@@ -173,10 +194,14 @@ def _record_two_rows(pool: _TinyPool) -> tuple[RecordingKernels, AttentionBatch]
 
 
 def _tiny_pool(kv_dtype: torch.dtype, adapter_dtype: torch.dtype) -> _TinyPool:
-    geometry = PageGeometry(1, HEADS, HEAD_DIM, kv_dtype.itemsize, adapter_dtype.itemsize)
+    is_int8 = kv_dtype is torch.int8
+    geometry = PageGeometry(
+        1, HEADS, HEAD_DIM, kv_dtype.itemsize, adapter_dtype.itemsize, elements_per_scale=HEAD_DIM if is_int8 else 0
+    )
     layout = adapter_layout(geometry, [LinearShape("linear", WIDTH, WIDTH)], np.full((1, 1), RANK, np.int32))
     raw = torch.zeros(layout.num_pages + 2, 1, geometry.page_bytes, dtype=torch.uint8)
-    kernels = CpuKernels(PoolViews(raw, raw.view(kv_dtype), raw.view(adapter_dtype), geometry))
+    scales = torch.zeros(raw.shape[0], 1, geometry.num_scales, dtype=torch.bfloat16) if is_int8 else None
+    kernels = CpuKernels(PoolViews(raw, raw.view(kv_dtype), raw.view(adapter_dtype), geometry, scales))
     tables = AdapterTables(
         page_table=torch.arange(layout.num_pages, dtype=torch.int32)[None],
         off=torch.from_numpy(layout.offsets)[None],
@@ -202,6 +227,7 @@ def main() -> None:
         adapters = other.submit(_warm_all_adapters)
         for dtype in DTYPES:
             warm_base(dtype)
+        warm_int8()
         adapters.result()
     current = cache_directory()
     for path in current.parent.glob("numba-*"):

@@ -4,6 +4,10 @@ In a page, K and V are both `[num_kv_heads, 16, head_dim]`, K in the first half 
 token's K or V of a head is contiguous, so loads coalesce and feed `tl.dot` directly. On a CPU, in contrast, K is
 transposed. `rotate_and_store.py` writes the GPU layout.
 
+K and V can be int8 codes. Codes are exact in the dtype of q, so they are multiplied as they are. The scales of the keys
+then multiply the scores, and the scales of the values multiply the weights. Both products are float32, but the scaled
+weights are rounded to the dtype of q, like weights without scales.
+
 One kernel handles both prefill and decode. Each program processes up to `block_m` (query, head) pairs that share one KV
 head, and iterates over tiles of keys with an online softmax (Milakov and Gimelshein, 2018). To fill the device, and to
 keep one long context from delaying a step, several programs can share a context. They write partial results to a
@@ -48,8 +52,9 @@ def paged_attention(
 ) -> None:
     """`out[t] = softmax(soft_cap(q[t] kᵀ * scale) + mask) v` over the context of row `t`'s sequence.
 
-    `q` and `out` are `[T, num_heads, head_dim]` of float32, float16 or bfloat16, and `pool.kv` has one of these dtypes
-    too. Sums are float32. Rows may be views into wider rows. Head `h` reads KV head `h // (num_heads // num_kv_heads)`.
+    `q` and `out` are `[T, num_heads, head_dim]` of float32, float16 or bfloat16, and `pool.kv` has one of these dtypes,
+    or int8 with `pool.kv_scales`. Sums are float32. Rows may be views into wider rows. Head `h` reads KV head
+    `h // (num_heads // num_kv_heads)`.
     The query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`. `sinks`,
     float32 `[num_heads]`, contains for each head the score of an additional key that has no value.
 
@@ -67,6 +72,7 @@ def paged_attention(
     num_tokens, num_sequences = q.shape[0], batch.seq_lens.shape[0]
     assert q.stride()[1:] == out.stride()[1:] == (spec.head_dim, 1)
     kv = pool.kv_of(spec.num_kv_heads, spec.head_dim)
+    scales = pool.scales_of(spec.num_kv_heads, spec.head_dim)
     assert workspace.dtype is torch.float32
     assert sinks is None or (sinks.dtype is torch.float32 and sinks.is_contiguous())
     assert workspace.numel() >= plan.workspace_elements(num_tokens, num_sequences, spec)
@@ -77,16 +83,19 @@ def paged_attention(
             continue
         block_q, block_d = tiling.block_q(group_size), max(16, triton.next_power_of_2(spec.head_dim))
         num_pairs = min(triton.next_power_of_2(block_q * group_size), COMBINED_ELEMENTS // block_d)
-        # Without sinks, any pointer will do, because the kernel does not read it.
+        # Without sinks or scales, any pointer will do, because the kernel does not read it.
         sinks_or_any = workspace if sinks is None else sinks
+        scales_or_any = workspace if scales is None else scales
         _attend[(tiling.num_tiles(num_tokens, num_sequences, group_size), spec.num_kv_heads, tiling.num_splits)](
-            q, kv, out, workspace, counters, sinks_or_any, batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts,
+            q, kv, scales_or_any, out, workspace, counters, sinks_or_any, batch.cu_q, batch.seq_lens, batch.pages,
+            batch.page_starts,
             q.stride(0), out.stride(0), num_sequences, layer,
             spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * math.log2(math.e),
             GROUP=group_size, HEAD_DIM=spec.head_dim, BLOCK_D=block_d, BLOCK_Q=block_q, TILE_N=tiling.tile_n,
             MIN_ROWS=tiling.min_rows, MAX_ROWS=tiling.max_rows, WINDOW=spec.sliding_window or 0,
             PARTIAL_PAD=PARTIAL_PAD, MIN_TILES=tiling.min_tiles,
             NUM_LAYERS=kv.shape[1], NUM_KV_HEADS=spec.num_kv_heads, PAGE_TOKENS=PAGE_TOKENS,
+            NUM_SCALES=0 if scales is None else scales.shape[2],
             BLOCK_M=tiling.block_m, SOFT_CAP=(spec.soft_cap or 0.0) * math.log2(math.e),
             IS_SPLIT=tiling.num_splits > 1, HAS_SINKS=sinks is not None, PDL=pdl,
             PAIRS=num_pairs, BLOCK_SPLITS=COMBINED_ELEMENTS // (num_pairs * block_d),
@@ -157,6 +166,7 @@ def _walk(
     total: tl.tensor,
     q: tl.tensor,
     kv_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     pages_ptr: tl.tensor,
     position: tl.tensor,
     begin: tl.tensor,
@@ -166,11 +176,13 @@ def _walk(
     score_scale: tl.tensor,
     IS_MASKED: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE_N: tl.constexpr,
     VALUES: tl.constexpr,
+    VALUE_SCALES: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DOT_TYPE: tl.constexpr,
@@ -178,7 +190,8 @@ def _walk(
     """Fold key tiles `[first_tile, last_tile)` into the running maximum, sum and weighted values.
 
     At least one row sees each key in `[begin, end)`, and other keys are not read. Without `IS_MASKED`, every row sees
-    every key of these tiles.
+    every key of these tiles. If `SCALE_STRIDE` is not 0, K and V are codes. The scale of a value is `VALUE_SCALES`
+    after that of its key.
     """
     d = tl.arange(0, BLOCK_D)
     for tile in range(first_tile, last_tile):
@@ -196,8 +209,17 @@ def _walk(
         # A pool can easily exceed 2^31 elements.
         place = page.to(tl.int64) * PAGE_STRIDE + (key % PAGE_TOKENS) * HEAD_DIM
         element = kv_ptr + place[:, None] + d[None, :]
-        k = tl.load(element, mask=is_loaded, other=0.0).to(DOT_TYPE)  # [TILE_N, BLOCK_D]
+        k = tl.load(element, mask=is_loaded, other=0).to(DOT_TYPE)  # [TILE_N, BLOCK_D]
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+        if SCALE_STRIDE:
+            scale = scales_ptr + page.to(tl.int64) * SCALE_STRIDE + key % PAGE_TOKENS
+            if IS_MASKED:
+                k_scale = tl.load(scale, mask=is_seen, other=0)
+                v_scale = tl.load(scale + VALUE_SCALES, mask=is_seen, other=0)
+            else:
+                k_scale = tl.load(scale)
+                v_scale = tl.load(scale + VALUE_SCALES)
+            scores *= k_scale.to(tl.float32)[None, :]
         if SOFT_CAP > 0:
             # Compute tanh from the exponential of a negative number, which cannot overflow.
             decay = tl.exp2(tl.abs(scores) * (-2 * 1.4426950408889634))
@@ -214,7 +236,9 @@ def _walk(
         weights = tl.exp2(scores - new_largest[:, None])
         decline = tl.exp2(largest - new_largest)
         total = total * decline + tl.sum(weights, 1)
-        v = tl.load(element + VALUES, mask=is_loaded, other=0.0).to(DOT_TYPE)
+        v = tl.load(element + VALUES, mask=is_loaded, other=0).to(DOT_TYPE)
+        if SCALE_STRIDE:
+            weights *= v_scale.to(tl.float32)[None, :]
         acc = tl.dot(weights.to(DOT_TYPE), v, acc * decline[:, None], input_precision="ieee")
         largest = new_largest
     return acc, largest, total
@@ -224,6 +248,7 @@ def _walk(
 def _attend(
     q_ptr: tl.tensor,
     kv_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     counters_ptr: tl.tensor,
@@ -250,6 +275,7 @@ def _attend(
     NUM_LAYERS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
@@ -294,6 +320,9 @@ def _attend(
 
     PLANE: tl.constexpr = NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
     kv_ptr += layer.to(tl.int64) * (2 * PLANE) + kv_head * (PAGE_TOKENS * HEAD_DIM)
+    SCALE_STRIDE: tl.constexpr = NUM_LAYERS * NUM_SCALES
+    VALUE_SCALES: tl.constexpr = NUM_KV_HEADS * PAGE_TOKENS
+    scales_ptr += layer.to(tl.int64) * NUM_SCALES + kv_head * PAGE_TOKENS
     pages_ptr += tl.load(page_starts_ptr + sequence)
     begin = 0
     if WINDOW:
@@ -307,12 +336,14 @@ def _attend(
         # All rows see the keys up to the first row's own position, so tiles with only such keys need no mask.
         masked_tile = tl.minimum(tl.maximum((first_position + 1) // TILE_N, first_tile), last_tile)
         acc, largest, total = _walk(
-            acc, largest, total, q, kv_ptr, pages_ptr, position, begin, end, first_tile, masked_tile, score_scale,
-            False, NUM_LAYERS * 2 * PLANE, PAGE_TOKENS, HEAD_DIM, BLOCK_D, TILE_N, PLANE, WINDOW, SOFT_CAP, DOT_TYPE,
+            acc, largest, total, q, kv_ptr, scales_ptr, pages_ptr, position, begin, end, first_tile, masked_tile,
+            score_scale, False, NUM_LAYERS * 2 * PLANE, SCALE_STRIDE, PAGE_TOKENS, HEAD_DIM, BLOCK_D, TILE_N, PLANE,
+            VALUE_SCALES, WINDOW, SOFT_CAP, DOT_TYPE,
         )  # fmt: skip
     acc, largest, total = _walk(
-        acc, largest, total, q, kv_ptr, pages_ptr, position, begin, end, masked_tile, last_tile, score_scale,
-        True, NUM_LAYERS * 2 * PLANE, PAGE_TOKENS, HEAD_DIM, BLOCK_D, TILE_N, PLANE, WINDOW, SOFT_CAP, DOT_TYPE,
+        acc, largest, total, q, kv_ptr, scales_ptr, pages_ptr, position, begin, end, masked_tile, last_tile,
+        score_scale, True, NUM_LAYERS * 2 * PLANE, SCALE_STRIDE, PAGE_TOKENS, HEAD_DIM, BLOCK_D, TILE_N, PLANE,
+        VALUE_SCALES, WINDOW, SOFT_CAP, DOT_TYPE,
     )  # fmt: skip
 
     if HAS_SINKS and is_only:

@@ -117,11 +117,13 @@ def attention_plan(
     short_rows: int = 1,
     all_short: bool = False,
     num_processors: int = 132,
+    has_codes: bool = False,
 ) -> AttentionPlan:
     """Choose the launches for batches of `num_tokens` rows and `num_sequences` sequences, both including padding.
 
     Sequences with up to `short_rows` query rows are short. `all_short` guarantees that all sequences are short.
-    `itemsize` is q's element size in bytes, and `num_processors` is the device's number of multiprocessors.
+    `itemsize` is q's element size in bytes, and `num_processors` is the device's number of multiprocessors. With
+    `has_codes`, K and V are int8 codes.
     """
     group_size = spec.num_heads // spec.num_kv_heads
     block_d = max(16, triton.next_power_of_2(spec.head_dim))
@@ -154,6 +156,9 @@ def attention_plan(
         block_m = 16 if is_exact and block_d > 256 else 32
     elif block_d > 128 or num_tokens * group_size <= 512:
         block_m = 64
+    if has_codes:
+        # Converted codes take registers. Without tensor cores that read B from shared memory, larger tiles would spill.
+        block_m, tile_n = min(block_m, 64), max(16, tile_n // 2)
     block_m = max(block_m, triton.next_power_of_2(group_size))
     # Use at least four splits in small steps, so that a few rows after a long prefix do not delay many decodes.
     fewest_splits = 4 if num_tokens <= SMALL_STEP else 1

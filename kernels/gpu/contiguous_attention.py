@@ -96,23 +96,24 @@ def flash_attention(
 
 
 def gather_pages(
-    pool: PoolViews, layer: int, pages: torch.Tensor, spec: AttentionSpec
+    pool: PoolViews, layer: int, pages: torch.Tensor, spec: AttentionSpec, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy one layer's K and V of listed pages into contiguous rows: `k[16 * i + j] = K of token j of pages[i]`.
 
-    `pages` is int32 `[num_listed]`. Returns k and v, `[16 * num_listed, num_kv_heads, head_dim]` of the pool's dtype.
-    Every element is written.
+    `pages` is int32 `[num_listed]`. Returns k and v, `[16 * num_listed, num_kv_heads, head_dim]` of `dtype`, by default
+    the pool's. Codes are multiplied by their scales, in float32, and rounded to `dtype`. Every element is written.
     """
     kv = pool.kv_of(spec.num_kv_heads, spec.head_dim)
+    scales = pool.scales_of(spec.num_kv_heads, spec.head_dim)
     shape = (2, PAGE_TOKENS * pages.shape[0], spec.num_kv_heads, spec.head_dim)
-    rows = torch.empty(shape, dtype=kv.dtype, device=kv.device)
+    rows = torch.empty(shape, dtype=dtype or kv.dtype, device=kv.device)
     block_d = triton.next_power_of_2(spec.head_dim)
     heads = min(triton.next_power_of_2(spec.num_kv_heads), max(1, GATHER_ELEMENTS // (PAGE_TOKENS * block_d)))
     grid = (pages.shape[0], 2, triton.cdiv(spec.num_kv_heads, heads))
     _gather_pages[grid](
-        kv, pages, rows, rows.stride(0), layer,
+        kv, kv if scales is None else scales, pages, rows, rows.stride(0), layer,
         NUM_LAYERS=kv.shape[1], NUM_KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim, PAGE_TOKENS=PAGE_TOKENS,
-        BLOCK_D=block_d, HEADS=heads, num_warps=4,
+        NUM_SCALES=0 if scales is None else scales.shape[2], BLOCK_D=block_d, HEADS=heads, num_warps=4,
     )  # fmt: skip
     return rows[0], rows[1]
 
@@ -120,6 +121,7 @@ def gather_pages(
 @triton.jit(do_not_specialize=["layer"])
 def _gather_pages(
     kv_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     pages_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     half_stride: tl.tensor,
@@ -128,6 +130,7 @@ def _gather_pages(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HEADS: tl.constexpr,
 ) -> None:
@@ -141,5 +144,9 @@ def _gather_pages(
     page = tl.load(pages_ptr + index).to(tl.int64) * NUM_LAYERS + layer
     source = kv_ptr + (2 * page + half) * PLANE
     values = tl.load(source + (head * PAGE_TOKENS + token) * HEAD_DIM + d, mask=is_copied)
+    if NUM_SCALES:
+        scales = scales_ptr + page * NUM_SCALES + (half * NUM_KV_HEADS + head) * PAGE_TOKENS + token
+        scale = tl.load(scales, mask=head < NUM_KV_HEADS)
+        values = (values.to(tl.float32) * scale.to(tl.float32)).to(rows_ptr.dtype.element_ty)
     target = rows_ptr + half.to(tl.int64) * half_stride + index.to(tl.int64) * PLANE
     tl.store(target + (token * NUM_KV_HEADS + head) * HEAD_DIM + d, values, mask=is_copied)

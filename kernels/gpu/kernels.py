@@ -51,7 +51,7 @@ MIN_COUNTERS = 1 << 16
 """Number of attention's counters that are allocated at the start: enough for 4,096 tiles of query rows and 16 KV heads.
 """
 
-KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
 
 
 def check_shapes(
@@ -63,7 +63,7 @@ def check_shapes(
 ) -> None:
     """Raise ValueError, naming the limit, for unsupported dtypes or shapes, so that no launch has to check them."""
     if pool.kv.dtype not in KV_DTYPES:
-        raise ValueError(f"K and V are {pool.kv.dtype}; the GPU kernels support bfloat16, float16 and float32")
+        raise ValueError(f"K and V are {pool.kv.dtype}; the GPU kernels support bfloat16, float16, float32 and int8")
     for group in groups:
         check_geometry(pool.geometry, group, pool.adapter.dtype)
     for group in outer_groups:
@@ -129,8 +129,9 @@ class GpuKernels(GpuLora):
     comes from torch's allocator, which makes no driver calls after the first steps and keeps the memory of captured
     graphs separate. Launches are planned for `num_processors` multiprocessors, by default as many as the pool's GPU
     has. `contiguous_attention` computes prefills from contiguous K and V. By default, it is `flash_attention` if torch
-    has it. Without it, prefills read pages. With `fuses`, linear layers and their adapters are multiplied together in
-    steps of up to MAX_ROWS rows.
+    has it. Without it, prefills read pages. If K and V are int8 codes, it reads the K and V of earlier tokens in
+    bfloat16, and its own before they are rounded to codes. With `fuses`, linear layers and their adapters are
+    multiplied together in steps of up to MAX_ROWS rows.
     """
 
     def __init__(
@@ -143,7 +144,9 @@ class GpuKernels(GpuLora):
         contiguous_attention: ContiguousAttention | None = None,
     ) -> None:
         super().__init__(pool, pdl=pdl)
-        if contiguous_attention is None and has_flash_attention(pool.raw.device, pool.kv.dtype):
+        # The dtype of contiguous K and V.
+        self._rows_dtype = torch.bfloat16 if pool.kv.dtype is torch.int8 else pool.kv.dtype
+        if contiguous_attention is None and has_flash_attention(pool.raw.device, self._rows_dtype):
             contiguous_attention = flash_attention
         self._contiguous_attention = contiguous_attention
         self._attention_counters = [torch.zeros(MIN_COUNTERS, dtype=torch.int32, device=pool.raw.device)]
@@ -172,7 +175,7 @@ class GpuKernels(GpuLora):
         rotate_and_store(q, k, v, cos, sin, self._pool, layer, batch, rotates_k=rotates_k, pdl=self._pdl)
 
     def max_gathered_pages(self, spec: AttentionSpec) -> int:
-        return 0 if self._contiguous_attention is None else max_gathered_pages(spec, self._pool.kv.dtype)
+        return 0 if self._contiguous_attention is None else max_gathered_pages(spec, self._rows_dtype)
 
     def paged_attention(
         self,
@@ -185,10 +188,11 @@ class GpuKernels(GpuLora):
         kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         plan, elements, num_counters = _planned(
-            q.shape[0], batch.seq_lens.shape[0], spec, q.dtype.itemsize, batch.max_q <= 1, self._num_processors
-        )
+            q.shape[0], batch.seq_lens.shape[0], spec, q.dtype.itemsize, batch.max_q <= 1, self._num_processors,
+            self._pool.kv_scales is not None,
+        )  # fmt: skip
         keys = batch.contiguous
-        if keys is not None and sinks is None:
+        if keys is not None and sinks is None and q.dtype is self._rows_dtype:
             rows = self._contiguous_kv(layer, keys, spec, kv)
             if rows is not None and self._contiguous_attention is not None:
                 self._contiguous_attention(q, *rows, keys, spec, out)
@@ -220,7 +224,7 @@ class GpuKernels(GpuLora):
             return kv if max_pages else None
         if keys.pages.shape[0] > max_pages or not is_gathering_worthwhile(keys, spec):
             return None
-        return gather_pages(self._pool, layer, keys.pages, spec)
+        return gather_pages(self._pool, layer, keys.pages, spec, self._rows_dtype)
 
     def multiply(self, linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return linear(x)
@@ -285,12 +289,21 @@ class GpuKernels(GpuLora):
 
 @lru_cache(maxsize=4096)
 def _planned(
-    num_tokens: int, num_sequences: int, spec: AttentionSpec, itemsize: int, all_short: bool, num_processors: int
+    num_tokens: int,
+    num_sequences: int,
+    spec: AttentionSpec,
+    itemsize: int,
+    all_short: bool,
+    num_processors: int,
+    has_codes: bool,
 ) -> tuple[AttentionPlan, int, int]:
     """Plan a batch's launches, and the sizes of its workspace and counters.
 
     Layers with the same `spec` share a plan, and the next step often needs it again.
     """
-    plan = attention_plan(num_tokens, num_sequences, spec, itemsize, all_short=all_short, num_processors=num_processors)
+    plan = attention_plan(
+        num_tokens, num_sequences, spec, itemsize, all_short=all_short, num_processors=num_processors,
+        has_codes=has_codes,
+    )  # fmt: skip
     sizes = (num_tokens, num_sequences, spec)
     return plan, plan.workspace_elements(*sizes), plan.num_counters(*sizes)

@@ -8,19 +8,44 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, ContiguousKeys, PoolViews
 
+LARGEST_CODE = 127
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal float32. Scales are at least as large, so that their inverses are finite."""
+
+
+def to_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round rows `[..., head_dim]` to int8 codes, with one bfloat16 scale `[...]` for each row.
+
+        scale = bfloat16(max(max |x| / 127, SMALLEST_SCALE))
+        code = round(x / scale)    (to nearest, ties to even)
+
+    The scale of a row that contains infinity or NaN is NaN, and its codes are 0, so all of its values become NaN.
+    """
+    largest = x.float().abs().amax(-1)
+    scale = (largest / LARGEST_CODE).clamp_min(SMALLEST_SCALE).bfloat16()
+    is_finite = largest < torch.inf
+    codes = torch.where(is_finite[..., None], x.float() / scale.float()[..., None], 0.0)
+    return codes.round().to(torch.int8), torch.where(is_finite, scale, torch.nan)
+
 
 def kv_write(k: torch.Tensor, v: torch.Tensor, pool: PoolViews, layer: int, batch: AttentionBatch) -> None:
     """Store K and V of row `t` at `batch.kv_slots[t]`, rounded to the pool's dtype (to nearest, ties to even).
 
-    `k` and `v` float32 `[T, num_kv_heads, head_dim]`. A row with a negative slot is not stored.
+    `k` and `v` float32 `[T, num_kv_heads, head_dim]`. A row with a negative slot is not stored. In a pool of int8
+    codes, `to_codes` rounds each row of each head.
     """
     page_tokens = pool.geometry.page_tokens
     keys, values, step = _kv_pages(pool, k.shape[1], k.shape[2])
     is_stored = batch.kv_slots >= 0
     kv_slots = batch.kv_slots[is_stored]
     page, place = kv_slots // page_tokens * step + layer, kv_slots % page_tokens
-    keys[page, :, :, place] = k[is_stored].to(keys.dtype)
-    values[page, :, place, :] = v[is_stored].to(values.dtype)
+    k, v = k[is_stored], v[is_stored]
+    scales = _kv_scales(pool, k.shape[1], k.shape[2])
+    if scales is not None:
+        k, scales[0][page, :, place] = to_codes(k)
+        v, scales[1][page, :, place] = to_codes(v)
+    keys[page, :, :, place] = k.to(keys.dtype)
+    values[page, :, place, :] = v.to(values.dtype)
 
 
 def paged_attention(
@@ -42,6 +67,7 @@ def paged_attention(
     """
     page_tokens = pool.geometry.page_tokens
     keys, values, step = _kv_pages(pool, spec.num_kv_heads, spec.head_dim)
+    scales = _kv_scales(pool, spec.num_kv_heads, spec.head_dim)
     for i, length in enumerate(batch.seq_lens.tolist()):
         begin, end = int(batch.cu_q[i]), int(batch.cu_q[i + 1])
         if begin == end:
@@ -54,6 +80,9 @@ def paged_attention(
         seen = slice(first_key - first_page * page_tokens, length - first_page * page_tokens)
         k = keys[pages].permute(1, 0, 3, 2).flatten(1, 2)[:, seen].float()  # [num_kv_heads, num_seen, head_dim]
         v = values[pages].permute(1, 0, 2, 3).flatten(1, 2)[:, seen].float()
+        if scales is not None:
+            k_scales, v_scales = (one[pages].transpose(0, 1).flatten(1)[:, seen, None].float() for one in scales)
+            k, v = k * k_scales, v * v_scales
         group_size = spec.num_heads // spec.num_kv_heads
         scores = torch.einsum("thd,hsd->hts", q[begin:end], k.repeat_interleave(group_size, 0)) * spec.scale
         if spec.soft_cap is not None:
@@ -112,3 +141,14 @@ def _kv_pages(pool: PoolViews, num_kv_heads: int, head_dim: int) -> tuple[torch.
         pages[:, half:].unflatten(1, (num_kv_heads, page_tokens, head_dim)),
         kv.shape[1],
     )
+
+
+def _kv_scales(pool: PoolViews, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The scales of K and of V, both `[P * L, num_kv_heads, page_tokens]`, or None if the pool has no codes."""
+    scales = pool.scales_of(num_kv_heads, head_dim)
+    if scales is None:
+        return None
+    page_tokens = pool.geometry.page_tokens
+    pages = scales.flatten(0, 1)[:, : 2 * num_kv_heads * page_tokens]
+    k_scales, v_scales = pages.unflatten(1, (2, num_kv_heads, page_tokens)).unbind(1)
+    return k_scales, v_scales

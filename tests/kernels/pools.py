@@ -20,6 +20,15 @@ def poisoned_pool(num_pages: int, geometry: PageGeometry, dtype: torch.dtype) ->
     return PoolViews(raw=raw, kv=raw.view(kv_dtype), adapter=raw.view(dtype), geometry=geometry)
 
 
+def poisoned_int8_pool(num_pages: int, geometry: PageGeometry) -> PoolViews:
+    """A pool whose K and V are int8 codes of -1 with scales of NaN. Its adapters are float32."""
+    raw = torch.full((num_pages, geometry.num_layers, geometry.page_bytes), 0xFF, dtype=torch.uint8)
+    scales = torch.full((num_pages, geometry.num_layers, geometry.num_scales), torch.nan, dtype=torch.bfloat16)
+    return PoolViews(
+        raw=raw, kv=raw.view(torch.int8), adapter=raw.view(torch.float32), geometry=geometry, kv_scales=scales
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterPool:
     """Resident adapters, stored in pages and as dense A `[rank, in]` and Bᵀ `[rank, out]` by slot, layer and module.

@@ -56,14 +56,17 @@ def free_unseen(batch: AttentionBatch, window: int | None, pool: PoolViews, pois
         first_row = length - int(batch.cu_q[i + 1] - batch.cu_q[i])
         first = int(batch.page_starts[i])
         unseen = slice(first, first + max(0, first_row + 1 - window) // 16)
-        pool.kv.flatten(0, 1)[pages[unseen].long() * pool.kv.shape[1] + LAYER] = torch.nan
+        filled = pool.kv if pool.kv_scales is None else pool.kv_scales
+        filled.flatten(0, 1)[pages[unseen].long() * pool.kv.shape[1] + LAYER] = torch.nan
         pages[unseen] = poison
     return replace(batch, pages=pages)
 
 
 def in_groups(pool: PoolViews, pages: torch.Tensor) -> tuple[PoolViews, torch.Tensor]:
     """The pool and its pages as seen by a group of layers that starts at the pool's first layer."""
-    return replace(pool, kv=pool.kv.view(pool.kv.shape[0] * pool.kv.shape[1], 1, -1)), pages * pool.kv.shape[1]
+    num_layers = pool.kv.shape[0] * pool.kv.shape[1]
+    scales = None if pool.kv_scales is None else pool.kv_scales.view(num_layers, 1, -1)
+    return replace(pool, kv=pool.kv.view(num_layers, 1, -1), kv_scales=scales), pages * pool.kv.shape[1]
 
 
 def store(

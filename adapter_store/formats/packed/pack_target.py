@@ -229,9 +229,12 @@ class PackTarget:
 
     def document(self) -> dict[str, Any]:
         """Return this target as plain JSON values, for packed files and the validation process."""
+        # An adapter's pages do not depend on the scales of K and V, which are outside of the pages.
+        geometry = asdict(self.geometry)
+        del geometry["elements_per_scale"]
         document = {
             "modules": [_module_document(module) for module in self.modules],
-            "geometry": asdict(self.geometry),
+            "geometry": geometry,
             "dtype": self.dtype,
             "outer_modules": [_module_document(module) for module in self.outer_modules],
             "tied_embeddings": self.tied_embeddings,

@@ -1,8 +1,8 @@
 """Sixteen float32 lanes as a numba value. Kernels use it to control vectorisation and the use of registers.
 
 LLVM's own vectoriser gives up on most loops of these kernels, because of accumulators that outlive an inner loop,
-bfloat16 widened from integers, or stores that might overlap loads. Arrays of float32, of bfloat16 bits as uint16, and
-of FP8 codes as uint8, load as float32 lanes.
+bfloat16 widened from integers, or stores that might overlap loads. Arrays of float32, of bfloat16 bits as uint16, of
+FP8 codes as uint8, and of int8 integers, load as float32 lanes.
 """
 
 from __future__ import annotations
@@ -67,11 +67,13 @@ def emit_splat(builder: Any, scalar: Any, count: int = LANES) -> Any:
 
 
 def emit_load(builder: Any, pointer: Any, dtype: Any, count: int = LANES) -> Any:
-    """Load `count` elements (float32, bfloat16 bits as uint16, or FP8 codes as uint8) as float32 lanes."""
+    """Load `count` elements (float32, bfloat16 bits as uint16, FP8 codes as uint8, or int8) as float32 lanes."""
     if dtype == types.float32:
         return builder.load(builder.bitcast(pointer, ir.VectorType(_FLOAT, count).as_pointer()), align=4)
     size = dtype.bitwidth // 8
     bits = builder.load(builder.bitcast(pointer, ir.VectorType(ir.IntType(8 * size), count).as_pointer()), align=size)
+    if dtype == types.int8:
+        return builder.sitofp(builder.sext(bits, ir.VectorType(_INT, count)), ir.VectorType(_FLOAT, count))
     return _emit_widened(builder, builder.zext(bits, ir.VectorType(_INT, count)), ir.VectorType(_FLOAT, count), size)
 
 

@@ -16,7 +16,8 @@ from loramux.kernels.cpu.programs.step_words import PAGE_STARTS, PAGES, SEQ_LENS
 
 def _attend(element: Any) -> Operation:
     """Words: q, its step, out, its step, pool, its pages, layers and elements, layer, group size, KV heads, head_dim,
-    window, sinks, first word of the group of layers. Doubles: scale, soft cap.
+    window, sinks, first word of the group of layers, scales of the codes or 0, scales of a page in a layer. Doubles:
+    scale, soft cap.
     """
 
     def attend(arguments: Any, step: Any, task: Any) -> None:
@@ -40,12 +41,12 @@ def _attend(element: Any) -> Operation:
         attend_tile(
             words[0] + row * words[1] + column, none, words[2] + row * words[3] + column, none, np.int64(1),
             pool, words[8], integers_at(batch[PAGES]), np.int64(integers_at(batch[PAGE_STARTS])[row]), length, window,
-            head, group_size, num_kv_heads, head_dim, doubles[15], doubles[16], words[13],
+            head, group_size, num_kv_heads, head_dim, doubles[17], doubles[18], words[13], words[15], words[16],
             q_tile, out_tile, scores, row_len, weights,
         )  # fmt: skip
 
     return Operation(attend)
 
 
-ATTEND = {2: _attend(np.uint16), 4: _attend(np.float32)}
+ATTEND = {1: _attend(np.int8), 2: _attend(np.uint16), 4: _attend(np.float32)}
 """Attention, by the size of the pool's elements in bytes."""

@@ -19,7 +19,7 @@ from loramux.kernels.cpu.fused import (
     silu_row,
 )
 from loramux.kernels.cpu.instructions.vectors import floats_at, pointer_at
-from loramux.kernels.cpu.kv import PAGE_TOKENS, page_start, write_row
+from loramux.kernels.cpu.kv import PAGE_TOKENS, page_start, write_row, write_row_of_codes
 from loramux.kernels.cpu.programs.operation import Operation, doubles_at, words_at
 from loramux.kernels.cpu.programs.step_words import KV_SLOTS
 
@@ -71,6 +71,23 @@ def _store(element: Any) -> Operation:
 
 STORE = {2: _store(np.uint16), 4: _store(np.float32)}
 """Stores K and V, by the size of the pool's elements in bytes."""
+
+
+@Operation
+def store_codes(arguments: Any, step: Any, task: Any) -> None:
+    """Words: k, its step, v, its step, pool, its pages, layers and elements, layer, KV heads, head_dim, first word of
+    the group of layers, scales, scales of a page in a layer.
+    """
+    words = words_at(arguments)
+    pool = carray(pointer_at(words[4]), (words[5], words[6], words[7]), np.int8)
+    scales = carray(pointer_at(words[12]), (words[5], words[6], words[13]), np.uint16)
+    slot = words_at(words_at(step)[words[11] + KV_SLOTS])[task]
+    page, layer = slot // PAGE_TOKENS, words[8]
+    k, v = floats_at(words[0] + task * words[1]), floats_at(words[2] + task * words[3])
+    write_row_of_codes(
+        k, 0, v, 0, pool.reshape(-1), page_start(pool, page, layer), scales.reshape(-1),
+        page_start(scales, page, layer), slot % PAGE_TOKENS, words[9], words[10],
+    )  # fmt: skip
 
 
 @Operation

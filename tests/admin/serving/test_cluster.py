@@ -13,14 +13,16 @@ import asyncio, ctypes, sys
 from pathlib import Path
 from loramux.admin.server.settings import Settings
 from loramux.admin.serving.cluster import ClusterMember
+from loramux.engine.loop.config import EngineConfig
 from loramux.platform.engine_link.local_engine import EngineStartError
 
 PR_GET_DUMPABLE = 3
 settings = Settings(model=Path(sys.argv[1]), cluster="127.0.0.1:1", blob_url="s3://bucket/prefix")
+config = EngineConfig(model_dir=sys.argv[1], blob_url="s3://bucket/prefix", cache_dir="")
 libc = ctypes.CDLL(None)
 before = libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0)
 try:
-    asyncio.run(ClusterMember(settings, "float32").spawn())
+    asyncio.run(ClusterMember(settings, config).spawn())
 except EngineStartError:
     print(before, libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0))
 """

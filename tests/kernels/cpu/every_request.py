@@ -22,7 +22,7 @@ from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup
 from tests.kernels.cpu.codebooks import CODEBOOKS, random_weight
-from tests.kernels.pools import adapter_pool
+from tests.kernels.pools import adapter_pool, poisoned_int8_pool
 
 
 def call_every_kernel(dtype: torch.dtype) -> None:
@@ -94,6 +94,21 @@ def call_every_kernel(dtype: torch.dtype) -> None:
     kernels.delta_rule(mixed, qkv[:, :4], torch.zeros(2, 2), 0, batch, spec)
     record_every_operation(kernels, call, linears)
     call_with_fp8(dtype, linears)
+    call_with_int8(batch)
+
+
+def call_with_int8(batch: AttentionBatch) -> None:
+    """Call what reads or writes K and V with a pool of int8 codes."""
+    kernels = CpuKernels(poisoned_int8_pool(3, PageGeometry(2, 2, 16, 1, 4, elements_per_scale=16)))
+    q, k, v = (part.unflatten(1, (-1, 16)) for part in torch.zeros(3, 128).split([64, 32, 32], 1))
+    kernels.kv_write(k, v, 1, batch)
+    for sinks in (None, torch.zeros(4)):
+        kernels.paged_attention(q, 1, batch, AttentionSpec(4, 2, 16, 0.5), torch.zeros(3, 4, 16), sinks)
+    decode = decode_of_two()
+    recorder, angles = start_recording(kernels, 2, (decode,)), torch.zeros(2, 8)
+    recorder.rotate_and_store(q[:2], k[:2], v[:2], angles, angles, 1, decode)
+    recorder.paged_attention(q[:2], 1, decode, AttentionSpec(4, 2, 16, 0.5), torch.zeros(2, 4, 16))
+    recorder.finish().run((decode,), build_segments(np.full(2, -1, np.int32), kernels.segment_rows))
 
 
 def call_with_fp8(kv_dtype: torch.dtype, linears: list[Callable[[torch.Tensor], torch.Tensor]]) -> None:
@@ -111,11 +126,8 @@ def call_with_fp8(kv_dtype: torch.dtype, linears: list[Callable[[torch.Tensor], 
     record_every_operation(kernels, call, linears)
 
 
-def record_every_operation(
-    kernels: CpuKernels, call: LoraCall, linears: list[Callable[[torch.Tensor], torch.Tensor]]
-) -> None:
-    """Record every kernel of a decode step of two rows, and run the program."""
-    batch = AttentionBatch(
+def decode_of_two() -> AttentionBatch:
+    return AttentionBatch(
         cu_q=torch.tensor([0, 1, 2], dtype=torch.int32),
         seq_lens=torch.tensor([1, 2], dtype=torch.int32),
         pages=torch.tensor([0, 1], dtype=torch.int32),
@@ -123,6 +135,13 @@ def record_every_operation(
         kv_slots=torch.tensor([0, 17]),
         max_q=1,
     )
+
+
+def record_every_operation(
+    kernels: CpuKernels, call: LoraCall, linears: list[Callable[[torch.Tensor], torch.Tensor]]
+) -> None:
+    """Record every kernel of a decode step of two rows, and run the program."""
+    batch = decode_of_two()
     recorder = start_recording(kernels, 2, (batch,))
     x, angles = torch.zeros(2, 64), torch.zeros(2, 8)
     q, k, v = (part.unflatten(1, (-1, 16)) for part in torch.zeros(2, 128).split([64, 32, 32], 1))

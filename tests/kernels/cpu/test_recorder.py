@@ -26,7 +26,7 @@ from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.kernels.recording import NotRecordable
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_segments
-from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
 from tests.kernels.cpu.codebooks import CODEBOOKS, random_weight
 from tests.kernels.pools import AdapterPool, adapter_pool
 
@@ -159,12 +159,30 @@ def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_program_equals_the_kernels(
     threads: int, dtype: torch.dtype, product: str, spec: str, gate: str, has_sinks: bool
 ) -> None:
-    geometry = PageGeometry(1, KV_HEADS, HEAD_DIM, dtype.itemsize, dtype.itemsize)
+    check_program(
+        PageGeometry(1, KV_HEADS, HEAD_DIM, dtype.itemsize, dtype.itemsize), dtype, product, spec, gate, has_sinks
+    )
+
+
+@pytest.mark.usefixtures("without_tiles")
+@pytest.mark.parametrize(("spec", "has_sinks"), [("plain", True), ("window and cap", False)])
+def test_program_with_int8_k_and_v_equals_the_kernels(threads: int, spec: str, has_sinks: bool) -> None:
+    geometry = PageGeometry(1, KV_HEADS, HEAD_DIM, 1, 2, elements_per_scale=HEAD_DIM)
+    check_program(geometry, torch.bfloat16, "bfloat16", spec, "silu", has_sinks)
+
+
+def check_program(
+    geometry: PageGeometry, dtype: torch.dtype, product: str, spec: str, gate: str, has_sinks: bool
+) -> None:
+    """`dtype` is that of adapters, and of K and V unless the geometry has scales."""
     adapters = adapter_pool(MODULES, RANKS, geometry, dtype)
     # Pages for K and V follow the adapters' pages.
     first_page = adapters.pool.raw.shape[0]
     raw = torch.cat([adapters.pool.raw, torch.zeros(40, *adapters.pool.raw.shape[1:], dtype=torch.uint8)])
-    pool = type(adapters.pool)(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
+    scales = torch.zeros(raw.shape[0], 1, geometry.num_scales, dtype=torch.bfloat16)
+    kv_scales = scales if geometry.num_scales else None
+    kv = raw.view(dtype if kv_scales is None else torch.int8)
+    pool = PoolViews(raw=raw, kv=kv, adapter=raw.view(dtype), geometry=geometry, kv_scales=kv_scales)
     kernels, linears = CpuKernels(pool), make_linears(product)
     sinks = torch.linspace(-1, 1, HEADS) if has_sinks else None
     for num_rows in NUM_ROWS:
@@ -186,6 +204,8 @@ def test_program_equals_the_kernels(
                 kernels, linears, Step(expected_total, step.angles, step.batch, step.call), SPECS[spec], gate, sinks
             ).clone()
             expected_pool = pool.raw.clone()
+            expected_scales = scales.clone()
+            scales.zero_()
             pool.raw.copy_(before)
             total.copy_(step.total)
             for own, value in zip(angles, step.angles, strict=True):
@@ -195,6 +215,7 @@ def test_program_equals_the_kernels(
             assert torch.equal(found, expected)
             assert torch.equal(total, expected_total)
             assert torch.equal(pool.raw, expected_pool)
+            assert torch.equal(scales, expected_scales)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from loramux.kernels.layout import PageGeometry
+from loramux.kernels.reference.attention import to_codes
 from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 from tests.kernels.gpu.interpreted import DEVICE, FOR_GPUS, HAS_GPU, check_overflow, import_kernels, run_interpreted
+from tests.kernels.pools import poisoned_int8_pool
 from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, plain_attention, store_for_gpu
 
 kernel_module, attention_module, plan_module = import_kernels("rotate_and_store", "attention", "attention_plan")
@@ -437,6 +439,39 @@ def test_rotated_and_stored_rows_match_the_reference(
     torch.testing.assert_close(found[..., :half].unflatten(-1, shape), keys, **close)
     # V is not rotated.
     assert torch.equal(found[..., half:].nan_to_num(7.0), specified[..., half:].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim", "rotated"), HEADS.values(), ids=HEADS.keys())
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_rotated_rows_are_rounded_to_the_codes_of_the_reference(
+    num_heads: int, num_kv_heads: int, head_dim: int, rotated: int, device: torch.device
+) -> None:
+    num_rows, num_pages = 20, 3
+    geometry = PageGeometry(NUM_LAYERS, num_kv_heads, head_dim, 1, 4, elements_per_scale=head_dim)
+    with device:
+        pool = poisoned_int8_pool(num_pages, geometry)
+    kv_slots = torch.randperm(num_pages * 16)[:num_rows]
+    unused = torch.zeros(1, dtype=torch.int32)
+    batch = AttentionBatch(unused, unused, unused, unused, torch.where(torch.arange(num_rows) == 4, -1, kv_slots), 1)
+    q, k, v = (torch.randn(num_rows, heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
+    k[2, 0, 1], v[3, 0, 0], k[5, 0], v[6, 0], k[7, 0] = torch.nan, torch.inf, 0.0, 1e-40, 1e30
+    angle = torch.randn(num_rows, rotated // 2)
+    on_device = [one.to(device) for one in (q, k, v, angle.cos(), angle.sin())]
+    rotate_and_store(*on_device, pool, LAYER, moved(batch, device))
+
+    reference = ReferenceKernels(poisoned_int8_pool(num_pages, geometry))
+    reference.rotary(q, k, angle.cos(), angle.sin())  # type: ignore[call-arg]
+    places = pool.kv.cpu()[:, LAYER].unflatten(1, (2, num_kv_heads, 16, head_dim)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    assert pool.kv_scales is not None
+    scales = pool.kv_scales.cpu()[:, LAYER].unflatten(1, (2, num_kv_heads, 16)).permute(1, 0, 3, 2).flatten(1, 2)
+    is_stored = batch.kv_slots >= 0
+    for half, x in enumerate((k, v)):
+        codes, expected_scales = to_codes(x[is_stored])
+        found = places[half][batch.kv_slots[is_stored]]
+        close = {"rtol": 2.0**-7, "atol": 0.0, "equal_nan": True}
+        torch.testing.assert_close(scales[half][batch.kv_slots[is_stored]], expected_scales, **close)
+        assert ((found.int() - codes.int()).abs() <= 1)[expected_scales.isfinite()].all()
+        assert scales[half].isnan().sum() == expected_scales.isnan().sum() + (48 - int(is_stored.sum())) * num_kv_heads
 
 
 def test_splits_give_the_same_bits_whichever_ends_last(

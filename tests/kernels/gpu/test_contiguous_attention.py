@@ -11,6 +11,7 @@ from loramux.kernels.layout import PageGeometry
 from loramux.kernels.reference.attention import contiguous_attention
 from loramux.kernels.tables import AttentionSpec, ContiguousKeys, PoolViews
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
+from tests.kernels.pools import poisoned_int8_pool
 from tests.kernels.sequences import LAYER, batch_of, plain_attention, store_for_gpu, with_contiguous_keys
 
 kernels_module, contiguous_module = import_kernels("kernels", "contiguous_attention")
@@ -69,12 +70,18 @@ def attended(
     dtype: torch.dtype = torch.float32,
     sinks: torch.Tensor | None = None,
     stores_kv: bool = True,
+    is_int8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The outputs of a step's rows, and those of attention in float64 over the rotated K."""
-    geometry = PageGeometry(2, spec.num_kv_heads, spec.head_dim, dtype.itemsize, dtype.itemsize)
     num_pages = sum(-(-length // 16) for length in contexts) + 2
-    raw = make_poisoned_pool(num_pages, geometry, dtype).raw.to(device)
-    pool = PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
+    if is_int8:
+        geometry = PageGeometry(2, spec.num_kv_heads, spec.head_dim, 1, 4, elements_per_scale=spec.head_dim)
+        with device:
+            pool = poisoned_int8_pool(num_pages, geometry)
+    else:
+        geometry = PageGeometry(2, spec.num_kv_heads, spec.head_dim, dtype.itemsize, dtype.itemsize)
+        raw = make_poisoned_pool(num_pages, geometry, dtype).raw.to(device)
+        pool = PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
     kernels = kernels_module.GpuKernels(pool, contiguous_attention=attention)
     pages = torch.randperm(num_pages, dtype=torch.int32)
     q_out, kv_out = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -153,6 +160,23 @@ def test_prefills_with_prefix_read_gathered_pages(
     check(*attended(*batch, spec_of(heads, 30), device, make_poisoned_pool, attention, gathers=True))
     num_pages = sum(-(-length // 16) for length, rows in zip(*batch, strict=True) if rows > 1)
     assert [len(k) for k in attention.keys] == [16 * num_pages]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("batch", "gathers"), [(FRESH, False), (CHUNKED, True)], ids=["fresh", "chunked"])
+def test_codes_are_gathered_as_bfloat16(
+    batch: tuple[list[int], list[int]],
+    gathers: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    attention, spec = Contiguous(), spec_of("gqa-2-72", 30)
+    out, expected = attended(
+        *batch, spec, device, make_poisoned_pool, attention, gathers=gathers, dtype=dtype, is_int8=True
+    )
+    torch.testing.assert_close(out.double(), expected, rtol=3e-2, atol=3e-2)
+    assert [k.dtype for k in attention.keys] == [torch.bfloat16] * (dtype is torch.bfloat16)
 
 
 @pytest.mark.parametrize("case", ["soft-cap", "sinks", "shared-kv", "few-rows", "many-pages"])
