@@ -79,6 +79,13 @@ def store(
         store_for_gpu(pool, k, v, layer, batch)
 
 
+def store_with_kernels(kernels: Any, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
+    """Store K and V with the kernels themselves. Each row is rotated by an angle of zero."""
+    num_rows, _, head_dim = k.shape
+    cos, sin = torch.ones(num_rows, head_dim // 2).to(k.device), torch.zeros(num_rows, head_dim // 2).to(k.device)
+    kernels.rotate_and_store(torch.zeros(num_rows, 1, head_dim).to(k), k, v, cos, sin, layer, batch)
+
+
 def store_for_gpu(pool: PoolViews, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
     """Store K and V in the GPU kernels' layout, `[num_kv_heads, page_tokens, head_dim]`, without a kernel.
 

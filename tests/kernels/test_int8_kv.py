@@ -12,7 +12,7 @@ from loramux.kernels.layout import PageGeometry
 from loramux.kernels.reference.attention import to_codes
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 from tests.kernels.pools import poisoned_int8_pool
-from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, plain_attention, store
+from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, plain_attention, store_with_kernels
 
 NUM_LAYERS = 2
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
@@ -65,7 +65,7 @@ def test_attention_equals_a_plain_softmax_over_the_rounded_values(
     # The rows of K and V are views into wider rows, as in the output of a fused q/k/v linear layer.
     kv, rounded = rows_near_codes(sum(contexts), 2 * spec.num_kv_heads, spec.head_dim)
     k, v = (one.contiguous() for one in rounded.chunk(2, 1))
-    store(kernels, *kv.chunk(2, 1), LAYER, batch_of(contexts, contexts, pages, poison))  # type: ignore[call-arg]
+    store_with_kernels(kernels, *kv.chunk(2, 1), LAYER, batch_of(contexts, contexts, pages, poison))  # type: ignore[call-arg]
     batch = batch_of(contexts, num_queries, pages, poison)
     batch = free_unseen(batch, spec.sliding_window, pool, poison)
 
@@ -86,7 +86,7 @@ def test_sinks_take_part_beside_scaled_scores(make_cpu_kernels: Callable[..., An
     kernels = make_cpu_kernels(poisoned_int8_pool(4, geometry_of(2, 16)))
     pages, sinks = torch.randperm(3, dtype=torch.int32), torch.tensor([3.0, -200.0, 0.5, 300.0])
     kv, rounded = rows_near_codes(length, 4, 16)
-    store(kernels, *kv.chunk(2, 1), LAYER, batch_of([length], [length], pages, 3))  # type: ignore[call-arg]
+    store_with_kernels(kernels, *kv.chunk(2, 1), LAYER, batch_of([length], [length], pages, 3))  # type: ignore[call-arg]
     q = torch.randn(5, 4, 16)
     out = torch.full_like(q, torch.nan)
     kernels.paged_attention(q, LAYER, batch_of([length], [5], pages, 3), spec, out, sinks)
@@ -105,7 +105,7 @@ def test_layers_of_other_head_dims_share_the_pool(make_kernels: Callable[..., An
     rounded: dict[AttentionSpec, torch.Tensor] = {}
     for spec, of_spec in pages.items():
         kv, rounded[spec] = rows_near_codes(length, 2, spec.head_dim)
-        store(kernels, *kv.chunk(2, 1), LAYER, batch_of([length], [length], of_spec, poison))  # type: ignore[call-arg]
+        store_with_kernels(kernels, *kv.chunk(2, 1), LAYER, batch_of([length], [length], of_spec, poison))  # type: ignore[call-arg]
     for spec, of_spec in pages.items():
         q = torch.randn(3, spec.num_heads, spec.head_dim)
         out = torch.full_like(q, torch.nan)
@@ -168,7 +168,7 @@ def test_values_that_are_not_finite_stay_in_their_sequence(make_kernels: Callabl
     kv, rounded = rows_near_codes(sum(contexts), 4, 16)
     poisoned = kv.clone()
     poisoned[30, 1, 3], poisoned[40, 2, 5] = torch.nan, torch.inf
-    store(kernels, *poisoned.chunk(2, 1), LAYER, batch_of(contexts, contexts, pages, 7))  # type: ignore[call-arg]
+    store_with_kernels(kernels, *poisoned.chunk(2, 1), LAYER, batch_of(contexts, contexts, pages, 7))  # type: ignore[call-arg]
     q = torch.randn(3, 4, 16)
     out = torch.zeros_like(q)
     kernels.paged_attention(q, LAYER, batch_of(contexts, [1, 1, 1], pages, 7), spec, out)
@@ -211,7 +211,7 @@ def test_padding_rows_store_nothing(make_kernels: Callable[..., Any], request: p
     k, v = torch.randn(2, 3, 2, 16)
     unused = torch.zeros(1, dtype=torch.int32)
     batch = AttentionBatch(unused, unused, unused, unused, torch.tensor([-1, 17, -1]), 1)
-    store(make_kernels(pool), k, v, LAYER, batch)
+    store_with_kernels(make_kernels(pool), k, v, LAYER, batch)
     assert pool.kv_scales is not None
     assert int(pool.kv_scales.isfinite().sum()) == 2 * 2
 

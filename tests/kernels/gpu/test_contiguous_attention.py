@@ -12,7 +12,14 @@ from loramux.kernels.reference.attention import contiguous_attention
 from loramux.kernels.tables import AttentionSpec, ContiguousKeys, PoolViews
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
 from tests.kernels.pools import poisoned_int8_pool
-from tests.kernels.sequences import LAYER, batch_of, plain_attention, store_for_gpu, with_contiguous_keys
+from tests.kernels.sequences import (
+    LAYER,
+    batch_of,
+    plain_attention,
+    store_for_gpu,
+    store_with_kernels,
+    with_contiguous_keys,
+)
 
 kernels_module, contiguous_module = import_kernels("kernels", "contiguous_attention")
 
@@ -105,7 +112,10 @@ def attended(
     a, b = k[..., :half].float(), k[..., half:].float()
     c, s = cos[position][:, None], sin[position][:, None]
     rotated = torch.cat([a * c - b * s, b * c + a * s], -1).to(dtype)
-    store_for_gpu(pool, rotated, v, LAYER, whole)
+    if is_int8:
+        store_with_kernels(kernels, rotated, v, LAYER, whole)
+    else:
+        store_for_gpu(pool, rotated, v, LAYER, whole)
     is_last = torch.cat(
         [torch.arange(length) >= length - rows for length, rows in zip(contexts, num_queries, strict=True)]
     ).to(device)
