@@ -6,7 +6,6 @@ Database fixtures import their dependencies locally, because kernels and engine 
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import shutil
 import signal
@@ -46,9 +45,7 @@ ssl.create_default_context = cache(ssl.create_default_context)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    records = LoggedRecords()
-    config.pluginmanager.register(records)
-    logging.getLogger().addHandler(records)
+    config.pluginmanager.register(LoggedRecords())
 
 
 # Collection creates millions of objects and drops few of them.

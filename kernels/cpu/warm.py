@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -223,12 +223,14 @@ def main() -> None:
     print("compiling the CPU kernels, which takes one or two minutes unless it has been done before ...", flush=True)
     # numba compiles on one core. The two processes compile different kernels, because they must not add to the same
     # index of compiled code at once.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
-        adapters = other.submit(_warm_all_adapters)
-        for dtype in DTYPES:
-            warm_base(dtype)
-        warm_int8()
-        adapters.result()
+    other = multiprocessing.get_context("spawn").Process(target=_warm_all_adapters)
+    other.start()
+    for dtype in DTYPES:
+        warm_base(dtype)
+    warm_int8()
+    other.join()
+    if other.exitcode:
+        sys.exit(f"the process that compiles the kernels of adapters ended with {other.exitcode}")
     current = cache_directory()
     for path in current.parent.glob("numba-*"):
         if path != current:
