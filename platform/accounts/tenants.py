@@ -292,11 +292,14 @@ class Tenants:
         self._shares[tenant_id] = (self._database.now_us(), share)
         return share
 
-    def recent_share(self, tenant_id: str) -> TenantShare | None:
-        """Return the tenant's share, or None if it was not read within the last five seconds. Does not block."""
+    def recent_share(self, tenant_id: str, max_stale_us: int | None = None) -> TenantShare | None:
+        """Return the tenant's share, or None if it was not read within the last five seconds, or `max_stale_us`. Does
+        not block.
+        """
         read_us, share = self._shares.get(tenant_id, (0, None))
         # Setting the clock back must not extend an entry's life.
-        return share if 0 <= self._database.now_us() - read_us < MAX_STALE_US else None
+        limit_us = MAX_STALE_US if max_stale_us is None else max_stale_us
+        return share if 0 <= self._database.now_us() - read_us < limit_us else None
 
     def forget_recent(self) -> None:
         self._shares.clear()

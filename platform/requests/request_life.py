@@ -48,6 +48,11 @@ from loramux.platform.telemetry.tracing import describe, traced
 CLIENT_CLOSED = 499
 """The status that metrics record when a request's client disconnects. It is never sent."""
 
+REFUSED_STALE_US = 60_000_000
+"""Maximum age of what is known about a tenant whose request is refused for overload, in microseconds. A request that is
+not refused needs what was read within the last five seconds.
+"""
+
 OVERLOADED = "overloaded"
 """The code of refusals by the first-token gate and by an engine whose queue is full."""
 
@@ -133,7 +138,7 @@ def _refuse_early(services: GatewayServices, caller: Principal, body: Body) -> N
     """
     if caller.tenant_id is None or not isinstance(body, GenerationRequest):
         return
-    share = services.callers.tenants.recent_share(caller.tenant_id)
+    share = services.callers.tenants.recent_share(caller.tenant_id, REFUSED_STALE_US)
     if share is not None:
         tiers = share.tiers.for_key(caller.max_service_tier, caller.default_service_tier)
         services.run.gate.check(Share(caller.tenant_id, tiers.tier(body.service_tier), share.weight))

@@ -29,16 +29,20 @@ def growth(samples: Sequence[float], resolution: float = RESOLUTION) -> tuple[fl
     variance of the residuals. The bound is QUANTILE standard errors, but at least `resolution` of the median and at
     least 1. Raises ValueError with fewer than two samples in a block.
     """
-    counted = samples[int(len(samples) * WARM_SHARE) :]
-    if len(counted) < 2 * NUM_BLOCKS:
-        raise ValueError(f"{len(samples)} samples are too few")
-    medians = np.array([np.median(block) for block in np.array_split(np.asarray(counted, float), NUM_BLOCKS)])
+    medians = np.array(block_medians(samples))
     centred = np.arange(NUM_BLOCKS) - (NUM_BLOCKS - 1) / 2
     slope = float(centred @ medians / (centred @ centred))
     residuals = medians - medians.mean() - slope * centred
     variance = float(residuals @ residuals) / (NUM_BLOCKS - 2)
     error = (NUM_BLOCKS - 1) * (variance / float(centred @ centred)) ** 0.5
     return (NUM_BLOCKS - 1) * slope, max(QUANTILE * error, resolution * float(np.median(medians)), 1.0)
+
+
+def block_medians(samples: Sequence[float]) -> list[float]:
+    counted = samples[int(len(samples) * WARM_SHARE) :]
+    if len(counted) < 2 * NUM_BLOCKS:
+        raise ValueError(f"{len(samples)} samples are too few")
+    return [float(np.median(block)) for block in np.array_split(np.asarray(counted, float), NUM_BLOCKS)]
 
 
 def grows(samples: Sequence[float], resolution: float = RESOLUTION) -> bool:

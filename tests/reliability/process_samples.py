@@ -14,7 +14,7 @@ Usage = Mapping[str, float]
 
 
 class Sampler:
-    """Calls `read` every `interval_s` seconds in a thread, during a `with` block."""
+    """Calls `read` every `interval_s` seconds in a thread, during a `with` block, which raises what `read` raises."""
 
     def __init__(self, read: Callable[[], Usage], interval_s: float) -> None:
         self.series: dict[str, list[float]] = {}
@@ -22,6 +22,7 @@ class Sampler:
         self._read = read
         self._interval_s = interval_s
         self._num_samples = 0
+        self._failure: Exception | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -34,10 +35,15 @@ class Sampler:
     ) -> None:
         self._is_over.set()
         self._thread.join()
+        if self._failure is not None:
+            raise self._failure
 
     def _run(self) -> None:
-        while not self._is_over.wait(self._interval_s):
-            self.add(self._read())
+        try:
+            while not self._is_over.wait(self._interval_s):
+                self.add(self._read())
+        except Exception as failure:
+            self._failure = failure
 
     def add(self, sample: Usage) -> None:
         for name in {*self.series, *sample}:

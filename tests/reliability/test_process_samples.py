@@ -6,6 +6,8 @@ import sys
 import threading
 from itertools import count
 
+import pytest
+
 from tests.reliability.process_samples import Sampler, process_usage, processes_of
 
 
@@ -38,3 +40,14 @@ def test_sampler_fills_up_what_a_sample_lacks() -> None:
     assert sampler.series["a"][:3] == [0, 1, 0]
     assert sampler.series["b"][:3] == [1, 0, 1]
     assert len(sampler.series["a"]) == len(sampler.series["b"])
+
+
+def test_block_raises_what_the_samples_raise() -> None:
+    has_failed = threading.Event()
+
+    def read() -> dict[str, float]:
+        has_failed.set()
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"), Sampler(read, 0.001):
+        assert has_failed.wait(10)

@@ -13,6 +13,7 @@ from sqlalchemy import select
 from loramux.engine.protocol.messages import TierLoad
 from loramux.migrations.database import Database
 from loramux.migrations.schema import reservations
+from loramux.platform.accounts import tenants
 from loramux.platform.accounts.tenants import TenantChanges
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.quotas.overview import QuotaCaller, QuotaOverview
@@ -111,6 +112,8 @@ async def test_known_tenant_is_refused_without_the_database(gated: Gateway, monk
     await look(gated, num_running=MAX_SEQUENCES, num_waiting=30)
     assert await status(gated, *CHAT) == 503
     monkeypatch.setattr(request_life, "resolve", None)
+    monkeypatch.setattr(tenants, "MAX_STALE_US", 0)
+    assert gated.services.callers.tenants.recent_share(gated.tenant.id) is None
     assert await status(gated, *CHAT) == 503
     assert value(gated, "loramux_overload_refusals_total", tier="default", status="503") == 2
 
