@@ -137,7 +137,7 @@ def predicting(add: Add, answer: Answer) -> Add:
     """The request with its answer as a prediction, in which some tokens are changed, left out or repeated."""
     dice = random.Random(add.sequence_id)
     predicted: list[int] = []
-    for token in answer.tokens if dice.random() < 0.8 else ():
+    for token in answer.tokens if dice.random() < 0.7 else ():
         predicted += dice.choices(([token], [], [token, token], [dice.randrange(VOCAB_SIZE)]), (20, 1, 1, 1))[0]
     return msgspec.structs.replace(add, prediction=tuple(predicted))
 
@@ -199,5 +199,5 @@ def test_many_answers_are_the_same_with_drafts(subject: Subject) -> None:
         assert drafts == DraftCounts()
     else:
         assert drafts.accepted_prediction_tokens > NUM_REQUESTS
-        assert drafts.accepted_text_tokens > 0
+        assert drafts.text_tokens > 0
     assert num_preemptions > 0
