@@ -27,6 +27,7 @@ from loramux.engine.protocol.messages import (
     Heartbeat,
     Load,
     Pin,
+    Rejected,
     SequenceOutput,
     Stats,
     StatsRequest,
@@ -104,7 +105,6 @@ class EngineFront:
     async def _serve(self) -> None:
         while True:
             owner, data = await self._socket.recv_multipart()
-            message = self._decoder.decode(data)
             link = self._links.get(owner)
             if link is None:
                 info = self._engine.info
@@ -113,6 +113,12 @@ class EngineFront:
                 self._num_links += 1
                 link = self._links[owner] = _Link(self, owner, f"peer-{self._num_links}-")
                 link.post(info)
+            try:
+                message = self._decoder.decode(data)
+            except msgspec.MsgspecError as error:
+                # One relay's malformed message must not affect the others.
+                link.post(Rejected(message=f"a message could not be read: {error}"))
+                continue
             self._dispatch(link, message)
 
     def _dispatch(self, link: _Link, message: ToEngine) -> None:
@@ -130,6 +136,9 @@ class EngineFront:
 
     def _add(self, link: _Link, add: Add) -> None:
         inner_id = link.inner_id(add.sequence_id)
+        if inner_id in link.running:
+            link.post(Rejected(message="a sequence with this id is running", sequence_id=add.sequence_id))
+            return
         try:
             # Submitted at once, because the next message can abort the sequence.
             stream = self._engine.submit(structs.replace(add, sequence_id=inner_id))

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from tests.conformance.fleet_lab import FleetLab, is_paced_engine
-from tests.conformance.gateway_lab import LabGateway, children_of, is_running, until
+from tests.conformance.gateway_lab import PATIENCE_S, LabGateway, children_of, is_running, until
 
 NUM_ENGINES = 2
 
@@ -24,11 +24,7 @@ class EnginesLab(FleetLab):
 
     def are_engines_ready(self, gateway: LabGateway) -> bool:
         url = f"http://127.0.0.1:{gateway.settings['admin_port']}/health/ready"
-        try:
-            engines = httpx.get(url, trust_env=False).json().get("engines", {})
-        except httpx.TransportError:
-            # A busy machine answers late.
-            return False
+        engines = httpx.get(url, trust_env=False, timeout=PATIENCE_S).json().get("engines", {})
         return list(engines.values()) == [True] * NUM_ENGINES
 
     def kill_one_engine(self, gateway: LabGateway, number: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.conformance.gateway_lab import GatewayLab, LabGateway, children_of, is_running, until
+from tests.conformance.gateway_lab import PATIENCE_S, GatewayLab, LabGateway, children_of, is_running, until
 from tests.ports import free_port
 
 MAX_SEQUENCES = 8
@@ -77,7 +77,7 @@ class FleetLab(GatewayLab):
 
     def metric(self, gateway: LabGateway, sample: str) -> float:
         url = f"http://127.0.0.1:{gateway.settings['admin_port']}/metrics"
-        shown = httpx.get(url, trust_env=False, verify=False, timeout=60).text
+        shown = httpx.get(url, trust_env=False, verify=False, timeout=PATIENCE_S).text
         found = re.search(rf"^{re.escape(sample)} (\S+)$", shown, re.MULTILINE)
         return 0.0 if found is None else float(found[1])
 

@@ -17,6 +17,7 @@ from loramux.engine.protocol.messages import (
     FromEngine,
     Heartbeat,
     Load,
+    Rejected,
     SequenceOutput,
     StatsRequest,
     StepOutput,
@@ -125,9 +126,13 @@ async def test_without_credit_tokens_are_held_and_merged(tmp_path: Path) -> None
                             return message
 
             await send(Credit(count=1))
-            await send(add("one", 50))
             assert isinstance(await received(), EngineReady)
-            assert isinstance(await received(), StepOutput)
+            await socket.send(b"no message")
+            assert isinstance(await received(), Rejected)
+            await send(add("one", 50))
+            await send(add("one", 50))
+            messages = [await received(), await received()]
+            assert {type(message) for message in messages} == {Rejected, StepOutput}
             await until(lambda: first.num_running == 0)
             await send(Credit(count=1))
             rest = await received()
