@@ -45,6 +45,7 @@ BENCHMARKS = {
         "quantization_quality", "How much each format of weights changes the predictions of real models"
     ),
     "adapter-quality": Benchmark("adapter_quality", "How much adapters in FP8 change the predictions of a model"),
+    "kv-attention": Benchmark("kv_attention", "Decode attention on a CPU with a KV cache in 8 bits, compared with 16"),
     "kv-quality": Benchmark("kv_quality", "How much a KV cache in 8 bits changes the predictions of a model"),
     "memory": Benchmark("memory", "Memory of a server with 16, 8 and 4 bits, compared with its plan"),
     "speculation": Benchmark("speculation", "Decoding with drafts, compared with decoding without"),

@@ -73,7 +73,7 @@ def rounding_backend(rounded: Round) -> Backend:
 def main(argv: Sequence[str] | None = None) -> int:
     run = begin(_parse(argv))
     given = run.arguments
-    rows = measure(given.model, given.adapter, given.prompts, given.threads)
+    rows = measure(given.model, given.adapter, given.prompts, given.tokens, given.threads)
     shown = [
         [row["text"], row["format"], *(f"{row[name]:.4g}" for name in ("tokens", "kl", "same_token"))] for row in rows
     ]
@@ -82,10 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(model: Path, directories: Sequence[Path], num_prompts: int, num_threads: int) -> list[dict[str, Any]]:
+def measure(
+    model: Path, directories: Sequence[Path], num_prompts: int, num_tokens: int, num_threads: int
+) -> list[dict[str, Any]]:
     """The figures of each format with the base `model`, a directory or a GGUF file, and with each adapter."""
     model_dir = model_directory(model)
-    texts = {BASE: [_reading(model_dir)]}
+    texts = {BASE: [_reading(model_dir)[:num_tokens]]}
     adapters: dict[str, Path | None] = {BASE: None}
     if directories:
         named = {directory.name: directory for directory in directories}
@@ -133,6 +135,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", help="the model's name in the figures, by default the file's")
     parser.add_argument("--adapter", type=Path, action="append", default=[], help="a PEFT directory; may be repeated")
     parser.add_argument("--prompts", type=int, default=20, help="prompts for each adapter")
+    parser.add_argument("--tokens", type=int, default=2048, help="most tokens of the text for the base")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args(argv)
 

@@ -43,6 +43,8 @@ CONTIGUOUS, GATHERED = "loramux on contiguous K and V", "loramux on gathered pag
 """How the engine computes a prefill without and with a prefix in steps that are not captured."""
 
 CODES = "loramux with K and V in int8"
+CODES_SEQUENCES = 64
+"""Number of sequences of the decodes that are also measured with K and V in int8."""
 
 LayerLaunch = Callable[[int], None]
 
@@ -117,7 +119,7 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
         attention.launch(0)
         if not case.is_decode:
             gather_pages(pool, 0, attention.batch.pages, model.attention)
-        else:
+        if has_codes(bench, case):
             Attention(bench, model, case, pool_of_codes(pool, 1)).launch(0)
 
 
@@ -297,6 +299,10 @@ def pool_of_codes(pool: PoolViews, num_layers: int) -> PoolViews:
     return PoolViews(raw=raw, kv=kv, adapter=raw.view(pool.adapter.dtype), geometry=geometry, kv_scales=scales)
 
 
+def has_codes(bench: Bench, case: AttentionCase) -> bool:
+    return case.is_decode and (bench.is_tiny or case.num_sequences == CODES_SEQUENCES)
+
+
 def with_codes(bench: Bench, attention: Attention) -> Attention:
     """The same decode over K and V as int8 codes, of as many layers as SDPA's copies may take bytes."""
     case, model = attention.case, attention.model
@@ -316,7 +322,7 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
     errors = {OURS: max(attention.check(attention.launch, layer) for layer in sorted({0, num_layers - 1}))}
     launches: dict[str, LayerLaunch] = {OURS: attention.launch}
     stored = {OURS: num_layers}
-    if case.is_decode:
+    if has_codes(bench, case):
         codes = with_codes(bench, attention)
         launches[CODES], stored[CODES] = codes.launch, codes.num_layers
         errors[CODES] = max(codes.check(codes.launch, layer) for layer in sorted({0, codes.num_layers - 1}))

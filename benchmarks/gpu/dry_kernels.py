@@ -177,14 +177,14 @@ def _attention_case(bench: Bench, model: Model, case: AttentionCase, allowed: in
         attention = Attention(bench, model, case, pool)
         rows = memory.restart()
         _, num_dense = gpu_attention.sdpa_way(bench, attention)
-        codes = gpu_attention.with_codes(bench, attention) if case.is_decode else None
+        codes = gpu_attention.with_codes(bench, attention) if gpu_attention.has_codes(bench, case) else None
         launched = Listed()
         with launched.within(bench):
             attention.launch(0)
             ways = {} if case.is_decode else gpu_attention.contiguous_ways(bench, attention)[0]
             if codes is not None:
                 codes.launch(0)
-        num_ways = 2 + len(ways) + case.is_decode
+        num_ways = 2 + len(ways) + (codes is not None)
         copies = memory.live - rows
         # SDPA's own outputs, in addition to the memory for gathering pages.
         transient = memory.peak - memory.live + attention.out.nbytes

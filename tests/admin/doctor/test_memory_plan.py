@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.admin.doctor import memory_plan
-from loramux.admin.doctor.memory_plan import GATEWAY_BYTES, PROCESS_BYTES, plan_engine, plan_memory
+from loramux.admin.doctor.memory_plan import GATEWAY_BYTES, PROCESS_BYTES, plan_engine, plan_memory, plan_tokens
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.errors import ModelNotSupported
 from tests.admin.command_line import Run
@@ -78,6 +78,14 @@ def test_pool_and_processes_are_counted(tmp_path: Path) -> None:
     assert plan.total == plan.weights + plan.pool + plan.process
 
 
+def test_tokens_that_fit_are_counted_with_their_scales(tmp_path: Path) -> None:
+    save(tmp_path)
+    head_dim = HIDDEN // SHAPE["num_attention_heads"]
+    page = 16 * 2 * SHAPE["num_key_value_heads"] * LAYERS
+    pages = {"auto": (1 << 20) // (page * head_dim * 2), "int8": (1 << 20) // (page * (head_dim + 2))}
+    assert plan_tokens(tmp_path, "cpu", pool_bytes=1 << 20) == {name: 16 * count for name, count in pages.items()}
+
+
 @pytest.mark.parametrize(
     ("layout", "device", "per_weight"),
     [
@@ -115,8 +123,12 @@ def test_command(loramux: Run, tmp_path: Path) -> None:
     save(tmp_path, intermediate_size=104)
     text = loramux("doctor", "--plan", str(tmp_path))
     assert text.exit_code == 0
-    assert [line.split()[0] for line in text.stdout.splitlines()[1:]] == ["format", *FORMATS]
+    *formats, room = text.stdout.splitlines()[1:]
+    assert [line.split()[0] for line in formats] == ["format", *FORMATS]
+    tokens = plan_tokens(tmp_path, "cpu")
+    assert room.endswith(f": {tokens['auto']:,} with --kv-dtype auto, {tokens['int8']:,} with --kv-dtype int8")
     document = json.loads(loramux("doctor", "--plan", str(tmp_path), "--json").stdout)
+    assert document["pool_tokens"] == tokens
     assert [row["format"] for row in document["data"]] == FORMATS
     first = document["data"][0]
     assert first["total_bytes"] == first["weights_bytes"] + first["pool_bytes"] + first["process_bytes"]
