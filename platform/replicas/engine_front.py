@@ -179,8 +179,8 @@ class EngineFront:
     def send(self, owner: bytes, message: FromEngine) -> None:
         # Without a high-water mark, a send never waits. The future from zmq.asyncio is therefore already done. The
         # synchronous API would consume the events that tell asyncio of messages to receive.
-        sent = self._socket.send_multipart([owner, self._encoder.encode(message)])
-        if sent.exception() is not None:
+        sent: Any = self._socket.send_multipart([owner, self._encoder.encode(message)])
+        if sent.done() and sent.exception() is not None:
             # ROUTER_MANDATORY reports that the relay is gone, so nobody would read the output of its sequences.
             self._lose(owner)
 
