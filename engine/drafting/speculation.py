@@ -21,11 +21,8 @@ MAX_ROWS = 32
 LENGTHS = (15, 10, 7, 5, 3, 2, 1)
 """Lengths of drafts to choose from. A step's drafts have one length, unless fewer tokens were proposed."""
 
-MIN_GAIN = 1.03
+MIN_GAIN = 1.1
 """Drafts are verified if the step then probably yields this many times the tokens in the same time."""
-
-MAX_DELAY = 1.02
-"""How much longer a step with drafts may take for a sequence of the step, per token that it probably gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Speculation:
     """Adds drafts to steps of few decode rows, as long as this makes no sequence of the step slower.
 
     It compares how long steps with and without the additional rows have taken with how often each sequence's drafts
-    are accepted. With sequences whose drafts are rejected, or that have none, drafts get only rows that take no time.
+    are accepted. Beside a sequence without drafts, or with rejected drafts, only rows that take no time are added.
     """
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
@@ -158,7 +155,8 @@ class Speculation:
             ratio = self._times.ratio(num_sequences, num_more)
             least = min(expected) if len(proposals) == num_sequences else 0.0
             gain = (1 + sum(expected) / num_sequences) / ratio
-            if gain > best_gain and ratio <= MAX_DELAY * (1 + least):
+            # No sequence may become slower, whatever the others gain.
+            if gain > best_gain and ratio <= 1 + least:
                 best, best_gain = length, gain
         return best
 

@@ -47,9 +47,14 @@ class StepTimes:
         found.step = self._num_steps
 
     def ratio(self, num_rows: int, num_more: int) -> float:
-        """How much longer a step takes with `num_more` more rows. 1 means that these take no time."""
-        known = self._recent()
-        before, after = _estimate(known, num_rows), _estimate(known, num_rows + num_more)
+        """How much longer a step takes with `num_more` more rows. 1 means that these take no time.
+
+        A step with more rows is never faster, so times that say so are noise, and the ratio is the largest that they
+        allow.
+        """
+        known, total = self._recent(), num_rows + num_more
+        before = min([_estimate(known, num_rows), *[seconds for rows, seconds in known if rows >= num_rows]])
+        after = max([_estimate(known, total), *[seconds for rows, seconds in known if rows <= total]])
         return after / before if before > 0 else 1.0
 
     def seconds(self, num_rows: int) -> float:

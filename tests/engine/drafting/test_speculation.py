@@ -63,7 +63,7 @@ def test_drafts_are_shorter_if_rows_take_time_and_absent_if_they_do_not_pay() ->
 def test_a_neighbour_without_drafts_is_not_slowed_down() -> None:
     assert lengths(measured(0.2), decoding(), decoding(NEW)) == [0, 0]
     assert lengths(measured(0.2), decoding(), decoding()) != [0, 0]
-    drafted, other = lengths(measured(0.005), decoding(), decoding(NEW))
+    drafted, other = lengths(measured(0.0), decoding(), decoding(NEW))
     assert drafted > 0
     assert other == 0
 

@@ -34,6 +34,12 @@ def test_times_between_measured_numbers_of_rows_are_interpolated() -> None:
     assert times.seconds(9) == 3.0
 
 
+def test_noise_does_not_make_rows_look_free() -> None:
+    times = measured(rows1=1.0, rows2=3.0, rows4=2.0)
+    assert times.ratio(1, 3) == 3.0
+    assert times.ratio(2, 2) == 1.5
+
+
 def test_a_slow_step_counts_little() -> None:
     times = measured(rows1=1.0)
     times.note(1, 100.0)
