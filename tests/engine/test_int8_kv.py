@@ -17,6 +17,7 @@ from loramux.engine.loop.assembly import assemble_engine
 from loramux.engine.loop.config import EngineConfig, pack_target
 from loramux.engine.quantizing.quality import divergence, log_probabilities
 from loramux.kernels.reference.attention import to_codes
+from loramux.platform.replicas.records import base_fingerprint
 from tests.conformance.demo_adapters import DEMO
 from tests.demo_base import DEMO_BASE
 
@@ -92,6 +93,15 @@ def test_a_cached_prefix_gives_the_same_answer(llm: LLM) -> None:
     first, second = (llm.generate([prompt], max_tokens=12, sampling=GREEDY)[0] for _ in range(2))
     assert second.cached_tokens > 16
     assert first.token_ids == second.token_ids
+
+
+def test_engines_of_other_formats_are_told_apart(llm: LLM) -> None:
+    """Servers share requests only if their fingerprints are equal."""
+    ready = llm._engine.ready
+    assert (ready.kv_dtype, ready.quantization) == ("int8", "float, KV cache in int8")
+    usual = msgspec.structs.replace(ready, quantization=None, kv_dtype="auto")
+    assert base_fingerprint(ready) != base_fingerprint(usual)
+    assert ready.num_kv_tokens == ready.num_pages * ready.page_tokens
 
 
 def small_config(directory: Path, **settings: Any) -> EngineConfig:

@@ -194,6 +194,18 @@ def test_adapters_in_fp8_spill_no_registers(card: str, tmp_path: Path) -> None:
     assert not any(row["program"]["spilled_bytes"] for row in found)
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("card", ["a100", "h200", "b200", "5090"])
+def test_k_and_v_in_int8_move_fewer_bytes_and_spill_no_registers(card: str, tmp_path: Path) -> None:
+    codes, halves = (steps_of("tiny", card, tmp_path, *arguments) for arguments in (("--kv-dtype", "int8"), ()))
+    for case, step in codes.items():
+        for row in step["rows"]:
+            if row["kernel"] in ("_attend", "_rotate_and_store", "_gather_pages"):
+                assert row["program"]["spilled_bytes"] == 0
+                before = [one["least_mb"] for one in halves[case]["rows"] if one["kernel"] == row["kernel"]]
+                assert row["least_mb"] < max(before)
+
+
 PRODUCTS = ("_multiply_codes", "_dequantize_codes", "_round_rows")
 """A linear layer with a quantised weight launches one of these kernels."""
 
