@@ -280,9 +280,9 @@ class Settings(ModelSettings):
     """`fp8`: store the adapters in the page pool [as FP8 codes](quantization.md#adapters-in-fp8), in half of the memory
     of bfloat16. By default, they have the dtype of the weights.
     """
-    speculate: Literal["auto", "off", "text"] = "auto"
+    speculate: Literal["off", "text"] = "off"
     """`text`: [draft tokens](speculation.md) from the text of each request, and verify several in one step. The answers
-    are the same. `auto`: do so on a CPU.
+    are the same.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None

@@ -36,7 +36,6 @@ from loramux.engine.loop.config import (
     resolve_device,
     resolve_dtype,
     resolve_max_model_len,
-    speculates,
 )
 from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 from loramux.engine.protocol.messages import EngineReady
@@ -307,7 +306,7 @@ def _announce(
     weights = "" if info is None or info.quantization is None else f", weights in {info.quantization}"
     if info is not None and info.num_dequantized:
         weights += f", {info.num_dequantized} linear layers expanded to {config.dtype}"
-    drafts = ", drafts from the text" if speculates(config) else ""
+    drafts = ", drafts from the text" if config.speculate == "text" else ""
     lines = [
         f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights}{drafts})",
         f"  OpenAI API  {url}/v1",
