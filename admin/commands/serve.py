@@ -99,8 +99,8 @@ def serve(
     speculate: Annotated[
         str | None,
         typer.Option(
-            help="auto, off or text: draft tokens from the text of each request, and verify several in one step; auto "
-            "does so on a CPU (default: auto).",
+            help="off or text: draft tokens from the text of each request, and verify several in one step "
+            "(default: off).",
             show_default=False,
         ),
     ] = None,

@@ -283,9 +283,9 @@ class Settings(ModelSettings):
     """`fp8`: store the adapters in the page pool [as FP8 codes](quantization.md#adapters-in-fp8), in half of the memory
     of bfloat16. By default, they have the dtype of the weights.
     """
-    speculate: Literal["auto", "off", "text"] = "auto"
+    speculate: Literal["off", "text"] = "off"
     """`text`: [draft tokens](speculation.md) from the text of each request, and verify several in one step. The answers
-    are the same. `auto`: do so on a CPU.
+    are the same.
     """
     kv_dtype: Literal["auto", "int8"] = "auto"
     """`int8`: store the KV cache [in 8 bits](quantization.md#kv-cache-in-8-bits), so that almost twice as many tokens

@@ -37,7 +37,6 @@ from loramux.engine.loop.config import (
     resolve_device,
     resolve_dtype,
     resolve_max_model_len,
-    speculates,
 )
 from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 from loramux.engine.protocol.messages import EngineReady
@@ -336,7 +335,7 @@ def _announce(
     if info is not None and info.num_dequantized:
         weights += f", {info.num_dequantized} linear layers expanded to {config.dtype}"
     room = "" if info is None else f", room for {info.num_kv_tokens:,} tokens"
-    drafts = ", drafts from the text" if speculates(config) else ""
+    drafts = ", drafts from the text" if config.speculate == "text" else ""
     lines = [
         f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights}{drafts}{room})",
         f"  OpenAI API  {url}/v1",

@@ -39,7 +39,7 @@ from loramux.engine.execution.executor import Executor
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import reachable_shapes
-from loramux.engine.loop.config import EngineConfig, activation_bits, speculates
+from loramux.engine.loop.config import EngineConfig, activation_bits
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
@@ -258,7 +258,7 @@ def _stats(parts: EngineParts, stager: Stager, views: PoolViews, reads: ReadsPer
 
 
 def _speculation(config: EngineConfig, executor: Executor) -> Speculation | None:
-    if not speculates(config):
+    if config.speculate == "off":
         return None
     # On a GPU, a step samples at most one token for each sequence that can run.
     most = config.max_sequences if isinstance(executor, GraphExecutor) else MAX_ROWS

@@ -87,8 +87,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Overlap the launches of kernels (programmatic dependent launch) on GPUs of compute capability 9.0 or later."""
     fused_lora: bool = False
     """Multiply float linear layers and their adapters in one kernel in steps of up to 128 tokens, on a GPU."""
-    speculate: Literal["auto", "off", "text"] = "auto"
-    """`text` drafts tokens from the text of each sequence and verifies several in one step. `auto` does so on a CPU."""
+    speculate: Literal["off", "text"] = "off"
+    """`text` drafts tokens from the text of each sequence, and verifies several in one step."""
     num_loaders: int = 4
     """Number of adapters that the staging process loads in parallel, each on its own thread."""
     ran_at_death: tuple[str, ...] = ()
@@ -122,11 +122,6 @@ def resolve_device(requested: str) -> str:
     if requested == "cuda":
         raise DeviceNotUsable(missing)
     return "cpu"
-
-
-def speculates(config: EngineConfig) -> bool:
-    """Whether steps have drafts. On a GPU, drafts have not been measured yet."""
-    return config.device == "cpu" if config.speculate == "auto" else config.speculate == "text"
 
 
 def resolve_dtype(requested: str, model: ModelConfig, device: str) -> str:

@@ -50,8 +50,7 @@ class Subject:
             blob_url="",
             cache_dir="",
             dtype="float32",
-            # Without drafts, each step samples one token of a sequence.
-            **{"pool_bytes": 96 << 20, "max_batch_tokens": 64, "max_sequences": 16, "speculate": "off", **settings},
+            **{"pool_bytes": 96 << 20, "max_batch_tokens": 64, "max_sequences": 16, **settings},
         )
         return assemble_engine(config, lambda: None, MemoryStager(self.adapters), backend=backend)
 
