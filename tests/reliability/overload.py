@@ -45,7 +45,7 @@ POLITE_SHARE = 0.5
 POLITE_PART = 20
 """Number of tenants that ask for too much for each polite tenant of a tier."""
 
-POOL_BYTES = "64MiB"
+POOL_BYTES, HOST_TIER_BYTES = "64MiB", "8MiB"
 NUM_SAMPLES = 240
 ALONE_PER_S = 3.0
 RESOLUTION = 0.05
@@ -88,8 +88,12 @@ def prepare(directory: Path, num_tenants: int, num_adapters: int, num_slots: int
             Tenants(database).update(tenant.id, changes, lambda _: None)
             polite[tier].append((ApiKeys(database).create(tenant.id, "key").secret, ["demo-base"]))
     database.close()
-    # A small pool, which is full before the overload begins. Its memory is taken when it is first written.
-    environment = {"LORAMUX_MAX_SEQUENCES": str(num_slots), "LORAMUX_POOL_BYTES": POOL_BYTES}
+    # A small pool and host tier, which are full before the overload begins. Memory is taken when it is first written.
+    environment = {
+        "LORAMUX_MAX_SEQUENCES": str(num_slots),
+        "LORAMUX_POOL_BYTES": POOL_BYTES,
+        "LORAMUX_HOST_TIER_BYTES": HOST_TIER_BYTES,
+    }
     arguments = (
         "--blob-url",
         files.blob_url,
