@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -198,12 +199,15 @@ def test_adapters_in_fp8_spill_no_registers(card: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("card", ["a100", "h200", "b200", "5090"])
 def test_k_and_v_in_int8_move_fewer_bytes_and_spill_no_registers(card: str, tmp_path: Path) -> None:
     codes, halves = (steps_of("tiny", card, tmp_path, *arguments) for arguments in (("--kv-dtype", "int8"), ()))
-    for case, step in codes.items():
-        for row in step["rows"]:
-            if row["kernel"] in ("_attend", "_rotate_and_store", "_gather_pages"):
-                assert row["program"]["spilled_bytes"] == 0
-                before = [one["least_mb"] for one in halves[case]["rows"] if one["kernel"] == row["kernel"]]
-                assert row["least_mb"] < max(before)
+    names = ("_attend", "_rotate_and_store", "_gather_pages")
+    assert not any(row["program"]["spilled_bytes"] for row in rows_of(codes.values(), *names))
+    case = "decode, batch 64, context 1024: base only"
+    [attention], [before] = (rows_of([steps[case]], "_attend") for steps in (codes, halves))
+    assert attention["least_mb"] < 0.7 * before["least_mb"]
+
+
+def rows_of(steps: Iterable[Any], *kernels: str) -> list[Any]:
+    return [row for step in steps for row in step["rows"] if row["kernel"] in kernels]
 
 
 PRODUCTS = ("_multiply_codes", "_dequantize_codes", "_round_rows")
