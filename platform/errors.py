@@ -16,6 +16,8 @@ class ApiError(Exception):
     status = 500
     type = "server_error"
     code = "internal_error"
+    has_begun = False
+    """Whether the request had output before it failed. It is charged for what it had."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from loramux.engine.drafting.text_index import TextIndex
 
 INDEXED_AT_ONCE = 1024
-"""Number of tokens of a long prompt that are indexed before one step. It bounds the delay of the step."""
+"""Number of tokens of a long prompt or prediction that are indexed before one step. It bounds the delay of the step."""
 
 MATCH_BOUNDS = (6, 16)
 """Lengths from which matches count as longer. Drafts after longer matches are accepted more often."""
@@ -89,8 +89,8 @@ class Drafter:
         self._own.extend(len(tokens) - 1, INDEXED_AT_ONCE)
         found = self._own.find(tokens)
         if self._prediction:
-            self._predicted.extend(len(self._prediction))
             if self._place is None:
+                self._predicted.extend(len(self._prediction), INDEXED_AT_ONCE)
                 predicted = self._predicted.find(tokens)
                 if predicted is not None and (found is None or predicted[1] >= found[1]):
                     self._place = predicted[0]

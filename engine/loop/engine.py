@@ -10,8 +10,11 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import attrgetter
 
 import numpy as np
+from msgspec import structs
 
 from loramux.engine.adapters.adapter_calls import AdapterCalls, PinLimits
 from loramux.engine.adapters.adapter_load import AdapterLoad
@@ -173,6 +176,9 @@ class Engine:
             )
             self._post(owner, refused)
             return
+        if add.prediction and (self._speculation is None or not add.speculates or add.grammar):
+            # The sequence has no drafts, so it need not keep a prediction.
+            add = structs.replace(add, prediction=())
         seed = add.sampling.seed
         sequence = Sequence(
             add=add,
@@ -427,7 +433,7 @@ class Engine:
         self._scheduler.queue.charge_outputs(committed)
         self._stats.count_completion_tokens(len(committed))
         for owner, items in outputs.items():
-            self._post(owner, StepOutput(outputs=tuple(items)))
+            self._post(owner, StepOutput(outputs=_joined(items) if step.drafts else tuple(items)))
         broken = [sequence.add.digest for sequence, reason in ended if reason == "not_finite"]
         self._strike({digest for digest in broken if digest is not None})
         for sequence, reason in ended:
@@ -712,3 +718,16 @@ class Engine:
             assert self._pages.num_owned(PageOwner.KV) == len(self._prefixes) == self._prefixes.num_idle
             held = sum(len(load.pages) for load in self._adapters.loads())
             assert self._pages.num_owned(PageOwner.ADAPTER) == held
+
+
+def _joined(outputs: list[SequenceOutput]) -> tuple[SequenceOutput, ...]:
+    """One output per sequence, as other servers expect. The outputs of a sequence are adjacent, and consist of new
+    tokens, because a step with drafts computes no prompts.
+    """
+    joined: list[SequenceOutput] = []
+    for sequence_id, group in groupby(outputs, key=attrgetter("sequence_id")):
+        parts = list(group)
+        token_ids = tuple(chain.from_iterable(part.token_ids for part in parts))
+        logprobs = tuple(chain.from_iterable(part.logprobs for part in parts))
+        joined.append(SequenceOutput(sequence_id=sequence_id, token_ids=token_ids, logprobs=logprobs))
+    return tuple(joined)

@@ -142,6 +142,11 @@ class KvPages:
         """Longest sequence, in tokens, that fits into the pool if other owners take `num_other_pages` pages."""
         return self._layout.max_tokens(self._pages.num_pages - num_other_pages, self._max_step_tokens)
 
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of layers. Each may need a page for a sequence's next token."""
+        return len(self._groups)
+
     def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING, num_kept: int | None = None) -> bool:
         """Allocate pages for `num_tokens` more tokens. Returns False if there is no room for this queue position.
 

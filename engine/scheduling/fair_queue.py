@@ -386,8 +386,10 @@ class FairQueue:
         # A preempted sequence has already been accepted and only has to be recomputed, so its tokens do not count as
         # waiting.
         if not sequence.has_run:
-            share.num_waiting_tokens += sign * sequence.num_reserved
-            self.num_waiting_tokens += sign * sequence.num_reserved
+            # A prediction is kept while the sequence waits.
+            num_tokens = sequence.num_reserved + len(sequence.add.prediction)
+            share.num_waiting_tokens += sign * num_tokens
+            self.num_waiting_tokens += sign * num_tokens
 
     def _count_sequence(self, share: FairShare, sequence: Sequence, sign: int) -> None:
         self.num_waiting += sign

@@ -63,7 +63,7 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
         )
     if len(add.prediction) > MAX_PREDICTION_TOKENS:
         return "invalid_request", f"a prediction must have at most {MAX_PREDICTION_TOKENS} tokens"
-    if not all(0 <= token < vocab_size for token in add.prediction):
+    if add.prediction and not 0 <= min(add.prediction) <= max(add.prediction) < vocab_size:
         return "invalid_request", f"the token ids of a prediction must be in [0, {vocab_size})"
     if not is_duration(add.timeout_s) or not is_duration(add.pause_s):
         return "invalid_request", "timeout_s and pause_s must be finite and not negative"

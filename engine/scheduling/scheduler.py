@@ -203,9 +203,9 @@ class Scheduler:
         """Find pages for drafts after a decode row of this step. Returns the number of drafts with room.
 
         Drafts never take a page that another sequence has to wait for, or whose contents may be needed again: new pages
-        are free pages, and leave one to each running sequence.
+        are free pages, and leave one of each group of layers to each running sequence.
         """
-        if self._kv.grow(sequence, 1 + num_drafts, num_kept=len(self.running)):
+        if self._kv.grow(sequence, 1 + num_drafts, num_kept=len(self.running) * self._kv.num_groups):
             return num_drafts
         return sequence.num_room - sequence.num_computed - 1
 

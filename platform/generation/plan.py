@@ -188,6 +188,8 @@ class Plan:
 
     def _drafted_from(self, vocab_size: int) -> tuple[int, ...]:
         """The prediction up to the first token that the model lacks, because the prompt does not activate the adapter
-        that adds it.
+        that adds it. A request with several sequences has none, because each sequence would keep a copy.
         """
+        if len(self.prompts) * self.num_choices > 1:
+            return ()
         return tuple(takewhile(lambda token: token < vocab_size, self.prediction))

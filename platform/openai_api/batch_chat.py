@@ -57,7 +57,9 @@ class BatchChatRequest(ChatRequest):
     @property
     def conversations(self) -> list[ChatRequest]:
         """A request for each conversation. The body has been validated."""
-        return [ChatRequest.model_construct(**{**dict(self), "messages": messages}) for messages in self.messages]
+        # Several conversations have no drafts from a prediction (see `Plan`), so it need not be tokenised for each.
+        fields = {**dict(self), "prediction": None}
+        return [ChatRequest.model_construct(**{**fields, "messages": messages}) for messages in self.messages]
 
     def check(self) -> None:
         ChatRequest.check(self)

@@ -113,6 +113,9 @@ class EngineFront:
                 self._num_links += 1
                 link = self._links[owner] = _Link(self, owner, f"peer-{self._num_links}-")
                 link.post(info)
+                if owner not in self._links:
+                    # The relay is already gone, so nobody would read or end its sequences.
+                    continue
             try:
                 message = self._decoder.decode(data)
             except msgspec.MsgspecError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, cast
+from typing import cast
 
 from msgspec import structs
 
@@ -125,16 +125,18 @@ class EngineGroup:
     async def _sum(self, engines: Mapping[str, EngineClient], message: StatsRequest, timeout_s: float) -> Stats:
         """Add the answers up. An engine that does not answer counts as it last answered."""
         asked = {name: self._question(name, message) for name in engines}
-        answers: list[Any] = await asyncio.gather(
-            *(engines[name].call(question, timeout_s) for name, question in asked.items()), return_exceptions=True
-        )
-        answered: dict[str, Stats] = {}
-        for name, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, Stats):
-                answered[name] = answer
-                self.stats.note(name, answer)
-            elif not isinstance(answer, EngineUnavailable | TimeoutError):
-                raise answer
+
+        async def ask(name: str, question: StatsRequest) -> Stats | None:
+            try:
+                answer = await engines[name].call(question, timeout_s)
+            except (EngineUnavailable, TimeoutError):
+                return None
+            # Noted at once, because an engine's answers must be noted in order: a lower count means a restart.
+            self.stats.note(name, answer)
+            return answer
+
+        answers = await asyncio.gather(*(ask(name, question) for name, question in asked.items()))
+        answered = {name: answer for name, answer in zip(asked, answers, strict=True) if answer is not None}
         total = self.stats.total(engines)
         if total is None:
             raise EngineUnavailable(self._none_ready)

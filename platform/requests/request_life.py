@@ -20,7 +20,7 @@ from loramux.platform.accounts.model_names import AdapterNotValidated, ModelNotF
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.bodies.request_body import parse_body_on, read_body
-from loramux.platform.errors import ApiError
+from loramux.platform.errors import ApiError, InvalidRequest
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.first_token_forecast import Share
 from loramux.platform.generation.generation import Generation
@@ -87,21 +87,25 @@ async def serve_received(
     received = replace(received, body=body)
     try:
         return await _serve_as(request, services, caller, endpoint, received, target)
-    except ApiError as refusal:
-        is_overloaded = refusal.code == OVERLOADED
-        overflow = await _overflow(services, caller, received, refusal)
+    except ApiError as error:
+        overflow = await _overflow(services, caller, received, error)
         if overflow is None:
             raise
+        refusal = error
     # The ledger may have an event of the request that was refused.
     request.state.request_id = new_id("req")
     log.info("overflow", model=body.model, answered_by=overflow.model.name, answered_as=request_id_of(request))
     services.metrics.generation.overflows.inc()
     assert isinstance(body, GenerationRequest)
     # Where the request's own tier has no room, only the last tier may wait longer.
-    tier = overflow.tiers.tier(SERVICE_TIERS[-1] if is_overloaded else body.service_tier)
+    tier = overflow.tiers.tier(SERVICE_TIERS[-1] if refusal.code == OVERLOADED else body.service_tier)
     other = body.answered_by(overflow.model.name, tier)
     received = replace(received, request_id=request_id_of(request), body=other)
-    response = await _serve_as(request, services, caller, endpoint, received, overflow)
+    try:
+        response = await _serve_as(request, services, caller, endpoint, received, overflow)
+    except InvalidRequest:
+        # The model that was asked for could answer the request later, and the overflow never can.
+        raise refusal from None
     response.headers["x-loramux-overflow-of"] = body.model
     return response
 
@@ -129,6 +133,7 @@ async def _serve_as(
         return await answer(services, generation, received.body, endpoint, shape, headers, started_s)
     except ApiError as error:
         error.headers = {**headers, **error.headers}
+        error.has_begun = generation.has_begun
         raise
 
 
@@ -150,19 +155,22 @@ async def _overflow(
     """Return what answers a refused request in place of the alias that it names, or None if nothing does.
 
     The caller must be allowed to call both. Requests of the tier `priority` do not overflow. Raises what `resolve`
-    raises for the alias.
+    raises, except that nobody learns whether a model exists that they may not call.
     """
     body, overflows = received.body, services.callers.overflows
-    if refusal.code not in (OVERLOADED, "adapter_unavailable") or not isinstance(body, GenerationRequest):
+    # What has begun is charged, and must not be charged again.
+    if refusal.has_begun or refusal.code not in (OVERLOADED, "adapter_unavailable"):
+        return None
+    if not isinstance(body, GenerationRequest):
         return None
     is_recent = overflows.is_recent
     model = overflows.of(caller, body.model) if is_recent else await services.call(overflows.of, caller, body.model)
     if model is None:
         return None
-    named = await resolve(services, caller, body.model, body.user)
-    if named.tiers.tier(body.service_tier) == SERVICE_TIERS[0]:
-        return None
     try:
+        named = await resolve(services, caller, body.model, body.user)
+        if named.tiers.tier(body.service_tier) == SERVICE_TIERS[0]:
+            return None
         return await resolve(services, caller, model, body.user)
     except (ModelNotFound, AdapterNotValidated):
         return None

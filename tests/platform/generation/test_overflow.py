@@ -17,6 +17,9 @@ from loramux.migrations.database import Database
 from loramux.platform.accounts.alias_overflows import MAX_STALE_S
 from loramux.platform.accounts.tenants import TenantChanges
 from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.generation.plan import Target
+from loramux.platform.requests import request_life
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.service_tiers import parse_objectives
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -111,6 +114,27 @@ async def test_overflow_answers_for_an_adapter_that_cannot_be_loaded(gateway: Ga
     assert answered.request_id == response.headers["x-request-id"] != failed.request_id
 
 
+async def test_request_that_has_begun_is_not_answered_and_charged_again(gateway: Gateway) -> None:
+    overflow_to(gateway, "base")
+    gateway.engine.script = lambda add: Script(token_ids=(5, 6), error="overloaded")
+    response = await ask(gateway, *CHAT)
+    assert response.status_code == 503
+    await nothing_reserved(gateway)
+    [event] = gateway.usage()
+    assert (event.model, event.status) == ("acme/support@1", "failed")
+
+
+async def test_overflow_that_cannot_answer_leaves_the_refusal(full: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(target: Target) -> None:
+        raise InvalidRequest("the model is a classifier", code="wrong_task")
+
+    monkeypatch.setattr(request_life, "check_generates", refuse)
+    response = await ask(full, *CHAT)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "overloaded"
+    assert (full.engine.adds, full.usage()) == ([], [])
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"model": "support@1"}, {"model": "support:beta"}, {"model": "base"}, {"service_tier": "priority"}],
@@ -133,6 +157,10 @@ async def test_caller_needs_the_right_to_call_both_models(full: Gateway) -> None
     assert await status(full.key_of("acme", "adapters")) == 503, "it may not call the base"
     stranger = full.key_of("globex")
     assert await status(stranger) == 404, "it may not call the adapter"
+    # Once its own tenant is known, a request is refused before its model is looked up.
+    globex_base = {"authorization": f"Bearer {stranger}"}
+    await full.http.post(CHAT[0], json={"model": "base", **CHAT[1]}, headers=globex_base)
+    assert await status(stranger) == 503, "as for a model that does not exist"
     globex = full.services.callers.tenants.get("globex")
     assert globex is not None
     AdapterGrants(full.database).add(support(full), globex.id)

@@ -32,10 +32,11 @@ def prediction_of(content: Any) -> dict[str, Any]:
     "content", ["one two", [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]], ids=["text", "parts"]
 )
 async def test_the_engine_gets_the_tokens_of_the_prediction(gateway: Any, tokenizer: Any, content: Any) -> None:
+    await answer(gateway, **prediction_of(content))
     await answer(gateway, n=2, **prediction_of(content))
     without = await answer(gateway, n=2)
-    assert [add.prediction for add in gateway.engine.adds[:2]] == [tokenizer.encode("one two")[1:]] * 2
-    assert [add.prediction for add in gateway.engine.adds[2:]] == [()] * 2
+    assert [add.prediction for add in gateway.engine.adds[:3]] == [tokenizer.encode("one two")[1:], (), ()]
+    assert [add.prediction for add in gateway.engine.adds[3:]] == [()] * 2
     # The prediction is no part of the prompt.
     assert gateway.engine.adds[0].prompt == gateway.engine.adds[2].prompt
     assert "completion_tokens_details" not in without["usage"]
@@ -43,8 +44,8 @@ async def test_the_engine_gets_the_tokens_of_the_prediction(gateway: Any, tokeni
 
 async def test_usage_reports_the_prediction_and_charges_only_the_answer(gateway: Any, tokenizer: Any) -> None:
     gateway.engine.script = lambda add: Script(token_ids=tokenizer.encode("abcdef")[1:7], predicted=(4, 3))
-    usage = (await answer(gateway, n=2, **prediction_of("abcdef")))["usage"]
-    assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 8, "rejected_prediction_tokens": 6}
+    usage = (await answer(gateway, **prediction_of("abcdef")))["usage"]
+    assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 3}
     [event] = await settled(gateway)
     assert event.completion_tokens == usage["completion_tokens"]
     assert event.prompt_tokens == usage["prompt_tokens"]
