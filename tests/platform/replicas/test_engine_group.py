@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from msgspec import structs
 
-from loramux.engine.protocol.messages import EngineCall, Stats, StatsRequest
+from loramux.engine.protocol.messages import EngineCall, StatsRequest
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.engine_group import EngineGroup
 from tests.platform.cluster.test_replica_report import stats
@@ -38,5 +38,5 @@ async def test_answers_that_wait_for_a_busy_engine_count_once() -> None:
     # Both questions are answered by one engine before the other answers any.
     await until(lambda: (total := group.stats.total(["quick"])) is not None and total.num_steps == 8)
     busy.answers.set()
-    totals = [cast("Stats", await one).num_steps for one in (first, second)]
+    totals = [(await one).num_steps for one in (first, second)]
     assert totals[-1] == 108, "no answer looks like that of an engine that has restarted"
