@@ -54,7 +54,6 @@ def warm(dtype: torch.dtype) -> None:
     """Call every kernel on a tiny pool of `dtype`. The compiled code is cached on disk."""
     warm_adapters(dtype)
     warm_base(dtype)
-    warm_int8()
 
 
 def warm_adapters(dtype: torch.dtype) -> None:
@@ -72,7 +71,7 @@ def warm_adapters(dtype: torch.dtype) -> None:
 
 
 def warm_base(dtype: torch.dtype) -> None:
-    """Call the kernels that read no adapter, with weights, K and V of `dtype`."""
+    """Call the kernels that read no adapter, with weights, K and V of `dtype`, and with K and V in int8."""
     pool = _tiny_pool(dtype, dtype)
     kernels, batch = pool.kernels, _two_sequences(pool)
     x = torch.zeros(3, WIDTH)
@@ -105,6 +104,7 @@ def warm_base(dtype: torch.dtype) -> None:
     kernels.sum_experts(y, routing, x, x[:, :1])
     warm_delta(kernels, pool.geometry, batch)
     warm_program(pool, linears)
+    warm_int8()
 
 
 def warm_delta(kernels: CpuKernels, geometry: PageGeometry, batch: AttentionBatch) -> None:
@@ -227,7 +227,6 @@ def main() -> None:
     other.start()
     for dtype in DTYPES:
         warm_base(dtype)
-    warm_int8()
     other.join()
     if other.exitcode:
         sys.exit(f"the process that compiles the kernels of adapters ended with {other.exitcode}")

@@ -141,7 +141,10 @@ def toys(tmp_path: Path, **more: Any) -> LocalEngines:
     return LocalEngines(settings, directory, [config] * 2, Supervision(first_delay_s=0.02), command)
 
 
-def test_a_killed_engine_is_restarted_beside_the_other(tmp_path: Path) -> None:
+def test_a_killed_engine_is_restarted_beside_the_other(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # The name of the test would make the sockets' paths too long.
+    tmp_path = tmp_path_factory.mktemp("run")
+
     async def scenario() -> None:
         engines = toys(tmp_path)
         await engines.spawn()
