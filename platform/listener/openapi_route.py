@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +42,19 @@ class ListenerDocument:
             dependencies=[caller],
         )
         async def get_openapi_document(request: Request) -> Response:
-            app = request.app
-            if not hasattr(app.state, "openapi_body"):
-                app.state.openapi_body = json_response(self.of(app)).body
-            return Response(app.state.openapi_body, media_type="application/json")
+            body = getattr(request.app.state, "openapi_body", None)
+            if body is None:
+                body = await asyncio.to_thread(described, request.app)
+            return Response(body, media_type="application/json")
+
+        # Describing all routes takes half a second. Meanwhile, other requests go on.
+        describing = threading.Lock()
+
+        def described(app: FastAPI) -> bytes:
+            with describing:
+                if not hasattr(app.state, "openapi_body"):
+                    app.state.openapi_body = json_response(self.of(app)).body
+                body: bytes = app.state.openapi_body
+                return body
 
         return router
