@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -14,7 +15,7 @@ from loramux.platform.accounts.model_names import AdapterName, parse_adapter_nam
 from loramux.platform.accounts.principals import Principal
 
 MAX_STALE_S = 5.0
-"""Time for which what was read counts as current, in seconds."""
+"""Age up to which the overflows that were last read are used, in seconds."""
 
 
 class AliasOverflows:
@@ -26,6 +27,7 @@ class AliasOverflows:
         self._database = database
         self._clock = clock
         self._read: tuple[float, Mapping[AdapterName, str]] | None = None
+        self._reading = threading.Lock()
 
     @property
     def is_recent(self) -> bool:
@@ -38,10 +40,20 @@ class AliasOverflows:
         if name is None or name.version is not None or name.digest_prefix is not None:
             return None
         if not self.is_recent:
-            self._read = self._clock(), self._all()
+            self._refresh()
         assert self._read is not None
         tenant, alias = name.tenant or principal.tenant_slug, name.alias or DEFAULT_ALIAS
         return self._read[1].get(AdapterName(tenant, name.adapter, alias=alias))
+
+    def _refresh(self) -> None:
+        """Read all overflows, on one thread at a time. Meanwhile, other threads use what was read before."""
+        if not self._reading.acquire(blocking=self._read is None):
+            return
+        try:
+            if not self.is_recent:
+                self._read = self._clock(), self._all()
+        finally:
+            self._reading.release()
 
     def _all(self) -> Mapping[AdapterName, str]:
         aliases = adapter_aliases.c

@@ -49,8 +49,8 @@ CLIENT_CLOSED = 499
 """The status that metrics record when a request's client disconnects. It is never sent."""
 
 REFUSED_STALE_US = 60_000_000
-"""Maximum age of what is known about a tenant whose request is refused for overload, in microseconds. A request that is
-not refused needs what was read within the last five seconds.
+"""Maximum age of the tenant's settings by which a request is refused for overload, in microseconds. Requests that are
+not refused use settings that are at most five seconds old.
 """
 
 OVERLOADED = "overloaded"
@@ -158,7 +158,7 @@ async def _overflow(
     raises, except that nobody learns whether a model exists that they may not call.
     """
     body, overflows = received.body, services.callers.overflows
-    # What has begun is charged, and must not be charged again.
+    # A request that has begun is charged for its tokens. Its overflow would charge it a second time.
     if refusal.has_begun or refusal.code not in (OVERLOADED, "adapter_unavailable"):
         return None
     if not isinstance(body, GenerationRequest):

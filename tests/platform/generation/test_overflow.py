@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -188,3 +190,26 @@ async def test_change_of_the_overflow_is_heeded_within_seconds(full: Gateway, cl
     assert (await ask(full, *CHAT)).status_code == 200
     clock.now += MAX_STALE_S
     assert (await ask(full, *CHAT)).status_code == 503
+
+
+async def test_one_refusal_reads_the_overflows_and_others_do_not_wait(
+    full: Gateway, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await ask(full, *CHAT)).status_code == 200
+    overflows = full.services.callers.overflows
+    is_reading, go_on, read_all = threading.Event(), threading.Event(), overflows._all
+
+    def slow() -> Any:
+        assert not is_reading.is_set(), "another refusal reads them"
+        is_reading.set()
+        assert go_on.wait(60)
+        return read_all()
+
+    monkeypatch.setattr(overflows, "_all", slow)
+    clock.now += MAX_STALE_S
+    first = asyncio.create_task(ask(full, *CHAT))
+    while not is_reading.is_set():  # noqa: ASYNC110  another thread sets it
+        await asyncio.sleep(0.001)
+    assert (await ask(full, *CHAT)).status_code == 200
+    go_on.set()
+    assert (await first).status_code == 200
