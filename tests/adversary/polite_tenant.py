@@ -1,8 +1,9 @@
 """Sends requests at a steady rate and times each first token: `python -m tests.adversary.polite_tenant`.
 
 The tenant runs in its own process, so that the attacker cannot distort its timings. It reads its settings from standard
-input as one line of JSON, sends requests until standard input is closed, and prints one line of JSON per request. Runs
-with the same seed send requests at the same times, so that an attack and a quiet period can be compared.
+input as one line of JSON, sends requests until standard input is closed, and then prints one line of JSON per request.
+It prints nothing before, because a full pipe would stop it. Runs with the same seed send requests at the same times, so
+that an attack and a quiet period can be compared.
 """
 
 from __future__ import annotations
@@ -44,22 +45,16 @@ class Asked:
     """Seconds between the arrivals of the answer's tokens."""
 
 
-async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) -> None:
+async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) -> list[Asked]:
     """Send requests as a Poisson process. A slow request does not delay the next."""
     dice, prompt_dice = random.Random(settings.seed), random.Random(settings.prompt_seed)
-    under_way: set[asyncio.Task[None]] = set()
-
-    async def one() -> None:
-        print(json.dumps(asdict(await ask(settings, prompt_dice))), flush=True)
-
+    tasks: list[asyncio.Task[Asked]] = []
     next_s = time.monotonic()
     while not over.is_set():
         next_s += dice.expovariate(settings.requests_per_s)
         await asyncio.sleep(next_s - time.monotonic())
-        task = asyncio.create_task(one())
-        under_way.add(task)
-        task.add_done_callback(under_way.discard)
-    await asyncio.gather(*under_way)
+        tasks.append(asyncio.create_task(ask(settings, prompt_dice)))
+    return await asyncio.gather(*tasks)
 
 
 async def ask(settings: PoliteSettings, dice: random.Random) -> Asked:
@@ -113,8 +108,14 @@ async def main() -> None:
     settings = PoliteSettings(**json.loads(sys.stdin.readline()))
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_reader(sys.stdin.fileno(), over.set)
-    await ask_at_a_steady_rate(settings, over)
+
+    def end() -> None:
+        loop.remove_reader(sys.stdin.fileno())
+        over.set()
+
+    loop.add_reader(sys.stdin.fileno(), end)
+    for asked in await ask_at_a_steady_rate(settings, over):
+        print(json.dumps(asdict(asked)))
 
 
 if __name__ == "__main__":

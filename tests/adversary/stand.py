@@ -138,7 +138,10 @@ class Stand:
 
     def _kind(self, descriptor: Path) -> str:
         target = os.readlink(descriptor)
-        return "database" if _DATABASE_FILE in target and self.database.is_sqlite else target.partition(":[")[0]
+        if _DATABASE_FILE in target and self.database.is_sqlite:
+            return "database"
+        # Cut off the number of a pipe or socket, and of a temporary file, which a restarted child process opens anew.
+        return target.partition(":[")[0].partition("/#")[0]
 
     def _num_database_descriptors(self) -> int:
         """Number of open SQLite files or PostgreSQL connections. It grows with concurrency and never shrinks."""
