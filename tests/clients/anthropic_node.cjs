@@ -39,7 +39,7 @@ async function loop(fields) {
   const result = { type: "tool_result", tool_use_id: use.id, content: "sunny" };
   const messages = [question, { role: "assistant", content: streamed.content }, { role: "user", content: [result] }];
   const answer = await client().messages.create({ ...asked, ...fields, messages });
-  return { whole: shown(whole), streamed: shown(streamed), "is streamed": count > 8, answer: shown(answer) };
+  return { whole: shown(whole), streamed: shown(streamed), "is streamed": count > 5, answer: shown(answer) };
 }
 
 async function refusal(call, kind) {

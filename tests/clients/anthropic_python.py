@@ -62,7 +62,7 @@ def loop(**fields: Any) -> dict[str, Any]:
     return {
         "whole": shown(whole),
         "streamed": shown(streamed),
-        "is streamed": len(kinds) > 8,
+        "is streamed": len(kinds) > 5,
         "answer": shown(answered(streamed, **fields)),
     }
 
