@@ -6,37 +6,29 @@ import sys
 
 import typer
 
-from loramux.admin.commands import (
+from loramux.admin.commands import root
+from loramux.admin.commands.administration import (
     adapters,
     aliases,
     audit,
     bases,
-    batches,
-    bench,
-    chat,
-    check,
-    cluster,
-    database,
-    doctor,
     evals,
     grants,
     jobs,
     keys,
-    models,
     prices,
     profiles,
-    pull,
     quotas,
     replicas,
     requests,
     residency,
-    root,
-    serve,
     tenants,
     usage,
     watch,
     webhooks,
 )
+from loramux.admin.commands.inference import batches, bench, chat
+from loramux.admin.commands.local import check, cluster, database, doctor, models, pull, serve
 from loramux.admin.exit_codes import INTERRUPTED
 
 app = typer.Typer(

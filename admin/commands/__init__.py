@@ -1,1 +1,4 @@
-"""The commands of `loramux`, one file each. Heavy imports happen inside the command functions."""
+"""The commands of `loramux`, one file each, in the groups that `loramux --help` shows.
+
+Heavy imports happen inside the command functions.
+"""

@@ -26,7 +26,7 @@ from loramux.engine.quantizing.quantize import quantized_names
 from loramux.engine.quantizing.sensitivity import EXTRA_BYTES
 from loramux.kernels.cpu.instructions.capability import host_features, integer_products
 from loramux.kernels.cpu.linear.code_groups import groups_of
-from loramux.kernels.gpu.code_layout import can_place, placed_bytes
+from loramux.kernels.gpu.linear.code_layout import can_place, placed_bytes
 from loramux.kernels.quantized import QuantizedWeight
 
 PROCESS_BYTES = 765 << 20

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.answers import CheckError
 from loramux.engine.device.backend import DenseLinear, Linear
-from loramux.kernels.gpu.coded_linear import RoundingLinear, make_coded_linear
-from loramux.kernels.gpu.coded_weights import place_codes
+from loramux.kernels.gpu.linear.coded_linear import RoundingLinear, make_coded_linear
+from loramux.kernels.gpu.linear.coded_weights import place_codes
 from loramux.kernels.quantized import E4M3, INT4, INT8, UINT4, QuantizedWeight
 from loramux.kernels.routing import ExpertWeights
 

@@ -12,7 +12,7 @@ from benchmarks.gpu.bench import Bench, Row, require_close
 from benchmarks.gpu.code_formats import FORMATS, FP8, FP8_INPUTS
 from benchmarks.gpu.model import Model, model_of
 from loramux.engine.device.backend import DenseLinear, Linear
-from loramux.kernels.gpu.coded_linear import MIN_DEQUANTIZED_ROWS, RoundingLinear, make_coded_linear
+from loramux.kernels.gpu.linear.coded_linear import MIN_DEQUANTIZED_ROWS, RoundingLinear, make_coded_linear
 from loramux.kernels.quantized import QuantizedWeight
 
 DENSE = "bfloat16, cuBLAS"

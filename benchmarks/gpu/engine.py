@@ -156,7 +156,7 @@ def device_backend(bench: Bench, pdl: bool = True, fuses: bool = False) -> Backe
     if not bench.is_tiny:
         return dataclasses.replace(open_backend("cuda", pdl, fused_lora=fuses), compiles=False)
     from loramux.kernels.gpu.kernels import GpuKernels
-    from loramux.kernels.gpu.lora_linear import MAX_ROWS
+    from loramux.kernels.gpu.lora.lora_linear import MAX_ROWS
     from loramux.kernels.gpu.sampling import sample_tokens
 
     def make_kernels(pool: PoolViews, shapes: KernelShapes) -> Kernels:

@@ -37,7 +37,7 @@ from loramux.engine.sequences.sequence import PageTable, block_list
 from loramux.engine.sequences.sequence import Sequence as EngineSequence
 from loramux.kernels.gpu.contiguous_attention import flash_attention
 from loramux.kernels.gpu.kernels import GpuKernels
-from loramux.kernels.gpu.lora_linear import MAX_ROWS
+from loramux.kernels.gpu.lora.lora_linear import MAX_ROWS
 from loramux.kernels.gpu.sampling import sample_tokens
 
 META = torch.device("meta")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu.adapters import SCALE, LoraBatch, ResidentAdapters
-from loramux.kernels.gpu.expand import lora_expand
-from loramux.kernels.gpu.shrink import lora_shrink, num_splits
+from loramux.kernels.gpu.lora.expand import lora_expand
+from loramux.kernels.gpu.lora.shrink import lora_shrink, num_splits
 from loramux.kernels.layout import A, B
 from loramux.kernels.tables import LoraCall, ModuleGroup
 

@@ -190,8 +190,8 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16, fuse
     if not torch.cuda.is_available():
         raise DeviceNotUsable("PyTorch cannot use this machine's GPU: update its driver, or use --device cpu")
     # Imported here because an engine on a CPU does not need Triton.
-    from loramux.kernels.gpu.coded_linear import make_coded_linear
-    from loramux.kernels.gpu.coded_weights import place_codes
+    from loramux.kernels.gpu.linear.coded_linear import make_coded_linear
+    from loramux.kernels.gpu.linear.coded_weights import place_codes
     from loramux.kernels.gpu.sampling import sample_tokens
 
     def compile_ahead(launch: Callable[[], None], num_processes: int) -> None:

@@ -9,13 +9,9 @@ from functools import lru_cache
 import torch
 
 from loramux.kernels.delta_spec import DeltaSpec
-from loramux.kernels.gpu.adapter_pairs import adapter_pairs
 from loramux.kernels.gpu.addresses import check_geometry
-from loramux.kernels.gpu.affines import lora_affine
 from loramux.kernels.gpu.attention import paged_attention
 from loramux.kernels.gpu.attention_plan import AttentionPlan, attention_plan, check_attention
-from loramux.kernels.gpu.coded_products import multiply_coded_experts
-from loramux.kernels.gpu.coded_weights import CodedWeights
 from loramux.kernels.gpu.contiguous_attention import (
     ContiguousAttention,
     flash_attention,
@@ -25,16 +21,20 @@ from loramux.kernels.gpu.contiguous_attention import (
     max_gathered_pages,
 )
 from loramux.kernels.gpu.delta import check_delta, convolve, delta_rule
-from loramux.kernels.gpu.expand import lora_expand
 from loramux.kernels.gpu.experts import multiply_experts, sum_experts
 from loramux.kernels.gpu.fused import add_rms_norm, clamped_silu_and_mul, gelu_and_mul, rms_norm, silu_and_mul
-from loramux.kernels.gpu.gather import lora_gather
 from loramux.kernels.gpu.launches import TILE_ROWS, supports_pdl
-from loramux.kernels.gpu.lora_linear import MAX_COUNTERS, MAX_ROWS, linear_plan, lora_linear
+from loramux.kernels.gpu.linear.coded_products import multiply_coded_experts
+from loramux.kernels.gpu.linear.coded_weights import CodedWeights
+from loramux.kernels.gpu.lora.adapter_pairs import adapter_pairs
+from loramux.kernels.gpu.lora.affines import lora_affine
+from loramux.kernels.gpu.lora.expand import lora_expand
+from loramux.kernels.gpu.lora.gather import lora_gather
+from loramux.kernels.gpu.lora.lora_linear import MAX_COUNTERS, MAX_ROWS, linear_plan, lora_linear
+from loramux.kernels.gpu.lora.shrink import lora_shrink, num_splits
+from loramux.kernels.gpu.lora.trained_rows import replace_columns, replace_rows
 from loramux.kernels.gpu.rotate_and_store import rotate_and_store
 from loramux.kernels.gpu.routing import route
-from loramux.kernels.gpu.shrink import lora_shrink, num_splits
-from loramux.kernels.gpu.trained_rows import replace_columns, replace_rows
 from loramux.kernels.routing import ExpertWeights, Routing, StackedExperts
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import (

@@ -12,7 +12,7 @@ import torch
 from loramux.kernels.cpu.instructions.integer_blocks import IS_SUPPORTED
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear.coded_experts import make_coded_experts
-from loramux.kernels.gpu.coded_weights import place_codes
+from loramux.kernels.gpu.linear.coded_weights import place_codes
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.quantized import INT4, INT8, UINT4, QuantizedWeight
 from loramux.kernels.reference.experts import multiply_experts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loramux.admin.commands import purge
+from loramux.admin.commands.administration import purge
 from tests.admin.admin_side import AdminSide
 from tests.admin.command_line import printed_json
 

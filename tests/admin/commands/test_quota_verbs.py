@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loramux.admin.commands.quota_plot import bar
+from loramux.admin.commands.administration.quota_plot import bar
 from tests.admin.admin_side import AdminSide
 from tests.admin.command_line import printed_json
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loramux.admin.commands.usage_options import bar
+from loramux.admin.commands.administration.usage_options import bar
 from loramux.platform.ledger import events as ledger_module
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.command_line import Run, printed_json

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loramux.adapter_store.pulling.model_name import ModelName
-from loramux.admin.commands.serve import gateway, serve
+from loramux.admin.commands.local.serve import gateway, serve
 from loramux.admin.server.settings import FLAGS, DataSettings, Settings, SettingsError, load_settings
 from loramux.admin.serving.gateway_assembly import gateway_settings
 

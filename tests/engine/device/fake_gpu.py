@@ -20,7 +20,7 @@ from loramux.engine.device.accelerator import Accelerator, HostAccelerator
 from loramux.engine.device.backend import Backend, CompileAhead, DenseLinear
 from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
 from loramux.engine.loop.config import EngineConfig
-from loramux.kernels.gpu.coded_weights import place_codes
+from loramux.kernels.gpu.linear.coded_weights import place_codes
 from loramux.kernels.quantized import E4M3, INT8, UINT4, QuantizedWeight
 
 SIZES = {

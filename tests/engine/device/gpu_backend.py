@@ -9,7 +9,7 @@ import torch
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear, open_backend
 from loramux.engine.execution import graph_executor
-from loramux.kernels.gpu.coded_weights import place_codes
+from loramux.kernels.gpu.linear.coded_weights import place_codes
 from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels, run_interpreted
 
 

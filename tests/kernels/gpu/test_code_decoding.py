@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loramux.kernels.gpu.code_decoding import DTYPES, Decoding, decoding_of
-from loramux.kernels.gpu.code_layout import E4M3_FACTOR
+from loramux.kernels.gpu.linear.code_decoding import DTYPES, Decoding, decoding_of
+from loramux.kernels.gpu.linear.code_layout import E4M3_FACTOR
 from loramux.kernels.quantized import CodeKind
 
 pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.gpu.code_layout import placed_bytes
-from loramux.kernels.gpu.coded_weights import place_codes
+from loramux.kernels.gpu.linear.code_layout import placed_bytes
+from loramux.kernels.gpu.linear.coded_weights import place_codes
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 from loramux.kernels.reference.quantized import multiply_codes
 from tests.kernels.cpu.codebooks import FP8, MXFP4, NF4, Shift, random_weight

@@ -562,10 +562,10 @@ def test_compiles_for_hopper(
         run_alone(request)
         return
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    lora_shrink = importlib.import_module("loramux.kernels.gpu.shrink")
-    lora_expand = importlib.import_module("loramux.kernels.gpu.expand")
+    lora_shrink = importlib.import_module("loramux.kernels.gpu.lora.shrink")
+    lora_expand = importlib.import_module("loramux.kernels.gpu.lora.expand")
     shrink_kernel = CompiledForHopper(lora_shrink.shrink_kernel)
-    lora_gather = importlib.import_module("loramux.kernels.gpu.gather")
+    lora_gather = importlib.import_module("loramux.kernels.gpu.lora.gather")
     expand_kernel = CompiledForHopper(lora_expand.expand_kernel)
     gather_kernel = CompiledForHopper(lora_gather.gather_kernel)
     monkeypatch.setattr(lora_shrink, "shrink_kernel", shrink_kernel)

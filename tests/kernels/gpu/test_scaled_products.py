@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from loramux.engine.device.backend import AddingLinear
-from loramux.kernels.gpu.coded_weights import place_codes
+from loramux.kernels.gpu.linear.coded_weights import place_codes
 from loramux.kernels.quantized import INT8, QuantizedWeight
 from loramux.kernels.reference.quantized import multiply_codes, round_to_fp8
 from tests.engine.device.gpu_backend import has_fp8_products

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loramux.admin.commands.bases import NUM_SHOWN
+from loramux.admin.commands.administration.bases import NUM_SHOWN
 from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import connected, print_json, print_table
 

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from loramux.admin.commands.adapter_merge import merge
-from loramux.admin.commands.adapter_push import push
-from loramux.admin.commands.adapter_service import archive, disable, enable, promote, restore, rollback
-from loramux.admin.commands.adapter_views import print_version, print_versions, shown_aliases
+from loramux.admin.commands.administration.adapter_merge import merge
+from loramux.admin.commands.administration.adapter_push import push
+from loramux.admin.commands.administration.adapter_service import archive, disable, enable, promote, restore, rollback
+from loramux.admin.commands.administration.adapter_views import print_version, print_versions, shown_aliases
+from loramux.admin.commands.administration.purge import purge_adapter
 from loramux.admin.commands.options import AnyTenant, AsJson, VersionedModel
 from loramux.admin.commands.output import (
     Columns,
@@ -23,7 +24,6 @@ from loramux.admin.commands.output import (
     tell,
     time_in,
 )
-from loramux.admin.commands.purge import purge_adapter
 from loramux.admin.commands.transfer_progress import transfer_progress
 from loramux.admin.exit_codes import REFUSED
 

@@ -37,7 +37,7 @@ def pull(
     from loramux.adapter_store.errors import Refused, SourceUnavailable
     from loramux.adapter_store.pulling.model_name import ModelName
     from loramux.adapter_store.pulling.pull import Puller
-    from loramux.admin.commands.model_argument import model_document, model_settings
+    from loramux.admin.commands.local.model_argument import model_document, model_settings
     from loramux.admin.server.data_directory import make_private
     from loramux.admin.server.pulled_model import failure_of, plan_lines, pull_shown
 

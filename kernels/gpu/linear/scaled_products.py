@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.coded_weights import CodedWeights
+from loramux.kernels.gpu.linear.coded_weights import CodedWeights
 from loramux.kernels.quantized import CodeKind, QuantizedWeight
 
 LARGEST = tl.constexpr(448.0)

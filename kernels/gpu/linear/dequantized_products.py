@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.code_values import format_of, values_of
-from loramux.kernels.gpu.coded_weights import CodedWeights
+from loramux.kernels.gpu.linear.code_values import format_of, values_of
+from loramux.kernels.gpu.linear.coded_weights import CodedWeights
 
 MAX_BYTES = 256 << 20
 """Maximum size, in bytes, of the part of a weight that is dequantised at a time. Products with small parts are much

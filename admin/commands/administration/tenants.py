@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loramux.admin.commands.administration.purge import purge_tenant
 from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import (
     Columns,
@@ -18,7 +19,6 @@ from loramux.admin.commands.output import (
     tell,
     time_in,
 )
-from loramux.admin.commands.purge import purge_tenant
 from loramux.admin.exit_codes import WRONG_CALL
 
 if TYPE_CHECKING:

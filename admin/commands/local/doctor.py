@@ -47,7 +47,7 @@ def doctor(
     the database and the object store from this machine. Use this when the server does not start. The exit code is 1 if
     a check failed.
     """
-    from loramux.admin.commands.model_argument import local_model_path
+    from loramux.admin.commands.local.model_argument import local_model_path
     from loramux.admin.doctor.doctor import HostSettings
     from loramux.admin.doctor.findings import is_healthy
     from loramux.admin.server.settings import SettingsError, load_settings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loramux.kernels.gpu.code_layout import E4M3_FACTOR
+from loramux.kernels.gpu.linear.code_layout import E4M3_FACTOR
 from loramux.kernels.quantized import CodeKind
 
 DTYPES = (torch.bfloat16, torch.float16)

@@ -46,7 +46,7 @@ def check(
     from loramux.adapter_store.validation.validator import ValidationFailed
     from loramux.admin.check.adapter_check import check_directory, check_gguf
     from loramux.admin.check.base_check import check_base
-    from loramux.admin.commands.model_argument import existing_path
+    from loramux.admin.commands.local.model_argument import existing_path
     from loramux.platform.errors import Unavailable
 
     if dtype not in ("auto", "float32", "bfloat16"):

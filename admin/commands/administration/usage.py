@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, print_json, print_table, shown_time
-from loramux.admin.commands.usage_options import (
+from loramux.admin.commands.administration.usage_options import (
     AsCsv,
     AsNdjson,
     BucketOption,
@@ -24,6 +22,8 @@ from loramux.admin.commands.usage_options import (
     groups_of,
     start_of,
 )
+from loramux.admin.commands.options import AnyTenant, AsJson
+from loramux.admin.commands.output import connected, print_json, print_table, shown_time
 
 if TYPE_CHECKING:
     from loramux.admin.client.client import Document

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.code_values import format_of, values_of
-from loramux.kernels.gpu.coded_weights import CodedWeights
+from loramux.kernels.gpu.linear.code_values import format_of, values_of
+from loramux.kernels.gpu.linear.coded_weights import CodedWeights
 from loramux.kernels.routing import Routing
 
 TILE_ROWS = (16, 32, 64)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.gpu.addresses import dot_dtype
-from loramux.kernels.gpu.code_decoding import decoding_of
-from loramux.kernels.gpu.coded_weights import CodedWeights
+from loramux.kernels.gpu.linear.code_decoding import decoding_of
+from loramux.kernels.gpu.linear.coded_weights import CodedWeights
 from loramux.kernels.quantized import CodeKind
 
 KINDS = (CodeKind.INTEGERS, CodeKind.E4M3, CodeKind.TABLE)

@@ -18,7 +18,7 @@ def list_models(config: ConfigFile = None, data_dir: DataDir = None, as_json: As
     """List the base models that have been pulled."""
     from loramux.adapter_store.errors import PullRefused
     from loramux.adapter_store.pulling.model_cache import ModelCache
-    from loramux.admin.commands.model_argument import model_document, model_settings
+    from loramux.admin.commands.local.model_argument import model_document, model_settings
     from loramux.admin.server.pulled_model import shown_bytes
 
     try:
@@ -48,7 +48,7 @@ def remove(
     from loramux.adapter_store.errors import PullRefused
     from loramux.adapter_store.pulling.model_cache import ModelCache
     from loramux.adapter_store.pulling.model_name import ModelName
-    from loramux.admin.commands.model_argument import model_settings
+    from loramux.admin.commands.local.model_argument import model_settings
     from loramux.admin.server.pulled_model import shown_bytes
 
     try:

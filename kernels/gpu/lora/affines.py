@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.expand import with_affine
 from loramux.kernels.gpu.launches import segment_grid
+from loramux.kernels.gpu.lora.expand import with_affine
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, PoolViews
 

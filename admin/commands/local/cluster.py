@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from loramux.admin.commands.local.serve import Model, ServedName
 from loramux.admin.commands.options import AsJson, ConfigFile, DataDir
 from loramux.admin.commands.output import error_document, fail, tell
-from loramux.admin.commands.serve import Model, ServedName
 from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 
 if TYPE_CHECKING:

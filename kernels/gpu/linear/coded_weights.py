@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loramux.kernels.gpu.code_layout import can_place, is_bfloat16, placed_scales, step_of, zero_of
+from loramux.kernels.gpu.linear.code_layout import can_place, is_bfloat16, placed_scales, step_of, zero_of
 from loramux.kernels.quantized import INT8, CodeKind, QuantizedWeight, code_kind, is_float16, is_same_codebook
 
 

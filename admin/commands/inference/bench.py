@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from loramux.admin.commands.bench_options import (
+from loramux.admin.commands.inference.bench_options import (
     AnswerTokens,
     Burstiness,
     Compared,
@@ -35,7 +35,7 @@ from loramux.admin.commands.bench_options import (
     TraceFile,
     Zipf,
 )
-from loramux.admin.commands.openai_options import ApiKey, OpenAIUrl, openai_server
+from loramux.admin.commands.inference.openai_options import ApiKey, OpenAIUrl, openai_server
 from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import error_document, fail, print_json, print_table
 from loramux.admin.commands.progress import counted_progress

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loramux.admin.commands.adapter_views import shown_targets
+from loramux.admin.commands.administration.adapter_views import shown_targets
 from loramux.admin.commands.options import Alias, AsJson, Model, NoWarm, VersionedModel
 from loramux.admin.commands.output import connected_to, fail, tell
 from loramux.admin.exit_codes import WRONG_CALL

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from loramux.kernels.gpu.coded_products import multiply_codes
-from loramux.kernels.gpu.coded_weights import CodedWeights, place_codes
-from loramux.kernels.gpu.dequantized_products import add_dequantized, multiply_dequantized
-from loramux.kernels.gpu.scaled_products import ScaledWeight, multiply_scaled, scaled_weight
+from loramux.kernels.gpu.linear.coded_products import multiply_codes
+from loramux.kernels.gpu.linear.coded_weights import CodedWeights, place_codes
+from loramux.kernels.gpu.linear.dequantized_products import add_dequantized, multiply_dequantized
+from loramux.kernels.gpu.linear.scaled_products import ScaledWeight, multiply_scaled, scaled_weight
 from loramux.kernels.quantized import QuantizedWeight
 
 MIN_DEQUANTIZED_ROWS = 512

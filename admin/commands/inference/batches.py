@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loramux.admin.commands.openai_options import ApiKey, OpenAIUrl, openai_server
+from loramux.admin.commands.inference.openai_options import ApiKey, OpenAIUrl, openai_server
 from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import (
     Columns,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loramux.admin.commands.openai_options import ApiKey, OpenAIUrl, openai_server
+from loramux.admin.commands.inference.openai_options import ApiKey, OpenAIUrl, openai_server
 from loramux.admin.commands.output import fail
 from loramux.admin.exit_codes import REFUSED, UNREACHABLE
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loramux.admin.commands.adapter_views import shown_targets
+from loramux.admin.commands.administration.adapter_views import shown_targets
 from loramux.admin.commands.options import Alias, AsJson, Model
 from loramux.admin.commands.output import Columns, connected_to, print_list, tell, time_in
 

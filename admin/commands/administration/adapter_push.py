@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loramux.admin.commands.adapter_views import shown_targets
+from loramux.admin.commands.administration.adapter_views import shown_targets
 from loramux.admin.commands.options import AsJson, Tenant
 from loramux.admin.commands.output import connected, error_document, fail, located, print_json, print_warnings
 from loramux.admin.commands.transfer_progress import transfer_progress

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loramux.admin.commands.administration.quota_plot import print_plot
 from loramux.admin.commands.options import AnyTenant, AsJson, given_amount
 from loramux.admin.commands.output import (
     Columns,
@@ -19,7 +20,6 @@ from loramux.admin.commands.output import (
     tell,
     time_in,
 )
-from loramux.admin.commands.quota_plot import print_plot
 
 if TYPE_CHECKING:
     from loramux.admin.client.client import Document

@@ -1,0 +1,1 @@
+"""Commands that call the administration API over the network with an administrator's key."""

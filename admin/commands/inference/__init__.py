@@ -1,0 +1,1 @@
+"""Commands that call an OpenAI API over the network with a tenant's key."""

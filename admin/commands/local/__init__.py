@@ -1,0 +1,1 @@
+"""Commands that work on this machine: starting servers, fetching base models, and checks."""

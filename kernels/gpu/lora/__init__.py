@@ -1,0 +1,1 @@
+"""Products of adapters' matrices, read from the pool's pages on a GPU."""
