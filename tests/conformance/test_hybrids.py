@@ -12,10 +12,12 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.loop.assembly import AssembledEngine
 from loramux.engine.protocol.errors import ModelNotSupported, PoolTooSmall
 from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StatsRequest
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
+from tests.conformance.test_gpu_engine import plain_backend
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, AdapterPlan, make_base
 
 PLANS = [AdapterPlan("r4", 4, ALL_LINEARS, use_dora=True), AdapterPlan("r2", 2, ["v_proj", "down_proj"])]
@@ -45,7 +47,7 @@ def requests(subject: Subject, lengths: Iterable[int], max_tokens: int) -> dict[
     return made
 
 
-def run(assembled: AssembledEngine, adds: Iterable[Add]) -> dict[str, Finished]:
+def finish(assembled: AssembledEngine, adds: Iterable[Add]) -> dict[str, Finished]:
     for add in adds:
         assembled.engine.add(b"", add)
     ends: dict[str, Finished] = {}
@@ -55,6 +57,11 @@ def run(assembled: AssembledEngine, adds: Iterable[Add]) -> dict[str, Finished]:
             if isinstance(outbound.message, Finished):
                 ends[outbound.message.sequence_id] = outbound.message
     assembled.engine.check_integrity()
+    return ends
+
+
+def run(assembled: AssembledEngine, adds: Iterable[Add]) -> dict[str, Finished]:
+    ends = finish(assembled, adds)
     assembled.adapters.close()
     return ends
 
@@ -76,6 +83,48 @@ def test_a_mixed_batch_in_a_pool_that_preempts_equals_transformers_and_peft(
         assert ends[sequence_id].cached_tokens == 0
     assert any(batch.max_q > 1 and 1 in batch.cu_q[1:] - batch.cu_q[:-1] for batch, _ in recorder.steps)
     assert assembled.engine.stats(StatsRequest(call_id="")).num_preemptions > 0
+
+
+@pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "gpu path"])
+def test_prompts_that_start_from_a_state_equal_transformers_and_peft(
+    subject: Subject, is_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU's path, with reference kernels, steps are padded and submitted ahead."""
+    assembled = subject.assemble(plain_backend(HostAccelerator()) if is_gpu else None, max_batch_tokens=80)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, 320, (count,), generator=generator).tolist())
+
+    system, last_messages = tokens(200), [tokens(20), tokens(30)]
+    asked: dict[str, tuple[str | None, Add]] = {}
+    ends: dict[str, Finished] = {}
+    for round_, kinds in enumerate((("first",), ("second", "no cache"))):
+        adds: list[Add] = []
+        for kind in kinds:
+            for name in (None, "r4", "r2"):
+                add = Add(
+                    sequence_id=f"{kind} {name}",
+                    prompt=system + last_messages[round_],
+                    max_tokens=6,
+                    sampling=GREEDY,
+                    digest=None if name is None else subject.digests[name],
+                    isolation_key=b"" if kind == "no cache" else b"tenant",
+                )
+                asked[add.sequence_id] = name, add
+                adds.append(add)
+        ends |= finish(assembled, adds)
+    assembled.adapters.close()
+    # A page holds K and V of 32 tokens.
+    cached = {"first": 0, "second": 192, "no cache": 0}
+    for sequence_id, (name, add) in asked.items():
+        assert ends[sequence_id].cached_tokens == cached[sequence_id.rsplit(maxsplit=1)[0]]
+        assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+    for name in (None, "r4", "r2"):
+        ours, theirs = (torch.stack(recorder.by_sequence[f"{kind} {name}"]) for kind in ("second", "no cache"))
+        assert torch.equal(ours.argmax(1), theirs.argmax(1))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_sequence_that_is_not_finite_ends_alone(

@@ -219,6 +219,6 @@ def test_aborts_evictions_preemptions_and_reloads_change_no_answer(
     life.end()
     life.check()
     print(f"{dict(life.events())} in {life.num_turns} turns and {len(life.asked)} requests")
-    # Sequences with a state use no cached prefixes.
+    # The prompts are too short for checkpoints of states.
     assert (life.engine.stats(StatsRequest(call_id="")).cached_tokens > 0) == (family != "qwen3_5")
     life.assembled.adapters.close()
