@@ -35,8 +35,8 @@ LAYOUTS: dict[str, CacheLayout] = {
     "mixed": cache_layout((20, 20, None, 20, 20, None), MAX_LEN),
     **{f"state of {count}": hybrid_layout(3, (1, 2), count) for count in range(1, 5)},
 }
-"""Layers with and without windows, and layers with a state of one to four pages for each sequence. Pages hold K and V of
-only 16 tokens, so that many prompts leave checkpoints.
+"""Layers with and without windows, and layers with a state of one to four pages for each sequence. Pages hold K and V
+of only 16 tokens, so that many prompts leave checkpoints.
 """
 
 SETTINGS = (
