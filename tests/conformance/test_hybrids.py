@@ -97,7 +97,7 @@ def test_prompts_that_start_from_a_state_equal_transformers_and_peft(
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, 320, (count,), generator=generator).tolist())
 
-    system, last_messages = tokens(200), [tokens(20), tokens(30)]
+    system, last_messages = tokens(130), [tokens(20), tokens(30)]
     asked: dict[str, tuple[str | None, Add]] = {}
     ends: dict[str, Finished] = {}
     for round_, kinds in enumerate((("first",), ("second", "no cache"))):
@@ -107,7 +107,7 @@ def test_prompts_that_start_from_a_state_equal_transformers_and_peft(
                 add = Add(
                     sequence_id=f"{kind} {name}",
                     prompt=system + last_messages[round_],
-                    max_tokens=6,
+                    max_tokens=4,
                     sampling=GREEDY,
                     digest=None if name is None else subject.digests[name],
                     isolation_key=b"" if kind == "no cache" else b"tenant",
@@ -117,7 +117,7 @@ def test_prompts_that_start_from_a_state_equal_transformers_and_peft(
         ends |= finish(assembled, adds)
     assembled.adapters.close()
     # A page holds K and V of 32 tokens.
-    cached = {"first": 0, "second": 192, "no cache": 0}
+    cached = {"first": 0, "second": 128, "no cache": 0}
     for sequence_id, (name, add) in asked.items():
         assert ends[sequence_id].cached_tokens == cached[sequence_id.rsplit(maxsplit=1)[0]]
         assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
