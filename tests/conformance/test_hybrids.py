@@ -12,12 +12,11 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from loramux.engine.architectures.model_config import ModelConfig
-from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.loop.assembly import AssembledEngine
 from loramux.engine.protocol.errors import ModelNotSupported, PoolTooSmall
 from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StatsRequest
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
-from tests.conformance.test_gpu_engine import plain_backend
+from tests.conformance.test_gpu_engine import PATHS, gpu_path
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, AdapterPlan, make_base
 
 PLANS = [AdapterPlan("r4", 4, ALL_LINEARS, use_dora=True), AdapterPlan("r2", 2, ["v_proj", "down_proj"])]
@@ -131,14 +130,15 @@ def assert_the_cache_changes_no_logits(recorder: Recorder, name: str | None, tol
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "gpu path"])
+@pytest.mark.parametrize("path", ["cpu", *PATHS])
 def test_prompts_that_start_from_a_state_equal_transformers_and_peft(
-    subject: Subject, is_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the GPU's path, with reference kernels, steps are padded and submitted ahead."""
-    assembled = subject.assemble(plain_backend(HostAccelerator()) if is_gpu else None, max_batch_tokens=80)
+    """On the GPU's path, steps are padded and submitted ahead."""
+    backend = None if path == "cpu" else gpu_path(path, monkeypatch)
+    assembled = subject.assemble(backend, max_batch_tokens=80)
     recorder = Recorder(assembled.engine, monkeypatch)
-    names = (None, "r4") if is_gpu else (None, "r4", "r2")
+    names = (None, "r4", "r2") if path == "cpu" else (None, "r4")
     for sequence_id, (name, add) in ask_with_a_shared_prefix(subject, assembled, names).items():
         assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
     for name in names:
