@@ -83,7 +83,7 @@ class Sequence:
     """Capacity of `tables`, in tokens."""
     state_pages: array[int] = field(default_factory=block_list)
     """The pages of a hybrid decoder's state after the first `num_computed` tokens. Their number does not depend on the
-    sequence's length. The first step ignores their contents."""
+    sequence's length. The first step ignores their contents unless the sequence starts with a cached prefix."""
     checkpoints: list[int] = field(default_factory=list)
     """The positions, in ascending order, at which steps must end because a checkpoint of the state is wanted there: see
     `StateCheckpoints`. Empty unless the decoder is hybrid.
