@@ -72,6 +72,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/conformance/test_long_contexts.py",
                 "tests/conformance/test_quantized_experts.py",
                 "tests/conformance/test_prompt_logprobs.py",
+                "tests/conformance/test_hybrids.py",
                 "tests/conformance/test_token_rules.py",
                 marks=ALL,
             ),

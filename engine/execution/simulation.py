@@ -168,6 +168,10 @@ class SimulatedExecutor:
             states.append(state % 4096)
         return {"last": states[-1], "cls": states[0], "mean": sum(states) / len(states)}[pooling]
 
+    def copy_page(self, source: int, target: int) -> None:
+        size = self._page_places
+        self._states[target * size : (target + 1) * size] = self._states[source * size : (source + 1) * size]
+
     def forget(self, pages: Iterable[int]) -> None:
         """Treat the contents of these pages as never written."""
         for page in pages:

@@ -47,7 +47,7 @@ from loramux.engine.loop.loaded_base import LoadedBase, load_base, pool_dtypes
 from loramux.engine.pages.eviction import new_policy
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
-from loramux.engine.pages.pool_memory import allocate_pool, pool_bytes_of
+from loramux.engine.pages.pool_memory import allocate_pool, copy_page, pool_bytes_of
 from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.protocol.errors import ConfigNotUsable, PoolTooSmall
@@ -154,7 +154,7 @@ def assemble_engine(
     reads = _reads(base, views, weight_bytes)
     identity = (repr(model).encode(), base.dtype.encode(), config.kv_dtype.encode())
     prefixes = PrefixCache(pages, policy, base.target.geometry.page_tokens, identity)
-    kv = KvPages(pages, adapters.reclaimer, prefixes, cache, config.max_batch_tokens)
+    kv = KvPages(pages, adapters.reclaimer, prefixes, cache, config.max_batch_tokens, partial(copy_page, views))
     limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
     scheduler = Scheduler(queue, kv, adapters, limits)
     grammars = _grammars(config, model)

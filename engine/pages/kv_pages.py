@@ -10,6 +10,7 @@ from operator import itemgetter
 from loramux.engine.pages.eviction import Reclaimer
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.pages.state_checkpoints import CopyPage, StateCheckpoints, checkpoint_pages
 from loramux.engine.sequences.cache_groups import CacheGroup, CacheLayout
 from loramux.engine.sequences.cached_page import CachedPage
 from loramux.engine.sequences.sequence import PageTable, Sequence, block_list
@@ -20,15 +21,22 @@ RUNNING = -1
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A cached prefix of `num_tokens` tokens: for each group, the pages that later tokens see."""
+    """A cached prefix of `num_tokens` tokens: for each group, the pages that later tokens see.
+
+    In a hybrid decoder, `checkpoint` are the pages of the state after these tokens, and K and V of the first
+    `num_known` tokens are cached.
+    """
 
     num_tokens: int = 0
     pages: tuple[tuple[CachedPage, ...], ...] = ()
+    checkpoint: tuple[CachedPage, ...] = ()
+    num_known: int = 0
 
     @property
     def num_idle(self) -> int:
         """Number of pages that no sequence uses. They can be evicted until a sequence starts with this prefix."""
-        return sum(cached.num_users == 0 for pages in self.pages for cached in pages)
+        num_idle = sum(cached.num_users == 0 for pages in self.pages for cached in pages)
+        return num_idle + sum(cached.num_users == 0 for cached in self.checkpoint)
 
 
 NO_PREFIX = Prefix()
@@ -39,13 +47,19 @@ class KvPages:
 
     In windowed layers, a sequence gets pages in advance for at most `max_step_tokens` tokens, the maximum of one step.
 
-    In a hybrid decoder, a running sequence also has pages for its state. Such sequences neither use nor fill the prefix
-    cache: a page holds only the K and V of its tokens, but the layers without attention would also need the state after
-    these tokens.
+    In a hybrid decoder, a running sequence also has pages for its state, and a cached prefix is of use only if it ends
+    with a checkpoint of the state (`StateCheckpoints`). Pages of K and V are therefore cached when a sequence leaves a
+    checkpoint after them. `copy_page` is needed only for hybrid decoders.
     """
 
     def __init__(
-        self, pages: PagePool, reclaimer: Reclaimer, cache: PrefixCache, layout: CacheLayout, max_step_tokens: int
+        self,
+        pages: PagePool,
+        reclaimer: Reclaimer,
+        cache: PrefixCache,
+        layout: CacheLayout,
+        max_step_tokens: int,
+        copy_page: CopyPage | None = None,
     ) -> None:
         self._pages = pages
         self._reclaimer = reclaimer
@@ -55,6 +69,10 @@ class KvPages:
         self._max_step_tokens = max_step_tokens
         self._block_tokens = layout.block_tokens
         self._shared_tokens = layout.shared_tokens
+        self._checkpoints: StateCheckpoints | None = None
+        if layout.num_state_pages:
+            assert copy_page is not None
+            self._checkpoints = StateCheckpoints(pages, reclaimer, cache, layout.num_state_pages, copy_page)
         # Stored rather than computed, because most steps read these values several times.
         self._page_tokens = tuple(group.page_tokens for group in layout.groups)
         self._has_windows = any(group.window is not None for group in layout.groups)
@@ -65,7 +83,7 @@ class KvPages:
         A sequence that still needs scores of prompt tokens uses no cached prefix, because the logits of its prompt are
         needed.
         """
-        if sequence.num_unscored or not sequence.shares_prefixes or self._layout.num_state_pages:
+        if sequence.num_unscored or not sequence.shares_prefixes:
             return NO_PREFIX
         num_tokens = self._multiple(len(sequence.tokens) - 1)
         found: list[tuple[CachedPage, ...]] = []
@@ -75,6 +93,8 @@ class KvPages:
             found.append(pages)
         if not num_tokens:
             return NO_PREFIX
+        if self._checkpoints is not None:
+            return self._up_to_checkpoint(self._checkpoints, found[0])
         return Prefix(
             num_tokens,
             tuple(
@@ -82,6 +102,15 @@ class KvPages:
                 for group, pages in zip(self._groups, found, strict=True)
             ),
         )
+
+    def _up_to_checkpoint(self, checkpoints: StateCheckpoints, pages: tuple[CachedPage, ...]) -> Prefix:
+        """The longest part of these pages of K and V that ends with a checkpoint."""
+        num_known = self._shared_tokens * len(pages)
+        for count in range(len(pages), 0, -1):
+            checkpoint = checkpoints.find(pages[count - 1].key)
+            if checkpoint:
+                return Prefix(self._shared_tokens * count, (pages[:count],), checkpoint, num_known)
+        return Prefix(num_known=num_known)
 
     def _longest(self, sequence: Sequence, group: int, num_tokens: int) -> tuple[int, tuple[CachedPage, ...]]:
         """Find the longest prefix of up to `num_tokens` tokens that is cached in one group, and its pages."""
@@ -125,7 +154,10 @@ class KvPages:
         return sum(len(table.blocks) // group.num_blocks for table, group in tables) + len(sequence.state_pages)
 
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Start the sequence with the prefix that `find_prefix` has just found."""
+        """Start the sequence with the prefix that `find_prefix` has just found.
+
+        The first `grow` must be followed by `restore_state`.
+        """
         assert not any(table.blocks for table in sequence.tables)
         assert not sequence.num_in_flight
         sequence.tables = [PageTable() for _ in self._groups]
@@ -137,6 +169,14 @@ class KvPages:
                 table.cached.append(cached)
         sequence.num_computed = sequence.num_room = prefix.num_tokens
         sequence.next_offer = 0
+        if self._checkpoints is not None:
+            self._checkpoints.acquire(prefix.checkpoint)
+            sequence.checkpoints = self._planned_checkpoints(sequence, prefix)
+
+    def restore_state(self, sequence: Sequence, prefix: Prefix) -> None:
+        """Copy the state after the prefix into the pages that the sequence has got since `attach`."""
+        if self._checkpoints is not None and prefix.checkpoint:
+            self._checkpoints.restore(prefix.checkpoint, sequence.state_pages)
 
     def max_tokens(self, num_other_pages: int) -> int:
         """Longest sequence, in tokens, that fits into the pool if other owners take `num_other_pages` pages."""
@@ -188,8 +228,10 @@ class KvPages:
         num_known = min(sequence.num_computed, len(sequence.tokens))
         if num_known < sequence.next_offer:
             return
-        is_shared = sequence.shares_prefixes and not self._layout.num_state_pages
-        offers = is_shared and not sequence.is_tainted
+        if self._checkpoints is not None:
+            self._leave_checkpoint(sequence, self._checkpoints)
+            return
+        offers = sequence.shares_prefixes and not sequence.is_tainted
         if not offers and not self._has_windows:
             sequence.next_offer = sys.maxsize
             return
@@ -215,8 +257,30 @@ class KvPages:
             self._pages.free(self._pages_of(table.blocks, group))
         self._pages.free(sequence.state_pages)
         sequence.state_pages = block_list()
+        sequence.checkpoints = []
         sequence.tables = [PageTable() for _ in self._groups]
         sequence.num_computed = sequence.num_room = 0
+
+    def _planned_checkpoints(self, sequence: Sequence, prefix: Prefix) -> list[int]:
+        """The positions at which a sequence that starts with this prefix leaves checkpoints, in ascending order."""
+        if not sequence.shares_prefixes:
+            return []
+        first, end, num_known = (
+            num_tokens // self._shared_tokens
+            for num_tokens in (prefix.num_tokens, len(sequence.tokens) - 1, prefix.num_known)
+        )
+        return [page * self._shared_tokens for page in checkpoint_pages(first, end, num_known)]
+
+    def _leave_checkpoint(self, sequence: Sequence, checkpoints: StateCheckpoints) -> None:
+        """Cache the state of a sequence that has reached its next checkpoint, and its pages of K and V before it."""
+        planned = sequence.checkpoints
+        if planned and planned[0] == sequence.num_computed:
+            page = planned.pop(0) // self._shared_tokens - 1
+            last_block = (page + 1) * self._groups[0].num_blocks - 1
+            key, digest = self._key(sequence, 0, page), self._digest(sequence, last_block)
+            if key is not None and not sequence.is_tainted and checkpoints.save(key, digest, sequence.state_pages):
+                self._offer(sequence, 0, sequence.num_computed)
+        sequence.next_offer = planned[0] if planned else sys.maxsize
 
     def _cached_from_the_end(self, sequence: Sequence) -> list[CachedPage | None]:
         """The sequence's prefix-cache entries of all groups, by the position of their tokens, last first."""
@@ -234,9 +298,14 @@ class KvPages:
         """
         for index, group in enumerate(self._groups):
             for page in range(len(sequence.page_keys) // group.num_blocks):
-                cached = self._find(sequence, index, page)
+                key = self._key(sequence, index, page)
+                if key is None:
+                    continue
+                cached = self._cache.find(key)
                 if cached is not None:
                     self._cache.forget(cached)
+                if self._checkpoints is not None:
+                    self._checkpoints.forget(key)
 
     def _end(self, group: CacheGroup, num_computed: int, num_tokens: int) -> int:
         """End of the tokens that need pages now if `num_tokens` tokens follow the first `num_computed`."""

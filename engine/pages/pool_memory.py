@@ -74,3 +74,10 @@ def allocate_pool(
         kv = kv.view(num_pages * geometry.num_layers, 1, -1)
         scales = None if scales is None else scales.view(num_pages * geometry.num_layers, 1, -1)
     return PoolViews(raw=raw, kv=kv, adapter=raw.view(adapter_dtype), geometry=geometry, kv_scales=scales)
+
+
+def copy_page(views: PoolViews, source: int, target: int) -> None:
+    """Copy a page after the steps submitted so far. The scales of 8-bit K and V, which states do not have, are not
+    copied.
+    """
+    views.raw[target].copy_(views.raw[source])

@@ -20,6 +20,8 @@ class PrefixCache:
     same tokens after the same prefix for the same isolation key. Sequences without an isolation key share nothing. If
     pages have several blocks, each block has such a key, and the key of the last block is the key of the page.
 
+    The pages of checkpoints (`StateCheckpoints`) are in the cache, too.
+
     Pages before an adapter's activation have no digest, so the base and other adapters share them. The page in which an
     adapter is activated belongs to the adapter, and its key also contains the number of tokens before the activation.
     """

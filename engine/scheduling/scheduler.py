@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool, PoolDemand
-from loramux.engine.pages.kv_pages import RUNNING, KvPages, Prefix
+from loramux.engine.pages.kv_pages import NO_PREFIX, RUNNING, KvPages, Prefix
 from loramux.engine.protocol.messages import TierLoad
 from loramux.engine.protocol.service_tiers import BACKGROUND_RANK, makes_room
 from loramux.engine.scheduling.fair_queue import FairQueue
@@ -276,7 +276,7 @@ class Scheduler:
         ):
             kept = budget // NEW_SHARE
         for sequence in lane.prompts:
-            num_tokens = min(sequence.num_pending, budget - kept)
+            num_tokens = min(sequence.num_computable, budget - kept)
             if num_tokens == 0 or len(scheduled) >= max_sequences:
                 break
             if self._grow(sequence, num_tokens, scheduled):
@@ -286,7 +286,7 @@ class Scheduler:
         # back.
         if self.num_preemptions == num_preemptions and not self.is_short_of_pages:
             under_way = [scheduled[one] for one in lane.prompts if one in scheduled]
-            is_midway = any(item.num_tokens < item.sequence.num_pending for item in under_way)
+            is_midway = any(item.num_tokens < item.sequence.num_computable for item in under_way)
             for item in self._admit(scheduled, lane.waiting, budget, num_free_slots, is_midway):
                 scheduled[item.sequence] = item
                 budget -= item.num_tokens
@@ -371,7 +371,7 @@ class Scheduler:
             item = scheduled.get(sequence)
             if item is None:
                 continue
-            extra = min(sequence.num_pending - item.num_tokens, budget)
+            extra = min(sequence.num_computable - item.num_tokens, budget)
             if extra > 0 and self._kv.grow(sequence, item.num_tokens + extra):
                 scheduled[sequence] = ScheduledSequence(sequence, item.num_tokens + extra)
                 budget -= extra
@@ -513,6 +513,9 @@ class Scheduler:
                     while item is None and (victim := self._vacate(sequence.rank)) is not None:
                         scheduled.pop(victim, None)
                         item = self._begin(sequence, entry, prefix, position, budget)
+            if item is None and prefix.checkpoint and not self.running:
+                # The checkpoint is in the pool beside the state until it is copied. That may not fit.
+                item = self._begin(sequence, entry, NO_PREFIX, position, budget)
             if item is None:
                 self._short_of_pages = self._short_of_pages or sequence
                 if has_first and sequence.rank and self._num_yielding_to_first():
@@ -530,13 +533,13 @@ class Scheduler:
         if not self._adapters.can_spare(self._num_pages_to_begin(sequence, entry, prefix, position, budget), position):
             return None
         num_pending = sequence.num_tokens - prefix.num_tokens
-        num_tokens = min(num_pending, budget)
         num_held = _num_held(sequence, prefix, budget)
         if entry is not None:
             sequence.slot = self._adapters.acquire(entry)
         self._kv.attach(sequence, prefix)
         has_room = self._kv.grow(sequence, num_held, position)
         assert has_room
+        self._kv.restore_state(sequence, prefix)
         self.queue.admit(sequence, 0 if sequence.has_run else num_pending)
         sequence.state = SequenceState.RUNNING
         sequence.row_place = sequence.slot, sequence.arrival
@@ -545,7 +548,7 @@ class Scheduler:
         insort(self._by_row, sequence, key=_row_place)
         if not sequence.has_run:
             sequence.num_cached = sequence.num_computed
-        return ScheduledSequence(sequence, num_tokens)
+        return ScheduledSequence(sequence, min(sequence.num_computable, budget))
 
     def _num_pages_to_begin(
         self, sequence: Sequence, entry: AdapterLoad | None, prefix: Prefix, position: int, budget: int

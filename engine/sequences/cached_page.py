@@ -20,7 +20,7 @@ class PageCache(Protocol):
 
 @dataclass(slots=True, eq=False)
 class CachedPage:
-    """One full page. Its key is a hash of everything that its K and V depend on."""
+    """One full page, or a page of a checkpoint. Its key contains a hash of everything that its content depends on."""
 
     cache: PageCache
     key: bytes

@@ -83,7 +83,11 @@ class Sequence:
     """Capacity of `tables`, in tokens."""
     state_pages: array[int] = field(default_factory=block_list)
     """The pages of a hybrid decoder's state after the first `num_computed` tokens. Their number does not depend on the
-    sequence's length. The first step ignores their contents."""
+    sequence's length. The first step ignores their contents unless the sequence starts with a cached prefix."""
+    checkpoints: list[int] = field(default_factory=list)
+    """The positions, in ascending order, at which steps must end because a checkpoint of the state is wanted there: see
+    `StateCheckpoints`. Empty unless the decoder is hybrid.
+    """
     next_offer: int = 0
     """Number of tokens that must be computed and committed before another page can be cached or freed: see
     `KvPages.offer`.
@@ -266,6 +270,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Number of tokens whose K and V have not been computed yet. It is 1 during steady-state decoding."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_computable(self) -> int:
+        """Number of tokens that the next step can compute: `num_pending`, or those before the next checkpoint."""
+        return self.checkpoints[0] - self.num_computed if self.checkpoints else self.num_pending
 
     @property
     def has_reached_limit(self) -> bool:

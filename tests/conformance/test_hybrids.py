@@ -16,6 +16,7 @@ from loramux.engine.loop.assembly import AssembledEngine
 from loramux.engine.protocol.errors import ModelNotSupported, PoolTooSmall
 from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StatsRequest
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
+from tests.conformance.test_gpu_engine import PATHS, gpu_path
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, AdapterPlan, make_base
 
 PLANS = [AdapterPlan("r4", 4, ALL_LINEARS, use_dora=True), AdapterPlan("r2", 2, ["v_proj", "down_proj"])]
@@ -45,7 +46,7 @@ def requests(subject: Subject, lengths: Iterable[int], max_tokens: int) -> dict[
     return made
 
 
-def run(assembled: AssembledEngine, adds: Iterable[Add]) -> dict[str, Finished]:
+def finish(assembled: AssembledEngine, adds: Iterable[Add]) -> dict[str, Finished]:
     for add in adds:
         assembled.engine.add(b"", add)
     ends: dict[str, Finished] = {}
@@ -55,6 +56,11 @@ def run(assembled: AssembledEngine, adds: Iterable[Add]) -> dict[str, Finished]:
             if isinstance(outbound.message, Finished):
                 ends[outbound.message.sequence_id] = outbound.message
     assembled.engine.check_integrity()
+    return ends
+
+
+def run(assembled: AssembledEngine, adds: Iterable[Add]) -> dict[str, Finished]:
+    ends = finish(assembled, adds)
     assembled.adapters.close()
     return ends
 
@@ -76,6 +82,75 @@ def test_a_mixed_batch_in_a_pool_that_preempts_equals_transformers_and_peft(
         assert ends[sequence_id].cached_tokens == 0
     assert any(batch.max_q > 1 and 1 in batch.cu_q[1:] - batch.cu_q[:-1] for batch, _ in recorder.steps)
     assert assembled.engine.stats(StatsRequest(call_id="")).num_preemptions > 0
+
+
+KINDS = {"first": 0, "second": 128, "no cache": 0}
+"""Numbers of cached tokens of prompts that share 130 tokens. A page holds K and V of 32 tokens."""
+
+
+def ask_with_a_shared_prefix(
+    subject: Subject, assembled: AssembledEngine, names: tuple[str | None, ...]
+) -> dict[str, tuple[str | None, Add]]:
+    """Send a prompt to each adapter or the base, and then, in one batch, the prompt with another end, with and without
+    the prefix cache.
+    """
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, 320, (count,), generator=generator).tolist())
+
+    system, last_messages = tokens(130), {"first": tokens(20), "second": tokens(30)}
+    last_messages["no cache"] = last_messages["second"]
+    asked = {
+        f"{kind} {name}": (
+            name,
+            Add(
+                sequence_id=f"{kind} {name}",
+                prompt=system + last_messages[kind],
+                max_tokens=4,
+                sampling=GREEDY,
+                digest=None if name is None else subject.digests[name],
+                isolation_key=b"" if kind == "no cache" else b"tenant",
+            ),
+        )
+        for kind in KINDS
+        for name in names
+    }
+    adds = [add for _, add in asked.values()]
+    ends = finish(assembled, adds[: len(names)]) | finish(assembled, adds[len(names) :])
+    assembled.adapters.close()
+    for kind, num_cached in KINDS.items():
+        assert [ends[one].cached_tokens for one in asked if one.startswith(kind)] == [num_cached] * len(names)
+    return asked
+
+
+def assert_the_cache_changes_no_logits(recorder: Recorder, name: str | None, tolerance: float) -> None:
+    ours, theirs = (torch.stack(recorder.by_sequence[f"{kind} {name}"]) for kind in ("second", "no cache"))
+    assert torch.equal(ours.argmax(1), theirs.argmax(1))
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("path", ["cpu", *PATHS])
+def test_prompts_that_start_from_a_state_equal_transformers_and_peft(
+    subject: Subject, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU's path, steps are padded and submitted ahead."""
+    backend = None if path == "cpu" else gpu_path(path, monkeypatch)
+    assembled = subject.assemble(backend, max_batch_tokens=80)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    names = (None, "r4", "r2") if path == "cpu" else (None, "r4")
+    for sequence_id, (name, add) in ask_with_a_shared_prefix(subject, assembled, names).items():
+        assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+    for name in names:
+        assert_the_cache_changes_no_logits(recorder, name, 1e-5)
+
+
+def test_prompts_with_k_and_v_in_8_bits_start_from_a_state(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    assembled = subject.assemble(max_batch_tokens=80, kv_dtype="int8")
+    recorder = Recorder(assembled.engine, monkeypatch)
+    ask_with_a_shared_prefix(subject, assembled, (None,))
+    # A code may be rounded the other way if a step has other rows.
+    assert_the_cache_changes_no_logits(recorder, None, 0.02)
 
 
 def test_a_sequence_that_is_not_finite_ends_alone(

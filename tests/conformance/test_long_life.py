@@ -16,6 +16,7 @@ import pytest
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend
+from loramux.engine.pages import state_checkpoints
 from loramux.engine.protocol.messages import (
     Abort,
     AdapterState,
@@ -209,9 +210,11 @@ class Life:
     ],
 )
 def test_aborts_evictions_preemptions_and_reloads_change_no_answer(
-    family: str, num_events: int, is_gpu: bool, tmp_path: Path
+    family: str, num_events: int, is_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the GPU's path, with reference kernels, steps are padded and submitted ahead."""
+    # The prompts have only a few pages of a hybrid decoder.
+    monkeypatch.setattr(state_checkpoints, "MIN_PAGES", 1)
     backend = plain_backend(HostAccelerator()) if is_gpu else None
     life = Life(make_life_subject(family, tmp_path), num_events, backend)
     while life.events().total() < num_events or min(life.events().values()) == 0:
@@ -219,6 +222,5 @@ def test_aborts_evictions_preemptions_and_reloads_change_no_answer(
     life.end()
     life.check()
     print(f"{dict(life.events())} in {life.num_turns} turns and {len(life.asked)} requests")
-    # Sequences with a state use no cached prefixes.
-    assert (life.engine.stats(StatsRequest(call_id="")).cached_tokens > 0) == (family != "qwen3_5")
+    assert life.engine.stats(StatsRequest(call_id="")).cached_tokens > 0
     life.assembled.adapters.close()

@@ -171,9 +171,9 @@ def simulate_engine(
     prefixes = PrefixCache(pages, policy, 16)
     if cache is None:
         cache = replace(cache_layout(windows, max_model_len), num_state_pages=num_state_pages)
-    kv = KvPages(pages, pool.reclaimer, prefixes, cache, max_batch_tokens)
-    scheduler = Scheduler(queue, kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
     executor = SimulatedExecutor(vocab_size, cache, num_pages, adapter_pages, eos)
+    kv = KvPages(pages, pool.reclaimer, prefixes, cache, max_batch_tokens, executor.copy_page)
+    scheduler = Scheduler(queue, kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
     limits = EngineLimits(vocab_size, max_model_len, eos, 16, **waiting)
     clock = Clock()
     grammars = Grammars(grammar_process, os.environ, vocab_size, clock if grammar_clock is None else grammar_clock)

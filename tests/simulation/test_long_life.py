@@ -33,9 +33,11 @@ LAYOUTS: dict[str, CacheLayout] = {
     "whole": cache_layout((None,), MAX_LEN),
     "sliding": cache_layout((20, 20), MAX_LEN),
     "mixed": cache_layout((20, 20, None, 20, 20, None), MAX_LEN),
-    **{f"state of {count}": hybrid_layout(6, (2, 5), count) for count in range(1, 5)},
+    **{f"state of {count}": hybrid_layout(3, (1, 2), count) for count in range(1, 5)},
 }
-"""Layers with and without windows, and layers with a state of one to four pages for each sequence."""
+"""Layers with and without windows, and layers with a state of one to four pages for each sequence. Pages hold K and V
+of only 16 tokens, so that many prompts leave checkpoints.
+"""
 
 SETTINGS = (
     *[GREEDY] * 4,
@@ -70,7 +72,10 @@ class Life:
             vocab_sizes=self.vocab_sizes,
             speculates=speculates,
         )
-        self.prompts = [self._tokens(self.rng.randint(1, 80)) for _ in range(5)]
+        has_states = LAYOUTS[layers].num_state_pages > 0
+        # Few long prompts and adapters, so that many requests find a checkpoint.
+        self.digests = ["adapter3", "adapter4", "adapter5"] if has_states else [*self.names, "missing"]
+        self.prompts = [self._tokens(self.rng.randint(1, 150 if has_states else 80)) for _ in range(5)]
         self.adds: dict[str, Add] = {}
         self.extended: dict[str, int] = {}
         self.finished: dict[str, Finished] = {}
@@ -144,7 +149,7 @@ class Life:
         prompt = rng.choice(self.prompts)
         if rng.random() < 0.3:
             self.prompts[rng.randrange(5)] = (*prompt, *self._tokens(rng.randint(1, 30)))[:200]
-        digest = rng.choice([None, None, *self.names, "missing"])
+        digest = rng.choice([None, None, *self.digests])
         vocab_size = None if digest is None else self.vocab_sizes.get(digest)
         activation = 0 if digest is None or vocab_size is not None else rng.choice([0, rng.randrange(len(prompt))])
         if vocab_size is not None:
@@ -268,9 +273,9 @@ def test_long_random_runs_lose_and_leak_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
 def test_sequences_with_a_state_lose_and_leak_nothing(lookahead: bool) -> None:
-    counts = stats_of(live(4, lookahead, 300, "state of 3").simulation)
+    counts = stats_of(live(0, lookahead, 300, "state of 3").simulation)
     assert counts.num_preemptions > 0
-    assert counts.cached_tokens == counts.num_kv_pages == 0
+    assert counts.cached_tokens > 0
 
 
 def check_drafts(life: Life) -> None:
@@ -304,6 +309,8 @@ def test_long_runs_with_drafts_lose_and_leak_nothing(seed: int, layers: str) -> 
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(300, 306))
 def test_long_runs_of_sequences_with_a_state_lose_and_leak_nothing(seed: int) -> None:
-    counts = stats_of(live(seed, bool(seed % 2), NUM_TURNS, f"state of {1 + seed % 4}").simulation)
-    assert counts.cached_tokens == counts.num_kv_pages == 0
+    life = live(seed, bool(seed % 2), NUM_TURNS, f"state of {1 + seed % 4}")
+    counts = stats_of(life.simulation)
+    # In the smallest pool, checkpoints are evicted before another request needs them.
+    assert counts.cached_tokens > 0 or life.simulation.pages.num_pages == 24
     assert counts.num_adapter_evictions > 0

@@ -1,15 +1,23 @@
-"""Sequences of a hybrid decoder: each has the pages of a state, which is computed again after a preemption."""
+"""Sequences of a hybrid decoder: each has the pages of a state, and starts from a cached state if it can."""
 
 from __future__ import annotations
 
+import itertools
+import random
+
+import msgspec
 import pytest
 
+from loramux.engine.execution.simulation import SimulatedExecutor
+from loramux.engine.pages import state_checkpoints
 from loramux.engine.pages.page_pool import PageOwner
-from loramux.engine.protocol.messages import Abort, Add
+from loramux.engine.pages.state_checkpoints import StateCheckpoints
+from loramux.engine.protocol.messages import Abort, Add, Unload
 from loramux.engine.sequences.batch import ScheduledSequence, build_batch
 from loramux.engine.sequences.cache_groups import hybrid_layout
+from loramux.engine.sequences.cached_page import CachedPage
 from loramux.engine.sequences.sequence import PageTable, Sequence, block_list
-from tests.engine.simulated_engine import GREEDY, simulate_engine
+from tests.engine.simulated_engine import GREEDY, VOCAB_SIZE, Simulation, simulate_engine, stats_of
 
 OWNER = b"tenant"
 
@@ -51,18 +59,6 @@ def test_a_state_has_its_pages_from_the_first_step_to_the_end() -> None:
     assert simulation.pages.num_owned(PageOwner.KV) == 5 + 2
     simulation.run()
     assert simulation.pages.num_owned(PageOwner.KV) == 0
-
-
-def test_equal_prompts_are_computed_each_time() -> None:
-    simulation = simulate_engine(num_state_pages=2)
-    prompt = tuple(range(100))
-    for name in ("first", "second"):
-        add = simulation.make_add(name, prompt, 4, isolation_key=OWNER)
-        simulation.engine.add(b"gateway", add)
-        simulation.run()
-        assert simulation.tokens[name] == simulation.expected(add)
-        assert simulation.finished[name].cached_tokens == 0
-    assert len(simulation.prefixes) == 0
 
 
 def test_a_request_must_fit_next_to_its_state() -> None:
@@ -107,3 +103,181 @@ def test_pages_hold_more_tokens_if_few_layers_have_attention() -> None:
     assert layout.max_pages(65, 512) == 26 + 2
     assert layout.max_blocks(65, 512) == 26 + 8
     assert layout.max_tokens(27, 512) == 64
+
+
+def ask(simulation: Simulation, *adds: Add) -> list[int]:
+    """Run requests to their end, check their tokens, and return their numbers of cached tokens."""
+    for add in adds:
+        simulation.engine.add(b"gateway", add)
+    simulation.run()
+    for add in adds:
+        assert simulation.tokens[add.sequence_id] == simulation.expected(add)
+    return [simulation.finished[add.sequence_id].cached_tokens for add in adds]
+
+
+def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(VOCAB_SIZE) for _ in range(count))
+
+
+@pytest.mark.parametrize("num_new", [1, 17, 60, 100])
+@pytest.mark.parametrize("digest", [None, "a"])
+def test_a_second_prompt_with_the_same_system_prompt_computes_a_tenth(
+    digest: str | None, num_new: int, lookahead: bool
+) -> None:
+    simulation = simulate_engine(
+        num_pages=400,
+        adapters={"a": 2},
+        num_state_pages=5,
+        max_model_len=4096,
+        max_batch_tokens=512,
+        lookahead=lookahead,
+    )
+    system, computed = tokens(2040), [0]
+    for number in range(2):
+        prompt = (*system, *tokens(num_new, 1 + number))
+        [num_cached] = ask(simulation, simulation.make_add(str(number), prompt, 4, digest, isolation_key=OWNER))
+        computed.append(stats_of(simulation).prompt_tokens)
+        assert computed[-1] - computed[-2] == len(prompt) - num_cached
+    assert computed[1] == len(system) + num_new
+    assert computed[2] - computed[1] <= 0.1 * computed[1]
+
+
+def test_a_third_prompt_starts_where_the_second_differed() -> None:
+    simulation = simulate_engine(num_pages=400, num_state_pages=5, max_model_len=4096, max_batch_tokens=512)
+    system = tokens(1000)
+    prompts = [(*system, *tokens(700, 1 + number)) for number in range(3)]
+    adds = [simulation.make_add(str(number), prompt, 4, isolation_key=OWNER) for number, prompt in enumerate(prompts)]
+    assert [ask(simulation, add) for add in adds] == [[0], [0], [992]]
+
+
+def test_choices_of_a_prompt_and_later_turns_use_its_state(lookahead: bool) -> None:
+    simulation = simulate_engine(num_pages=200, num_state_pages=3, max_batch_tokens=512, lookahead=lookahead)
+    prompt = tokens(100)
+    adds = [simulation.make_add(f"choice {number}", prompt, 4, isolation_key=OWNER) for number in range(3)]
+    # The choices begin in the same step.
+    assert ask(simulation, *adds) == [0, 0, 0]
+    later = simulation.make_add(
+        "later", (*prompt, *simulation.tokens["choice 0"], *tokens(40, 1)), 4, isolation_key=OWNER
+    )
+    assert ask(simulation, later) == [96]
+
+
+def test_states_of_other_adapters_and_tenants_are_not_used(lookahead: bool) -> None:
+    simulation = simulate_engine(num_pages=300, adapters={"a": 2, "b": 2}, num_state_pages=3, lookahead=lookahead)
+    prompt = tokens(100)
+    number = itertools.count()
+
+    def cached(digest: str | None, isolation_key: bytes = OWNER, activation: int = 0) -> int:
+        add = simulation.make_add(
+            str(next(number)), prompt, 4, digest, isolation_key=isolation_key, activation=activation
+        )
+        return ask(simulation, add)[0]
+
+    assert [cached(digest) for digest in ("a", "b", None)] == [0, 0, 0]
+    assert [cached(digest) for digest in ("a", "b", None)] == [96, 96, 96]
+    assert [cached("a", b"another"), cached("a", b""), cached("a", b"")] == [0, 0, 0]
+    # An adapter that is activated later starts from the state of the base.
+    assert [cached("a", activation=90), cached("b", activation=85)] == [80, 80]
+    simulation.engine.unload(b"gateway", Unload(call_id="u", digest="a"))
+    simulation.run()
+    assert [cached("a"), cached("b"), cached(None)] == [0, 96, 96]
+
+
+def test_states_of_a_broken_adapter_are_purged() -> None:
+    simulation = simulate_engine(adapters={"a": 2}, num_state_pages=3)
+    prompt = tokens(100)
+    for name, is_broken in (("first", False), ("broken", True), ("last", False)):
+        simulation.executor.not_finite_for = {"a"} if is_broken else set()
+        simulation.engine.add(b"gateway", simulation.make_add(name, prompt, 4, "a", isolation_key=OWNER))
+        simulation.run()
+        assert len(simulation.prefixes) == (0 if is_broken else 6 + 2 * 3)
+    assert [simulation.finished[name].cached_tokens for name in ("first", "broken", "last")] == [0, 96, 0]
+
+
+def test_a_sequence_that_leaves_its_slot_to_another_resumes_from_its_state(lookahead: bool) -> None:
+    num_recomputed: list[int] = []
+    for isolation_key in (OWNER, b""):
+        simulation = simulate_engine(num_state_pages=3, max_sequences=1, max_batch_tokens=256, lookahead=lookahead)
+        first = simulation.make_add("first", tokens(100), 40, isolation_key=isolation_key, is_background=True)
+        simulation.engine.add(b"gateway", first)
+        for _ in range(10):
+            simulation.step()
+        assert ask(simulation, simulation.make_add("urgent", tokens(5), 3)) == [0]
+        assert simulation.tokens["first"] == simulation.expected(first)
+        assert stats_of(simulation).num_preemptions == 1
+        num_recomputed.append(stats_of(simulation).recomputed_tokens)
+    assert 0 < num_recomputed[0] < 16
+    assert num_recomputed[1] > 100
+
+
+def test_an_aborted_prompt_leaves_the_states_that_it_reached() -> None:
+    simulation = simulate_engine(num_state_pages=2, max_batch_tokens=32)
+    prompt = tokens(160)
+    simulation.engine.add(b"gateway", simulation.make_add("aborted", prompt, 4, isolation_key=OWNER))
+    for _ in range(4):
+        simulation.step()
+    simulation.engine.abort(b"gateway", Abort(sequence_id="aborted"))
+    assert ask(simulation, simulation.make_add("again", prompt, 4, isolation_key=OWNER)) == [128]
+
+
+def test_prompt_scores_use_no_state_and_leave_one() -> None:
+    simulation = simulate_engine(num_state_pages=2)
+    scored = msgspec.structs.replace(GREEDY, num_prompt_logprobs=0)
+    prompt = tokens(100)
+    adds = [
+        simulation.make_add(str(number), prompt, 4, None, sampling, isolation_key=OWNER)
+        for number, sampling in enumerate((scored, GREEDY, scored))
+    ]
+    assert [ask(simulation, add) for add in adds] == [[0], [96], [0]]
+
+
+def test_a_checkpoint_that_does_not_fit_beside_the_state_is_not_used() -> None:
+    simulation = simulate_engine(num_pages=16, num_state_pages=4, max_batch_tokens=256)
+    assert ask(simulation, simulation.make_add("short", tokens(70), 4, isolation_key=OWNER)) == [0]
+    assert ask(simulation, simulation.make_add("same", tokens(70), 4, isolation_key=OWNER)) == [64]
+    # Its K and V take 12 pages and its state 4.
+    assert ask(simulation, simulation.make_add("long", (*tokens(70), *tokens(115, 1)), 4, isolation_key=OWNER)) == [0]
+
+
+def test_other_prompts_fill_the_steps_that_end_at_a_checkpoint() -> None:
+    simulation = simulate_engine(num_pages=200, num_state_pages=2, max_batch_tokens=128)
+    adds = [simulation.make_add(str(number), tokens(180, number), 2, isolation_key=OWNER) for number in range(2)]
+    for add in adds:
+        simulation.engine.add(b"gateway", add)
+    simulation.step()
+    # The first checkpoint of a prompt of 11 pages is after the fourth.
+    assert [len(batch.tokens) for batch in simulation.executor.batches] == [128]
+    assert ask(simulation) == []
+    assert [simulation.tokens[add.sequence_id] for add in adds] == [simulation.expected(add) for add in adds]
+
+
+@pytest.mark.parametrize("mutant", ["any state", "a state of another length", "no copy"])
+def test_a_wrong_state_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated device compares the state with that of the last token."""
+    if mutant == "any state":
+        monkeypatch.setattr(state_checkpoints, "_key", lambda key, index: b"state" + bytes([index]))
+    elif mutant == "a state of another length":
+        find = StateCheckpoints.find
+        earlier: list[tuple[CachedPage, ...]] = []
+
+        def find_first(checkpoints: StateCheckpoints, key: bytes) -> tuple[CachedPage, ...]:
+            earlier.extend(filter(None, [find(checkpoints, key)]))
+            return earlier[0] if earlier else ()
+
+        monkeypatch.setattr(StateCheckpoints, "find", find_first)
+    else:
+        monkeypatch.setattr(SimulatedExecutor, "copy_page", lambda executor, source, target: None)
+    simulation = simulate_engine(num_pages=200, adapters={"a": 2, "b": 2}, num_state_pages=2)
+    prompt = tokens(100)
+    adds = [
+        simulation.make_add(str(number), prompt[:length], 4, digest, isolation_key=OWNER)
+        for number, (length, digest) in enumerate([(100, "a"), (100, "b"), (100, "b"), (100, "a")])
+    ]
+
+    def ask_all() -> None:
+        for add in adds:
+            ask(simulation, add)
+
+    with pytest.raises(AssertionError, match="a stale state page"):
+        ask_all()
