@@ -5,15 +5,10 @@ The loop is synchronous. Adapters are loaded and grammars are compiled on other 
 
 from __future__ import annotations
 
-import math
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, groupby
-from operator import attrgetter
 
-import numpy as np
 from msgspec import structs
 
 from loramux.engine.adapters.adapter_calls import AdapterCalls, PinLimits
@@ -26,8 +21,8 @@ from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.constraints.token_rules import token_rules
 from loramux.engine.drafting.speculation import Draft, Speculation, num_decode_rows
 from loramux.engine.execution.executor import Executor, Forward, StepResult, SubmittedStep
-from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.loop.engine_stats import EngineStats
+from loramux.engine.loop.step_commits import StepCommits
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.protocol.messages import (
@@ -44,7 +39,6 @@ from loramux.engine.protocol.messages import (
     Stats,
     StatsRequest,
     StepOutput,
-    TokenLogprobs,
     Unload,
 )
 from loramux.engine.scheduling.request_limits import EngineLimits, request_problem
@@ -52,7 +46,7 @@ from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.token_grants import TokenGrants
 from loramux.engine.sequences.batch import ScheduledSequence, build_batch
 from loramux.engine.sequences.live_sequences import LiveSequences
-from loramux.engine.sequences.sequence import Sequence, SequenceState
+from loramux.engine.sequences.sequence import Sequence
 from loramux.engine.sequences.timers import Timers
 from loramux.engine.tracing.sequence_traces import SequenceTraces
 
@@ -147,6 +141,7 @@ class Engine:
         share = limits.max_pinned_share
         pins = PinLimits(int(share * adapters.num_slots), int(share * pages.num_pages))
         self._calls = AdapterCalls(adapters, prefixes, self._live, pins, clock, self._post, self._leaves_room)
+        self._commits = StepCommits(scheduler, self._grants, self._stats, self._speculation, self._post, self._traces)
 
     @property
     def has_work(self) -> bool:
@@ -394,46 +389,7 @@ class Engine:
         return forward, sampling, scoring, pooling
 
     def _commit(self, step: SubmittedStep) -> None:
-        outputs: dict[bytes, list[SequenceOutput]] = defaultdict(list)
-        ended: list[tuple[Sequence, str]] = []
-        committed: list[Sequence] = []
-        finished, traces = SequenceState.FINISHED, self._traces
-        tokens = step.result.tokens()
-        broken_prompts = self._take_scores(step, outputs) if step.scoring else set()
-        if step.pooling:
-            ended += self._take_pooled(step, outputs)
-        for row, (sequence, token) in enumerate(zip(step.sampling, tokens, strict=True)):
-            if sequence is None or sequence.state is finished:
-                # The sequence was aborted, or its last token was committed, after this step had been submitted.
-                continue
-            token_id = None if sequence in broken_prompts else token.token_id
-            sequence.commit(token_id)
-            if token_id is None:
-                ended.append((sequence, "not_finite"))
-                continue
-            rules = sequence.token_rules
-            if rules is not None and rules.failure is not None:
-                ended.append((sequence, "no_token_allowed"))
-                continue
-            committed.append(sequence)
-            if traces is not None:
-                traces.committed(sequence)
-            reason = self._note_token(sequence, token_id, token.logprobs, outputs)
-            draft = step.drafts.get(sequence) if step.drafts else None
-            if draft is not None:
-                chosen = tokens[row : row + 1 + len(draft.tokens)]
-                reason = self._accept(sequence, draft, chosen, reason, outputs, committed)
-            if reason is not None:
-                ended.append((sequence, reason))
-        ended += [
-            (sequence, "not_finite")
-            for sequence in step.scoring
-            if sequence in broken_prompts and sequence not in step.sampling
-        ]
-        self._scheduler.queue.charge_outputs(committed)
-        self._stats.count_completion_tokens(len(committed))
-        for owner, items in outputs.items():
-            self._post(owner, StepOutput(outputs=_joined(items) if step.drafts else tuple(items)))
+        ended = self._commits.commit(step)
         broken = [sequence.add.digest for sequence, reason in ended if reason == "not_finite"]
         self._strike({digest for digest in broken if digest is not None})
         for sequence, reason in ended:
@@ -446,106 +402,6 @@ class Engine:
                 self._end(sequence, "error", reason, message, sequence.num_completion - 1)
             else:
                 self._end(sequence, reason)
-
-    def _note_token(
-        self,
-        sequence: Sequence,
-        token_id: int,
-        token_logprobs: TokenLogprobs | None,
-        outputs: dict[bytes, list[SequenceOutput]],
-    ) -> str | None:
-        """Add the token just committed to `outputs`. Returns the reason why the sequence ends with it, or None."""
-        if token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
-            sequence.stop_token_id, sequence.stop_logprobs = token_id, token_logprobs
-            if sequence.pending_output:
-                rest = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_pending_output())
-                outputs[sequence.owner].append(rest)
-            return "stop"
-        logprobs = () if token_logprobs is None else (token_logprobs,)
-        is_last = len(sequence.tokens) >= sequence.num_reserved
-        emitted: tuple[int, ...] = (token_id,)
-        if sequence.add.tokens_at_once > 1:
-            emitted = sequence.emit(token_id, is_urgent=is_last or bool(logprobs))
-        if emitted:
-            output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=emitted, logprobs=logprobs)
-            outputs[sequence.owner].append(output)
-        # A grammar may turn out to be complete, so `_settle_grammars` ends its sequence.
-        return "length" if is_last and sequence.grammar is None and not self._grants.pauses(sequence) else None
-
-    def _accept(
-        self,
-        sequence: Sequence,
-        draft: Draft,
-        chosen: list[SampledToken],
-        reason: str | None,
-        outputs: dict[bytes, list[SequenceOutput]],
-        committed: list[Sequence],
-    ) -> str | None:
-        """Commit the tokens that follow accepted tokens of a draft, until the sequence ends. `chosen[0]` is the token
-        just committed, which ends the sequence if there is a `reason`. Returns the reason why the sequence ends, or
-        None.
-        """
-        num_equal = draft.num_equal([one.token_id for one in chosen])
-        num_committed = 1
-        while reason is None and num_committed <= num_equal:
-            token = chosen[num_committed]
-            if token.token_id is None:
-                # The next step finds the same values after the last committed token, and the sequence then ends.
-                break
-            sequence.accept(token.token_id)
-            num_committed += 1
-            committed.append(sequence)
-            if self._traces is not None:
-                self._traces.committed(sequence)
-            reason = self._note_token(sequence, token.token_id, token.logprobs, outputs)
-        self._scheduler.note_accepted(sequence)
-        num_accepted = min(num_equal, num_committed)
-        assert self._speculation is not None
-        self._speculation.note_verified(draft, num_accepted)
-        if draft.is_prediction:
-            sequence.num_predicted += len(draft.tokens)
-            sequence.num_predicted_right += num_accepted
-        return reason
-
-    def _take_scores(self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]) -> set[Sequence]:
-        """Add the step's prompt log-probabilities to `outputs`. Sequences whose log-probabilities contain NaN are
-        returned instead.
-        """
-        broken: set[Sequence] = set()
-        for sequence, scored in zip(step.scoring, step.result.prompt_logprobs(), strict=True):
-            if sequence.state is SequenceState.FINISHED or not scored:
-                continue
-            if any(math.isnan(one.logprob) for one in scored):
-                broken.add(sequence)
-                continue
-            output = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=(), prompt_logprobs=scored)
-            outputs[sequence.owner].append(output)
-        return broken
-
-    def _take_pooled(
-        self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]
-    ) -> list[tuple[Sequence, str]]:
-        """Add the step's sums to its pooled sequences, and add the states of finished prompts to `outputs`. Returns the
-        sequences that end, with the reasons.
-        """
-        ended: list[tuple[Sequence, str]] = []
-        for (sequence, is_last), pooled in zip(step.pooling, step.result.pooled(), strict=True):
-            if sequence.state is SequenceState.FINISHED:
-                continue
-            total = pooled if sequence.pooled_sum is None else sequence.pooled_sum + pooled
-            sequence.pooled_sum = total
-            if not is_last:
-                continue
-            sequence.take_back()
-            begin, end = sequence.pooled_range
-            state = (total / (end - begin)).astype("<f4")
-            if not np.isfinite(state).all():
-                ended.append((sequence, "not_finite"))
-                continue
-            output = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=(), pooled=state.tobytes())
-            outputs[sequence.owner].append(output)
-            ended.append((sequence, "stop"))
-        return ended
 
     def take_outbox(self) -> list[Outbound]:
         """Return and clear the pending messages. A sequence's tokens come before its Finished message."""
@@ -718,16 +574,3 @@ class Engine:
             assert self._pages.num_owned(PageOwner.KV) == len(self._prefixes) == self._prefixes.num_idle
             held = sum(len(load.pages) for load in self._adapters.loads())
             assert self._pages.num_owned(PageOwner.ADAPTER) == held
-
-
-def _joined(outputs: list[SequenceOutput]) -> tuple[SequenceOutput, ...]:
-    """One output per sequence, as other servers expect. The outputs of a sequence are adjacent, and consist of new
-    tokens, because a step with drafts computes no prompts.
-    """
-    joined: list[SequenceOutput] = []
-    for sequence_id, group in groupby(outputs, key=attrgetter("sequence_id")):
-        parts = list(group)
-        token_ids = tuple(chain.from_iterable(part.token_ids for part in parts))
-        logprobs = tuple(chain.from_iterable(part.logprobs for part in parts))
-        joined.append(SequenceOutput(sequence_id=sequence_id, token_ids=token_ids, logprobs=logprobs))
-    return tuple(joined)
