@@ -19,7 +19,8 @@ from loramux.engine.adapters.host_floors import HostFloors, Protect, no_floors
 from loramux.engine.constraints.grammar import NO_MASKS, Grammar, Mask, Masks
 from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.constraints.token_rules import token_rules
-from loramux.engine.drafting.speculation import Draft, Speculation, num_decode_rows
+from loramux.engine.drafting.draft import Draft
+from loramux.engine.drafting.speculation import Speculation, num_decode_rows
 from loramux.engine.execution.executor import Executor, Forward, StepResult, SubmittedStep
 from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.loop.step_commits import StepCommits
@@ -67,9 +68,7 @@ class Outbound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineParts:
-    """The parts of an engine. `protect` reserves host memory for the adapters of a share. Without `speculation`, steps
-    have no drafts.
-    """
+    """The parts of an engine. `protect` reserves host memory for the adapters of a share."""
 
     pages: PagePool
     adapters: AdapterPool
@@ -77,8 +76,8 @@ class EngineParts:
     scheduler: Scheduler
     executor: Executor
     grammars: Grammars
+    speculation: Speculation
     protect: Protect = no_floors
-    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,8 +170,8 @@ class Engine:
             )
             self._post(owner, refused)
             return
-        if add.prediction and (self._speculation is None or not add.speculates or add.grammar):
-            # The sequence has no drafts, so it need not keep a prediction.
+        if add.prediction and (not self._speculation.guesses or not add.speculates or add.grammar):
+            # The sequence has no drafts from its prediction, so it need not keep it.
             add = structs.replace(add, prediction=())
         seed = add.sampling.seed
         sequence = Sequence(
@@ -249,11 +248,9 @@ class Engine:
         self._follow_grammars()
         scheduled = self._scheduler.schedule()
         self._end_unfit()
-        drafts: dict[Sequence, Draft] = {}
-        if self._speculation is not None:
-            scheduled, drafts = self._speculation.with_drafts(
-                scheduled, self._scheduler.room_for_drafts, others_wait=self._scheduler.queue.num_waiting > 0
-            )
+        scheduled, drafts = self._speculation.with_drafts(
+            scheduled, self._scheduler.room_for_drafts, others_wait=self._scheduler.queue.num_waiting > 0
+        )
         submitted = self._run(scheduled, drafts, started_s) if scheduled else None
         if self._lookahead:
             submitted, self._in_flight = self._in_flight, submitted
@@ -267,7 +264,7 @@ class Engine:
     def _commit_before_drafts(self) -> bool:
         """Commit the step in flight if the next step needs its tokens. Returns True if there was such a step."""
         in_flight = self._in_flight
-        if in_flight is None or self._speculation is None:
+        if in_flight is None:
             return False
         if not in_flight.drafts and not self._speculation.wants_known_tokens:
             return False
@@ -287,7 +284,7 @@ class Engine:
         read_bytes, before = self._stats.read_bytes(scheduled), self._stats.computed_prompt_tokens
         forward, sampling, scoring, pooling = self._submit(scheduled)
         prompt_tokens = self._stats.computed_prompt_tokens - before
-        num_rows = 0 if self._speculation is None else num_decode_rows(scheduled)
+        num_rows = num_decode_rows(scheduled) if self._speculation.guesses else 0
 
         def submitted(used: list[Sequence | None], result: StepResult) -> SubmittedStep:
             num_sequences = len(scheduled) if num_rows else 0
@@ -320,7 +317,7 @@ class Engine:
         self._commit(step)
         seconds = self._clock() - started_s
         self._stats.count_committed(step.read_bytes, step.prompt_tokens, seconds)
-        if self._speculation is not None and step.num_rows:
+        if step.num_rows:
             self._speculation.note_time(step.num_sequences, step.num_rows, seconds)
 
     def _masks(self, sampling: list[Sequence | None], drafts: dict[Sequence, Draft]) -> Masks:
@@ -342,11 +339,13 @@ class Engine:
             if mask is not None:
                 masks[row] = mask
             draft = drafts.get(sequence)
-            if draft is None or sequence.token_rules is None:
+            if draft is None or (sequence.grammar is None and sequence.token_rules is None):
                 continue
             for count in range(1, len(draft.tokens) + 1):
-                rules = sequence.token_rules.after(draft.tokens[:count])
-                mask = rules.restrict(None, sequence.held_back_after(count))
+                mask = None if sequence.grammar is None else sequence.grammar.mask(count)
+                if sequence.token_rules is not None:
+                    rules = sequence.token_rules.after(draft.tokens[:count])
+                    mask = rules.restrict(mask, sequence.held_back_after(count))
                 if mask is None:
                     drafts[sequence] = draft.shortened(count - 1)
                     break
@@ -421,8 +420,7 @@ class Engine:
         if sequence.grammar is not None:
             del self._constrained[sequence.grammar]
             sequence.grammar.leave()
-        if self._speculation is not None:
-            self._speculation.forget(sequence)
+        self._speculation.forget(sequence)
         if self._traces is not None:
             self._traces.ended(sequence, reason, code)
         if sequence.pending_output:
@@ -522,13 +520,13 @@ class Engine:
                     self._end(sequence, "error", "adapter_unavailable", load.failure)
 
     def _follow_grammars(self) -> None:
-        """Collect masks, and charge shares for the time to compute them. Without lookahead, wait for running sequences'
-        masks.
+        """Collect masks, and charge shares for the time to compute them. Without a step in flight, wait for running
+        sequences' masks.
         """
         if self._scheduler.queue.num_active > 1:
             self._grammars.note_sharing()
         self._settle_grammars()
-        if not self._lookahead:
+        if self._in_flight is None:
             self._await_masks([one for one in self._constrained.values() if one.is_running and not one.has_mask])
         for share_key, seconds in self._grammars.take_spent().items():
             self._scheduler.queue.charge_time(share_key, seconds)

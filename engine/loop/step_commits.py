@@ -10,7 +10,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from loramux.engine.drafting.speculation import Draft, Speculation
+from loramux.engine.drafting.draft import Draft
+from loramux.engine.drafting.speculation import Speculation
 from loramux.engine.execution.executor import SubmittedStep
 from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.loop.engine_stats import EngineStats
@@ -29,7 +30,7 @@ class StepCommits:
         scheduler: Scheduler,
         grants: TokenGrants,
         stats: EngineStats,
-        speculation: Speculation | None,
+        speculation: Speculation,
         post: Callable[[bytes, FromEngine], None],
         traces: SequenceTraces | None = None,
     ) -> None:
@@ -141,9 +142,8 @@ class StepCommits:
             reason = self._note_token(sequence, token.token_id, token.logprobs, outputs)
         self._scheduler.note_accepted(sequence)
         num_accepted = min(num_equal, num_committed)
-        assert self._speculation is not None
         self._speculation.note_verified(draft, num_accepted)
-        if draft.is_prediction:
+        if draft.source == "prediction":
             sequence.num_predicted += len(draft.tokens)
             sequence.num_predicted_right += num_accepted
         return reason

@@ -384,14 +384,17 @@ class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Drafted tokens that steps have verified since startup, by their source: the sequence's own text, or the
-    prediction of its request.
+    """Drafted tokens that steps have verified since startup, by their source: the sequence's own text, the prediction
+    of its request, or its grammar.
     """
 
     text_tokens: int = 0
     accepted_text_tokens: int = 0
     prediction_tokens: int = 0
     accepted_prediction_tokens: int = 0
+    grammar_tokens: int = 0
+    accepted_grammar_tokens: int = 0
+    """A token that a grammar forces is accepted unless the sequence ends before it."""
     wasted_s: float = 0.0
     """Estimated time of steps that was spent on rejected tokens, in seconds."""
 
