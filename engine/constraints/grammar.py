@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -18,8 +19,6 @@ Masks = Mapping[int, Mask]
 """The masks of a step's sample rows, by row. Rows without a mask may choose any token."""
 
 NO_MASKS: Masks = {}
-
-_NOTHING_FOLLOWS = "no token of the model's vocabulary can follow"
 
 
 class Followers(Protocol):
@@ -109,22 +108,23 @@ class Grammar:
             self.failure = UNUSABLE
         self._followers.note_settled(self)
 
-    def settle(self, found: bytes | None, forced: Iterable[int] = (), failure: str | None = None) -> None:
+    def settle(self, found: bytes | None, forced: Sequence[int] = (), failure: str | None = None) -> None:
         """Set what follows the last token: the `forced` tokens, and then the mask `found`.
 
         A mask of None means that only the end of the sequence can follow or, with a `failure`, that the grammar fails.
         """
-        self._forced.extend(forced)
-        self._mask = None if found is None else self._allowed(found)
-        self._last_failure = _NOTHING_FOLLOWS if found is not None and self._mask is None else failure
+        usable = list(takewhile(lambda token: token < self._vocab_size, forced))
+        self._forced.extend(usable)
+        is_cut = len(usable) < len(forced)
+        self._mask = None if found is None or is_cut else self._allowed(found)
+        self._last_failure = failure
+        if is_cut or (found is not None and self._mask is None):
+            self._last_failure = "no token of the model's vocabulary can follow"
         self._reach()
 
     def _reach(self) -> None:
         """Notice if the grammar ends after its last token."""
-        if self._forced:
-            if self._forced[0] >= self._vocab_size:
-                self.failure = _NOTHING_FOLLOWS
-        elif self._mask is None:
+        if not self._forced and self._mask is None:
             self.failure = self._last_failure
             self.is_complete = self.failure is None
 
