@@ -137,7 +137,9 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     place of the last token's hidden state. None for other sequences.
     """
     speculates: bool = True
-    """Whether steps may verify drafts of the next tokens. It changes neither the tokens nor their number."""
+    """Whether steps may verify drafts of the next tokens, and tokens that the grammar forces. It changes neither the
+    tokens nor their number.
+    """
     prediction: tuple[int, ...] = ()
     """Tokens that the answer will probably contain, from which drafts are taken. They are not part of the prompt."""
 
