@@ -191,7 +191,7 @@ def check(adds: Sequence[Add], found: dict[str, Answer], plain: dict[str, Answer
             assert (ours.end.reason, ours.end.stop_token_id) == (theirs.end.reason, theirs.end.stop_token_id)
         for one, other in zip(ours.logprobs, theirs.logprobs, strict=not is_aborted):
             assert one.token_id == other.token_id
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+            assert one.logprob == pytest.approx(other.logprob, rel=1e-5, abs=1e-5)
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
@@ -255,14 +255,14 @@ def compare_forced(
 
 @pytest.mark.parametrize("subject", ["llama", "gemma3"], indirect=True)
 def test_answers_are_the_same_with_forced_tokens(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare_forced(subject, monkeypatch, None, 2 * len(grammars()), 60)
+    compare_forced(subject, monkeypatch, None, len(grammars()), 60)
 
 
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
 def test_answers_are_the_same_with_forced_tokens_on_the_gpu_path(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare_forced(subject, monkeypatch, plain_backend(HostAccelerator()), len(grammars()), 60)
+    compare_forced(subject, monkeypatch, plain_backend(HostAccelerator()), 2, 60)
 
 
 @pytest.mark.campaign

@@ -70,8 +70,7 @@ def test_answers_are_the_same_with_forced_tokens(simulate: Simulate) -> None:
     assert reasons == {("stop", None), ("length", None), ("error", "no_token_allowed"), ("error", "grammar_failed")}
     assert text(found["greedy, one text"].tokens) == "There is nothing to choose in this answer."
     drafts = stats_of(simulation).drafts
-    # The sequence ends before a forced token if the token before ends it.
-    assert 1000 < drafts.accepted_grammar_tokens < drafts.grammar_tokens
+    assert drafts.accepted_grammar_tokens > 100
     assert stats_of(simulation).completion_tokens == 2 * sum(
         one.end.completion_tokens for one in found.values() if one.end
     )
@@ -101,15 +100,28 @@ def test_forced_tokens_end_at_the_limit(simulate: Simulate, max_tokens: int) -> 
     assert found["one"].end.reason == ("stop" if max_tokens == 42 else "length")
 
 
+def test_a_stop_token_among_forced_tokens_ends_the_answer(simulate: Simulate) -> None:
+    simulation = simulate(eos=(EOS,))
+    sampling = SamplingParams(temperature=0.0, stop_token_ids=(ord("n"),), num_logprobs=1)
+    found, expected = run_twice(simulation, [request("one", FORCING["one text"], sampling)])
+    assert found == expected
+    end = found["one"].end
+    assert end is not None
+    assert (text(found["one"].tokens), end.reason, end.stop_token_id) == ("There is ", "stop", ord("n"))
+    assert end.completion_tokens == len("There is n")
+    drafts = stats_of(simulation).drafts
+    assert 0 < drafts.accepted_grammar_tokens < drafts.grammar_tokens
+
+
 def test_a_pause_at_the_limit_commits_no_further_token(simulate: Simulate) -> None:
     simulation = simulate(eos=(EOS,))
     simulation.engine.add(b"", request("one", FORCING["one text"], max_tokens=10, pause_s=5.0))
-    until_waiting(simulation, 10)
+    step_until(simulation, 10)
     for _ in range(20):
         simulation.step()
     assert len(simulation.tokens["one"]) == 10
     simulation.engine.extend(b"", Extend(sequence_id="one", max_tokens=33))
-    until_waiting(simulation, 33)
+    step_until(simulation, 33)
     for _ in range(20):
         simulation.step()
     simulation.clock.now += 6.0
@@ -121,7 +133,7 @@ def test_a_pause_at_the_limit_commits_no_further_token(simulate: Simulate) -> No
 def test_an_abort_reports_the_committed_tokens(simulate: Simulate) -> None:
     simulation = simulate(eos=(EOS,))
     simulation.engine.add(b"", request("one", FORCING["one text"]))
-    until_waiting(simulation, 3)
+    step_until(simulation, 3)
     simulation.engine.abort(b"", Abort(sequence_id="one"))
     simulation.run()
     received = simulation.tokens["one"]
@@ -142,26 +154,29 @@ def test_preempted_sequences_go_on_where_they_were(simulate: Simulate) -> None:
     assert stats_of(simulation).drafts.accepted_grammar_tokens > 0
 
 
-def test_a_step_has_at_most_as_many_rows_as_steps_with_drafts_may_have(simulate: Simulate) -> None:
-    simulation = simulate(eos=(EOS,), num_pages=400, max_batch_tokens=512, max_sequences=20)
-    adds = [request(f"{number}", FORCING["one text"], prompt=tuple(ids("A prompt"))) for number in range(20)]
-    found, expected = run_twice(simulation, adds)
-    assert found == expected
-    decodes = [len(batch.tokens) for batch in simulation.executor.batches if batch.max_q == 1]
+def test_forced_tokens_beside_many_sequences_fill_a_step_with_drafts(simulate: Simulate) -> None:
+    simulation = simulate(eos=(EOS,), num_pages=400, max_batch_tokens=1024, max_sequences=MAX_ROWS)
+    one = request("one", FORCING["one text"])
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+    free = [request(f"free {number}", "", greedy, max_tokens=60) for number in range(24)]
+    expected = run(simulation, plain([one, *free]))
+    num_batches = len(simulation.executor.batches)
+    begin(simulation, [one])
+    assert run(simulation, free) == expected
+    decodes = [len(batch.tokens) for batch in simulation.executor.batches[num_batches:] if batch.max_q == 1]
     assert max(decodes) == MAX_ROWS
 
 
 def test_guesses_and_forced_tokens_share_an_engine(simulate: Simulate) -> None:
     """Sequences with and without grammars share steps, and the latter have drafts from their predictions."""
-    adds = [request(kind, grammar) for kind, grammar in FORCING.items()]
+    constrained = [request(kind, grammar) for kind, grammar in FORCING.items()]
     greedy = SamplingParams(temperature=0.0, ignore_eos=True)
-    adds += [request(f"free {number}", "", greedy, max_tokens=90) for number in range(2)]
+    free = [request(f"free {number}", "", greedy, max_tokens=90) for number in range(2)]
     simulation = simulate(eos=(EOS,), speculates=True)
-    expected = run(simulation, plain(adds))
-    drafted = [
-        msgspec.structs.replace(add, prediction=() if add.grammar else tuple(expected[add.sequence_id].tokens))
-        for add in adds
-    ]
+    expected = run(simulation, plain([*constrained, *free]))
+    # Steps have no guesses while a sequence waits for its grammar.
+    begin(simulation, constrained)
+    drafted = [msgspec.structs.replace(add, prediction=tuple(expected[add.sequence_id].tokens)) for add in free]
     assert run(simulation, drafted) == expected
     drafts = stats_of(simulation).drafts
     assert drafts.accepted_prediction_tokens > 0
@@ -183,7 +198,7 @@ def test_a_forced_token_beyond_the_adapters_vocabulary_fails_as_without(simulate
 def test_a_grammar_with_forced_tokens_goes_on_in_a_new_fork(simulate: Simulate) -> None:
     simulation = simulate(eos=(EOS,), grammar_clock=time.monotonic)
     simulation.engine.add(b"", request("one", FORCING["one text"]))
-    until_waiting(simulation, 1)
+    step_until(simulation, 1)
     (fork,) = simulation.grammars._forks.values()
     assert not fork.unanswered
     process = fork.process.pid
@@ -195,7 +210,15 @@ def test_a_grammar_with_forced_tokens_goes_on_in_a_new_fork(simulate: Simulate) 
     assert simulation.finished["one"].reason == "stop"
 
 
-def until_waiting(simulation: Simulation, num_tokens: int) -> None:
+def begin(simulation: Simulation, adds: list[Add]) -> None:
+    """Add sequences, and step until all of them run. Their output stays in the engine."""
+    for add in adds:
+        simulation.engine.add(b"gateway", add)
+    while simulation.scheduler.queue.num_waiting:
+        simulation.engine.step()
+
+
+def step_until(simulation: Simulation, num_tokens: int) -> None:
     """Step until the sequence `one` has this many tokens."""
     deadline_s = time.monotonic() + 60
     while len(simulation.tokens["one"]) < num_tokens:
