@@ -29,9 +29,13 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 
 
 class Followed(msgspec.Struct, frozen=True):
-    """The answer to a Follow. If there is neither a mask nor a failure, only the end of the sequence can follow."""
+    """The answer to a Follow. If there is neither a mask nor a failure, only the end of the sequence can follow.
+
+    `forced` tokens come first: each is the only one that can follow, and the process has followed it already.
+    """
 
     number: int
+    forced: tuple[int, ...] = ()
     mask: bytes | None = None
     failure: str | None = None
     cpu_s: float = 0.0

@@ -35,6 +35,9 @@ MEMORY_BYTES = 1 << 30
 MAX_COMPILED = 32
 """Maximum number of compiled grammars that a fork keeps for later sequences, as many as the gateway has checked."""
 
+MAX_FORCED = 15
+"""Maximum number of forced tokens that a fork follows at once."""
+
 NICENESS = 10
 """Niceness of a fork, so that the engine and the gateway get the CPU first."""
 
@@ -44,6 +47,7 @@ class Follower:
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         self._vocabulary = vocabulary
+        self._end_token_ids = frozenset(vocabulary.eos_tokens)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._matchers: dict[int, LLMatcher] = {}
 
@@ -60,11 +64,26 @@ class Follower:
         matcher = self._matchers[message.number]
         if message.tokens:
             matcher.consume_tokens(list(message.tokens))
-        mask = None if matcher.is_stopped() else matcher.compute_bitmask()
+        mask = _mask_of(matcher)
+        forced: list[int] = []
+        while len(forced) < MAX_FORCED and (token := self._forced_by(mask)) is not None and not matcher.is_error():
+            signal.setitimer(signal.ITIMER_PROF, TOKEN_CPU_S)
+            matcher.consume_token(token)
+            forced.append(token)
+            mask = _mask_of(matcher)
         signal.setitimer(signal.ITIMER_PROF, 0)
         failure = problem_of(matcher) if matcher.is_error() else None
         cpu_s = time.process_time() - started_s
-        return Followed(message.number, None if failure else mask, failure, cpu_s, compile_s)
+        return Followed(message.number, tuple(forced), None if failure else mask, failure, cpu_s, compile_s)
+
+    def _forced_by(self, mask: bytes | None) -> int | None:
+        """The only token that a mask allows. None if it allows several, or the end of the answer.
+
+        A sequence can have end tokens that the grammar does not know.
+        """
+        bits = int.from_bytes(mask or b"", "little")
+        token = bits.bit_length() - 1
+        return token if bits.bit_count() == 1 and token not in self._end_token_ids else None
 
     def forget(self, number: int) -> None:
         self._matchers.pop(number, None)
@@ -85,6 +104,11 @@ class Follower:
             self._compiled.popitem(last=False)
         self._matchers[number] = compiled.deep_copy()
         return compile_s
+
+
+def _mask_of(matcher: LLMatcher) -> bytes | None:
+    """The mask after the matcher's tokens, or None if only the end can follow."""
+    return None if matcher.is_stopped() else matcher.compute_bitmask()
 
 
 def serve(vocabulary: LLTokenizer) -> None:

@@ -137,6 +137,9 @@ class Grammars:
         else:
             self._watch(fork)
 
+    def note_settled(self, grammar: Grammar) -> None:
+        self._settled.append(grammar)
+
     def leave(self, grammar: Grammar) -> None:
         """Forget a grammar, because its sequence has ended."""
         number = self._numbers.pop(grammar)
@@ -272,7 +275,9 @@ class Grammars:
             return
         self._spent[grammar.share_key] += answer.cpu_s
         free_s = FREE_TOKEN_S if answer.compile_s is None else FREE_COMPILE_S
+        free_s += FREE_TOKEN_S * len(answer.forced)
         self._work.charge(grammar.share_key, answer.cpu_s - free_s)
+        self._num_masks += len(answer.forced)
         if grammar.tokens:
             self._num_masks += 1
             self._mask_s += answer.cpu_s
@@ -282,10 +287,7 @@ class Grammars:
             self._num_compiled += 1
             self._compile_s += answer.compile_s
         grammar.compile_s = answer.compile_s
-        if answer.failure is None:
-            grammar.settle(answer.mask)
-        else:
-            grammar.failure = answer.failure
+        grammar.settle(answer.mask, answer.forced, answer.failure)
         self._settled.append(grammar)
 
     def _watch(self, fork: TenantFork) -> None:

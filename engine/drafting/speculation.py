@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections import Counter
 
+from loramux.engine.drafting.draft import Draft, DraftRoom, DraftSource, max_drafts
 from loramux.engine.drafting.drafter import Drafter, Proposal
+from loramux.engine.drafting.forced_tokens import forced_drafts, forced_tokens
 from loramux.engine.drafting.step_times import StepTimes
 from loramux.engine.protocol.messages import DraftCounts
 from loramux.engine.sequences.batch import ScheduledSequence
 from loramux.engine.sequences.sequence import Sequence
 
 MAX_SEQUENCES = 8
-"""Maximum number of sequences in a step with drafts."""
+"""Maximum number of sequences in a step with guessed drafts."""
 
 MAX_ROWS = 32
 """Maximum number of rows of a step with drafts. It is the limit of recorded steps: see `recorded_decoder.py`."""
@@ -25,43 +25,25 @@ MIN_GAIN = 1.1
 """Drafts are verified if the step then probably yields this many times the tokens in the same time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Tokens that a step verifies after the next token of a sequence."""
-
-    tokens: tuple[int, ...]
-    is_prediction: bool
-
-    def shortened(self, num_tokens: int) -> Draft:
-        return Draft(self.tokens[:num_tokens], self.is_prediction)
-
-    def num_equal(self, chosen: Iterable[int | None]) -> int:
-        """Number of the draft's tokens that equal the tokens chosen in their places, up to the first difference."""
-        pairs = enumerate(zip(self.tokens, chosen, strict=False))
-        return next((place for place, (drafted, token) in pairs if drafted != token), len(self.tokens))
-
-
-class DraftRoom(Protocol):
-    """Finds pages for the K and V of drafts: see `Scheduler.room_for_drafts`."""
-
-    def __call__(self, sequence: Sequence, num_drafts: int) -> int: ...
-
-
 class Speculation:
-    """Adds drafts to steps of few decode rows, as long as this makes no sequence of the step slower.
+    """Adds drafts to steps of few decode rows.
+
+    Tokens that grammars force come first, because they are never wrong. If there are none, and with `guesses`, tokens
+    are guessed from the text and from predictions, as long as this makes no sequence of the step slower.
 
     It compares how long steps with and without the additional rows have taken with how often each sequence's drafts
     are accepted. Beside a sequence without drafts, or with rejected drafts, only rows that take no time are added.
     """
 
-    def __init__(self, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, max_rows: int = MAX_ROWS, *, guesses: bool = True) -> None:
         self._max_rows = max_rows
+        self.guesses = guesses
         self._drafters: dict[Sequence, Drafter] = {}
         self._times = StepTimes()
         # True if the last step would have had drafts if the sequences' newest tokens had been known.
         self._is_promising = False
-        self._num_drafted = [0, 0]
-        self._num_accepted = [0, 0]
+        self._num_drafted: Counter[DraftSource] = Counter()
+        self._num_accepted: Counter[DraftSource] = Counter()
         self._wasted_s = 0.0
         # Of the drafts of the step that is being committed.
         self._num_rejected = 0
@@ -76,9 +58,33 @@ class Speculation:
     ) -> tuple[list[ScheduledSequence], dict[Sequence, Draft]]:
         """Add drafts to a step that has only decode rows. Without `others_wait`, no sequence waits to begin."""
         self._is_promising = False
+        drafts = self._forced(scheduled, room)
+        if not drafts and self.guesses and not others_wait:
+            drafts = self._guessed(scheduled, room)
+        if not drafts:
+            return scheduled, drafts
+        return [
+            ScheduledSequence(item.sequence, 1, drafts[item.sequence].tokens) if item.sequence in drafts else item
+            for item in scheduled
+        ], drafts
+
+    def _forced(self, scheduled: list[ScheduledSequence], room: DraftRoom) -> dict[Sequence, Draft]:
+        num_rows = self._max_rows - len(scheduled)
+        if num_rows <= 0:
+            return {}
+        forced = {item.sequence: tokens for item in scheduled if (tokens := forced_tokens(item.sequence))}
+        if not forced or any(item.num_tokens != 1 for item in scheduled):
+            return {}
+        if any(one.num_in_flight for one in forced):
+            # This step chooses the first of them.
+            self._is_promising = any(len(tokens) > 1 for tokens in forced.values())
+            return {}
+        return forced_drafts(forced, room, num_rows)
+
+    def _guessed(self, scheduled: list[ScheduledSequence], room: DraftRoom) -> dict[Sequence, Draft]:
         num_rows = num_decode_rows(scheduled)
-        if not num_rows or others_wait:
-            return scheduled, {}
+        if not num_rows:
+            return {}
         proposals: dict[Sequence, Proposal] = {}
         for item in scheduled:
             proposal = self._propose(item.sequence)
@@ -86,24 +92,22 @@ class Speculation:
                 proposals[item.sequence] = proposal
         length = self._best_length(num_rows, list(proposals.values()))
         if not length:
-            return scheduled, {}
+            return {}
         if any(one.num_tokens > len(one.tokens) for one in proposals):
             self._is_promising = True
-            return scheduled, {}
+            return {}
         drafts: dict[Sequence, Draft] = {}
         for sequence, proposal in proposals.items():
             tokens = proposal.tokens[: room(sequence, min(length, len(proposal.tokens)))]
             if tokens:
-                drafts[sequence] = Draft(tokens, proposal.is_prediction)
-        return [
-            ScheduledSequence(item.sequence, 1, drafts[item.sequence].tokens) if item.sequence in drafts else item
-            for item in scheduled
-        ], drafts
+                drafts[sequence] = Draft(tokens, "prediction" if proposal.is_prediction else "text")
+        return drafts
 
     def note_verified(self, draft: Draft, num_accepted: int) -> None:
-        self._num_drafted[draft.is_prediction] += len(draft.tokens)
-        self._num_accepted[draft.is_prediction] += num_accepted
-        self._num_rejected += len(draft.tokens) - num_accepted
+        self._num_drafted[draft.source] += len(draft.tokens)
+        self._num_accepted[draft.source] += num_accepted
+        if draft.source != "grammar":
+            self._num_rejected += len(draft.tokens) - num_accepted
 
     def note_time(self, num_sequences: int, num_rows: int, seconds: float) -> None:
         """Count the time of a step with one decode row for each sequence, and rows for drafts.
@@ -121,21 +125,20 @@ class Speculation:
         self._drafters.pop(sequence, None)
 
     def counts(self) -> DraftCounts:
-        (text, prediction), (text_accepted, prediction_accepted) = self._num_drafted, self._num_accepted
+        drafted, accepted = self._num_drafted, self._num_accepted
         return DraftCounts(
-            text_tokens=text,
-            accepted_text_tokens=text_accepted,
-            prediction_tokens=prediction,
-            accepted_prediction_tokens=prediction_accepted,
+            text_tokens=drafted["text"],
+            accepted_text_tokens=accepted["text"],
+            prediction_tokens=drafted["prediction"],
+            accepted_prediction_tokens=accepted["prediction"],
+            grammar_tokens=drafted["grammar"],
+            accepted_grammar_tokens=accepted["grammar"],
             wasted_s=self._wasted_s,
         )
 
     def _propose(self, sequence: Sequence) -> Proposal | None:
-        # A row of a prompt's chunk can be followed by a known token.
-        if not can_speculate(sequence) or sequence.num_pending != 1:
-            return None
-        # The step chooses one token itself, and no token may follow the last within the limit.
-        most = min(LENGTHS[0], sequence.num_reserved - sequence.num_tokens - 1)
+        # A grammar's mask is computed after each token, and is not known for tokens that may be wrong.
+        most = 0 if sequence.grammar is not None else min(LENGTHS[0], max_drafts(sequence))
         if most < 1:
             return None
         drafter = self._drafters.get(sequence)
@@ -161,18 +164,8 @@ class Speculation:
         return best
 
 
-def can_speculate(sequence: Sequence) -> bool:
-    """False if a request does not want drafts, or if its next tokens cannot be verified together.
-
-    A grammar's mask is computed after each token. The state of a hybrid decoder cannot go back to an earlier token.
-    """
-    if not sequence.add.speculates or sequence.grammar is not None or sequence.state_pages:
-        return False
-    return not sequence.is_pooled and not sequence.num_unscored
-
-
 def num_decode_rows(scheduled: list[ScheduledSequence]) -> int:
-    """Number of rows of a step that may have drafts, or 0 for other steps."""
+    """Number of rows of a step that may have guessed drafts, or 0 for other steps."""
     if len(scheduled) > MAX_SEQUENCES or any(item.num_tokens != 1 for item in scheduled):
         return 0
     return sum(item.num_rows for item in scheduled)

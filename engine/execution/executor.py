@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.engine.constraints.grammar import NO_MASKS, Masks
-from loramux.engine.drafting.speculation import Draft
+from loramux.engine.drafting.draft import Draft
 from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.protocol.messages import PromptLogprob
 from loramux.engine.sequences.batch import Batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -83,10 +83,15 @@ def sample(
         is_finite = torch.isfinite(logits).all(dim=1).tolist()
     # numpy compares eight values at a time. On a CPU, torch takes ten times as long.
     token_ids = torch.from_numpy(logits.numpy().argmax(axis=1))
-    changed = _changed(logits, samples, eos_token_ids, masks)
+    forced = _forced(samples, eos_token_ids, masks)
+    for row, token_id in forced.items():
+        token_ids[row] = token_id
+    changed = _changed(logits, samples, eos_token_ids, masks, forced)
     for row, values in changed.items():
         token_ids[row] = int(values.numpy().argmax())
-    random_rows = [row for row, one in enumerate(samples) if one.params.temperature > 0 and is_finite[row]]
+    random_rows = [
+        row for row, one in enumerate(samples) if one.params.temperature > 0 and is_finite[row] and row not in forced
+    ]
     if random_rows:
         drawn = logits[random_rows]
         for place, row in enumerate(random_rows):
@@ -109,12 +114,37 @@ def uniforms_of(samples: Sequence[SamplingRow]) -> npt.NDArray[np.float32]:
     return uniforms((one.seed for one in samples), (one.num_chosen for one in samples))
 
 
+def _forced(samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...], masks: Masks) -> dict[int, int]:
+    """The tokens of rows whose masks allow only one, by row. No other setting can change them.
+
+    Rows with a bias or penalties are left out, because penalties count the tokens before as they are applied.
+    """
+    forced: dict[int, int] = {}
+    for row, mask in masks.items():
+        if samples[row].logit_penalties is None and np.count_nonzero(mask) == 1:
+            [place] = mask.nonzero()[0].tolist()
+            bits = int(mask[place])
+            token_id = 8 * place + bits.bit_length() - 1
+            if bits.bit_count() == 1 and token_id not in samples[row].forbidden(eos_token_ids):
+                forced[row] = token_id
+    return forced
+
+
 def _changed(
-    logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...], masks: Masks
+    logits: torch.Tensor,
+    samples: Sequence[SamplingRow],
+    eos_token_ids: tuple[int, ...],
+    masks: Masks,
+    forced: Container[int],
 ) -> dict[int, torch.Tensor]:
-    """Edited logits by row, `[vocab_size]` each, for rows whose settings change them. Other rows are not copied."""
+    """Edited logits by row, `[vocab_size]` each, for rows whose settings change them. Other rows are not copied.
+
+    Rows in `forced` need none, because their tokens are known.
+    """
     changed: dict[int, torch.Tensor] = {}
     for row, one in enumerate(samples):
+        if row in forced:
+            continue
         forbidden = one.forbidden(eos_token_ids)
         mask = masks.get(row)
         if one.logit_penalties is None and not forbidden and mask is None:

@@ -51,7 +51,7 @@ from loramux.engine.pages.pool_memory import allocate_pool, copy_page, pool_byte
 from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.protocol.errors import ConfigNotUsable, PoolTooSmall
-from loramux.engine.protocol.messages import Add, DraftCounts, EngineReady, GraphMemory, SamplingParams
+from loramux.engine.protocol.messages import Add, EngineReady, GraphMemory, SamplingParams
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -165,8 +165,8 @@ def assemble_engine(
         scheduler,
         executor,
         grammars,
-        protect=host.protect,
-        speculation=_speculation(config, executor),
+        _speculation(config, executor),
+        host.protect,
     )
     traces = None if spans is None else SequenceTraces(spans)
     engine = Engine(
@@ -253,16 +253,14 @@ def _stats(parts: EngineParts, stager: Stager, views: PoolViews, reads: ReadsPer
         graphs=executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory,
         grammars=parts.grammars.counts,
         reads=reads,
-        drafts=DraftCounts if parts.speculation is None else parts.speculation.counts,
+        drafts=parts.speculation.counts,
     )
 
 
-def _speculation(config: EngineConfig, executor: Executor) -> Speculation | None:
-    if config.speculate == "off":
-        return None
+def _speculation(config: EngineConfig, executor: Executor) -> Speculation:
     # On a GPU, a step samples at most one token for each sequence that can run.
     most = config.max_sequences if isinstance(executor, GraphExecutor) else MAX_ROWS
-    return Speculation(min(MAX_ROWS, most, config.max_batch_tokens))
+    return Speculation(min(MAX_ROWS, most, config.max_batch_tokens), guesses=config.speculate == "text")
 
 
 def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:

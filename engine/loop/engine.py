@@ -5,15 +5,10 @@ The loop is synchronous. Adapters are loaded and grammars are compiled on other 
 
 from __future__ import annotations
 
-import math
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, groupby
-from operator import attrgetter
 
-import numpy as np
 from msgspec import structs
 
 from loramux.engine.adapters.adapter_calls import AdapterCalls, PinLimits
@@ -24,10 +19,11 @@ from loramux.engine.adapters.host_floors import HostFloors, Protect, no_floors
 from loramux.engine.constraints.grammar import NO_MASKS, Grammar, Mask, Masks
 from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.constraints.token_rules import token_rules
-from loramux.engine.drafting.speculation import Draft, Speculation, num_decode_rows
+from loramux.engine.drafting.draft import Draft
+from loramux.engine.drafting.speculation import Speculation, num_decode_rows
 from loramux.engine.execution.executor import Executor, Forward, StepResult, SubmittedStep
-from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.loop.engine_stats import EngineStats
+from loramux.engine.loop.step_commits import StepCommits
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.protocol.messages import (
@@ -44,7 +40,6 @@ from loramux.engine.protocol.messages import (
     Stats,
     StatsRequest,
     StepOutput,
-    TokenLogprobs,
     Unload,
 )
 from loramux.engine.scheduling.request_limits import EngineLimits, request_problem
@@ -52,7 +47,7 @@ from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.token_grants import TokenGrants
 from loramux.engine.sequences.batch import ScheduledSequence, build_batch
 from loramux.engine.sequences.live_sequences import LiveSequences
-from loramux.engine.sequences.sequence import Sequence, SequenceState
+from loramux.engine.sequences.sequence import Sequence
 from loramux.engine.sequences.timers import Timers
 from loramux.engine.tracing.sequence_traces import SequenceTraces
 
@@ -73,9 +68,7 @@ class Outbound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineParts:
-    """The parts of an engine. `protect` reserves host memory for the adapters of a share. Without `speculation`, steps
-    have no drafts.
-    """
+    """The parts of an engine. `protect` reserves host memory for the adapters of a share."""
 
     pages: PagePool
     adapters: AdapterPool
@@ -83,8 +76,8 @@ class EngineParts:
     scheduler: Scheduler
     executor: Executor
     grammars: Grammars
+    speculation: Speculation
     protect: Protect = no_floors
-    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +140,7 @@ class Engine:
         share = limits.max_pinned_share
         pins = PinLimits(int(share * adapters.num_slots), int(share * pages.num_pages))
         self._calls = AdapterCalls(adapters, prefixes, self._live, pins, clock, self._post, self._leaves_room)
+        self._commits = StepCommits(scheduler, self._grants, self._stats, self._speculation, self._post, self._traces)
 
     @property
     def has_work(self) -> bool:
@@ -176,8 +170,8 @@ class Engine:
             )
             self._post(owner, refused)
             return
-        if add.prediction and (self._speculation is None or not add.speculates or add.grammar):
-            # The sequence has no drafts, so it need not keep a prediction.
+        if add.prediction and (not self._speculation.guesses or not add.speculates or add.grammar):
+            # The sequence has no drafts from its prediction, so it need not keep it.
             add = structs.replace(add, prediction=())
         seed = add.sampling.seed
         sequence = Sequence(
@@ -254,11 +248,9 @@ class Engine:
         self._follow_grammars()
         scheduled = self._scheduler.schedule()
         self._end_unfit()
-        drafts: dict[Sequence, Draft] = {}
-        if self._speculation is not None:
-            scheduled, drafts = self._speculation.with_drafts(
-                scheduled, self._scheduler.room_for_drafts, others_wait=self._scheduler.queue.num_waiting > 0
-            )
+        scheduled, drafts = self._speculation.with_drafts(
+            scheduled, self._scheduler.room_for_drafts, others_wait=self._scheduler.queue.num_waiting > 0
+        )
         submitted = self._run(scheduled, drafts, started_s) if scheduled else None
         if self._lookahead:
             submitted, self._in_flight = self._in_flight, submitted
@@ -272,7 +264,7 @@ class Engine:
     def _commit_before_drafts(self) -> bool:
         """Commit the step in flight if the next step needs its tokens. Returns True if there was such a step."""
         in_flight = self._in_flight
-        if in_flight is None or self._speculation is None:
+        if in_flight is None:
             return False
         if not in_flight.drafts and not self._speculation.wants_known_tokens:
             return False
@@ -292,7 +284,7 @@ class Engine:
         read_bytes, before = self._stats.read_bytes(scheduled), self._stats.computed_prompt_tokens
         forward, sampling, scoring, pooling = self._submit(scheduled)
         prompt_tokens = self._stats.computed_prompt_tokens - before
-        num_rows = 0 if self._speculation is None else num_decode_rows(scheduled)
+        num_rows = num_decode_rows(scheduled) if self._speculation.guesses else 0
 
         def submitted(used: list[Sequence | None], result: StepResult) -> SubmittedStep:
             num_sequences = len(scheduled) if num_rows else 0
@@ -325,7 +317,7 @@ class Engine:
         self._commit(step)
         seconds = self._clock() - started_s
         self._stats.count_committed(step.read_bytes, step.prompt_tokens, seconds)
-        if self._speculation is not None and step.num_rows:
+        if step.num_rows:
             self._speculation.note_time(step.num_sequences, step.num_rows, seconds)
 
     def _masks(self, sampling: list[Sequence | None], drafts: dict[Sequence, Draft]) -> Masks:
@@ -347,11 +339,13 @@ class Engine:
             if mask is not None:
                 masks[row] = mask
             draft = drafts.get(sequence)
-            if draft is None or sequence.token_rules is None:
+            if draft is None or (sequence.grammar is None and sequence.token_rules is None):
                 continue
             for count in range(1, len(draft.tokens) + 1):
-                rules = sequence.token_rules.after(draft.tokens[:count])
-                mask = rules.restrict(None, sequence.held_back_after(count))
+                mask = None if sequence.grammar is None else sequence.grammar.mask(count)
+                if sequence.token_rules is not None:
+                    rules = sequence.token_rules.after(draft.tokens[:count])
+                    mask = rules.restrict(mask, sequence.held_back_after(count))
                 if mask is None:
                     drafts[sequence] = draft.shortened(count - 1)
                     break
@@ -394,46 +388,7 @@ class Engine:
         return forward, sampling, scoring, pooling
 
     def _commit(self, step: SubmittedStep) -> None:
-        outputs: dict[bytes, list[SequenceOutput]] = defaultdict(list)
-        ended: list[tuple[Sequence, str]] = []
-        committed: list[Sequence] = []
-        finished, traces = SequenceState.FINISHED, self._traces
-        tokens = step.result.tokens()
-        broken_prompts = self._take_scores(step, outputs) if step.scoring else set()
-        if step.pooling:
-            ended += self._take_pooled(step, outputs)
-        for row, (sequence, token) in enumerate(zip(step.sampling, tokens, strict=True)):
-            if sequence is None or sequence.state is finished:
-                # The sequence was aborted, or its last token was committed, after this step had been submitted.
-                continue
-            token_id = None if sequence in broken_prompts else token.token_id
-            sequence.commit(token_id)
-            if token_id is None:
-                ended.append((sequence, "not_finite"))
-                continue
-            rules = sequence.token_rules
-            if rules is not None and rules.failure is not None:
-                ended.append((sequence, "no_token_allowed"))
-                continue
-            committed.append(sequence)
-            if traces is not None:
-                traces.committed(sequence)
-            reason = self._note_token(sequence, token_id, token.logprobs, outputs)
-            draft = step.drafts.get(sequence) if step.drafts else None
-            if draft is not None:
-                chosen = tokens[row : row + 1 + len(draft.tokens)]
-                reason = self._accept(sequence, draft, chosen, reason, outputs, committed)
-            if reason is not None:
-                ended.append((sequence, reason))
-        ended += [
-            (sequence, "not_finite")
-            for sequence in step.scoring
-            if sequence in broken_prompts and sequence not in step.sampling
-        ]
-        self._scheduler.queue.charge_outputs(committed)
-        self._stats.count_completion_tokens(len(committed))
-        for owner, items in outputs.items():
-            self._post(owner, StepOutput(outputs=_joined(items) if step.drafts else tuple(items)))
+        ended = self._commits.commit(step)
         broken = [sequence.add.digest for sequence, reason in ended if reason == "not_finite"]
         self._strike({digest for digest in broken if digest is not None})
         for sequence, reason in ended:
@@ -446,106 +401,6 @@ class Engine:
                 self._end(sequence, "error", reason, message, sequence.num_completion - 1)
             else:
                 self._end(sequence, reason)
-
-    def _note_token(
-        self,
-        sequence: Sequence,
-        token_id: int,
-        token_logprobs: TokenLogprobs | None,
-        outputs: dict[bytes, list[SequenceOutput]],
-    ) -> str | None:
-        """Add the token just committed to `outputs`. Returns the reason why the sequence ends with it, or None."""
-        if token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
-            sequence.stop_token_id, sequence.stop_logprobs = token_id, token_logprobs
-            if sequence.pending_output:
-                rest = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_pending_output())
-                outputs[sequence.owner].append(rest)
-            return "stop"
-        logprobs = () if token_logprobs is None else (token_logprobs,)
-        is_last = len(sequence.tokens) >= sequence.num_reserved
-        emitted: tuple[int, ...] = (token_id,)
-        if sequence.add.tokens_at_once > 1:
-            emitted = sequence.emit(token_id, is_urgent=is_last or bool(logprobs))
-        if emitted:
-            output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=emitted, logprobs=logprobs)
-            outputs[sequence.owner].append(output)
-        # A grammar may turn out to be complete, so `_settle_grammars` ends its sequence.
-        return "length" if is_last and sequence.grammar is None and not self._grants.pauses(sequence) else None
-
-    def _accept(
-        self,
-        sequence: Sequence,
-        draft: Draft,
-        chosen: list[SampledToken],
-        reason: str | None,
-        outputs: dict[bytes, list[SequenceOutput]],
-        committed: list[Sequence],
-    ) -> str | None:
-        """Commit the tokens that follow accepted tokens of a draft, until the sequence ends. `chosen[0]` is the token
-        just committed, which ends the sequence if there is a `reason`. Returns the reason why the sequence ends, or
-        None.
-        """
-        num_equal = draft.num_equal([one.token_id for one in chosen])
-        num_committed = 1
-        while reason is None and num_committed <= num_equal:
-            token = chosen[num_committed]
-            if token.token_id is None:
-                # The next step finds the same values after the last committed token, and the sequence then ends.
-                break
-            sequence.accept(token.token_id)
-            num_committed += 1
-            committed.append(sequence)
-            if self._traces is not None:
-                self._traces.committed(sequence)
-            reason = self._note_token(sequence, token.token_id, token.logprobs, outputs)
-        self._scheduler.note_accepted(sequence)
-        num_accepted = min(num_equal, num_committed)
-        assert self._speculation is not None
-        self._speculation.note_verified(draft, num_accepted)
-        if draft.is_prediction:
-            sequence.num_predicted += len(draft.tokens)
-            sequence.num_predicted_right += num_accepted
-        return reason
-
-    def _take_scores(self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]) -> set[Sequence]:
-        """Add the step's prompt log-probabilities to `outputs`. Sequences whose log-probabilities contain NaN are
-        returned instead.
-        """
-        broken: set[Sequence] = set()
-        for sequence, scored in zip(step.scoring, step.result.prompt_logprobs(), strict=True):
-            if sequence.state is SequenceState.FINISHED or not scored:
-                continue
-            if any(math.isnan(one.logprob) for one in scored):
-                broken.add(sequence)
-                continue
-            output = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=(), prompt_logprobs=scored)
-            outputs[sequence.owner].append(output)
-        return broken
-
-    def _take_pooled(
-        self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]
-    ) -> list[tuple[Sequence, str]]:
-        """Add the step's sums to its pooled sequences, and add the states of finished prompts to `outputs`. Returns the
-        sequences that end, with the reasons.
-        """
-        ended: list[tuple[Sequence, str]] = []
-        for (sequence, is_last), pooled in zip(step.pooling, step.result.pooled(), strict=True):
-            if sequence.state is SequenceState.FINISHED:
-                continue
-            total = pooled if sequence.pooled_sum is None else sequence.pooled_sum + pooled
-            sequence.pooled_sum = total
-            if not is_last:
-                continue
-            sequence.take_back()
-            begin, end = sequence.pooled_range
-            state = (total / (end - begin)).astype("<f4")
-            if not np.isfinite(state).all():
-                ended.append((sequence, "not_finite"))
-                continue
-            output = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=(), pooled=state.tobytes())
-            outputs[sequence.owner].append(output)
-            ended.append((sequence, "stop"))
-        return ended
 
     def take_outbox(self) -> list[Outbound]:
         """Return and clear the pending messages. A sequence's tokens come before its Finished message."""
@@ -565,8 +420,7 @@ class Engine:
         if sequence.grammar is not None:
             del self._constrained[sequence.grammar]
             sequence.grammar.leave()
-        if self._speculation is not None:
-            self._speculation.forget(sequence)
+        self._speculation.forget(sequence)
         if self._traces is not None:
             self._traces.ended(sequence, reason, code)
         if sequence.pending_output:
@@ -666,13 +520,13 @@ class Engine:
                     self._end(sequence, "error", "adapter_unavailable", load.failure)
 
     def _follow_grammars(self) -> None:
-        """Collect masks, and charge shares for the time to compute them. Without lookahead, wait for running sequences'
-        masks.
+        """Collect masks, and charge shares for the time to compute them. Without a step in flight, wait for running
+        sequences' masks.
         """
         if self._scheduler.queue.num_active > 1:
             self._grammars.note_sharing()
         self._settle_grammars()
-        if not self._lookahead:
+        if self._in_flight is None:
             self._await_masks([one for one in self._constrained.values() if one.is_running and not one.has_mask])
         for share_key, seconds in self._grammars.take_spent().items():
             self._scheduler.queue.charge_time(share_key, seconds)
@@ -718,16 +572,3 @@ class Engine:
             assert self._pages.num_owned(PageOwner.KV) == len(self._prefixes) == self._prefixes.num_idle
             held = sum(len(load.pages) for load in self._adapters.loads())
             assert self._pages.num_owned(PageOwner.ADAPTER) == held
-
-
-def _joined(outputs: list[SequenceOutput]) -> tuple[SequenceOutput, ...]:
-    """One output per sequence, as other servers expect. The outputs of a sequence are adjacent, and consist of new
-    tokens, because a step with drafts computes no prompts.
-    """
-    joined: list[SequenceOutput] = []
-    for sequence_id, group in groupby(outputs, key=attrgetter("sequence_id")):
-        parts = list(group)
-        token_ids = tuple(chain.from_iterable(part.token_ids for part in parts))
-        logprobs = tuple(chain.from_iterable(part.logprobs for part in parts))
-        joined.append(SequenceOutput(sequence_id=sequence_id, token_ids=token_ids, logprobs=logprobs))
-    return tuple(joined)

@@ -137,7 +137,9 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     place of the last token's hidden state. None for other sequences.
     """
     speculates: bool = True
-    """Whether steps may verify drafts of the next tokens. It changes neither the tokens nor their number."""
+    """Whether steps may verify drafts of the next tokens, and tokens that the grammar forces. It changes neither the
+    tokens nor their number.
+    """
     prediction: tuple[int, ...] = ()
     """Tokens that the answer will probably contain, from which drafts are taken. They are not part of the prompt."""
 
@@ -384,14 +386,17 @@ class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Drafted tokens that steps have verified since startup, by their source: the sequence's own text, or the
-    prediction of its request.
+    """Drafted tokens that steps have verified since startup, by their source: the sequence's own text, the prediction
+    of its request, or its grammar.
     """
 
     text_tokens: int = 0
     accepted_text_tokens: int = 0
     prediction_tokens: int = 0
     accepted_prediction_tokens: int = 0
+    grammar_tokens: int = 0
+    accepted_grammar_tokens: int = 0
+    """A token that a grammar forces is accepted unless the sequence ends before it."""
     wasted_s: float = 0.0
     """Estimated time of steps that was spent on rejected tokens, in seconds."""
 

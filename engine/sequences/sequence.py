@@ -184,6 +184,8 @@ class Sequence:
         self.num_tokens += 1
         self.num_computed += 1
         self.num_reached = max(self.num_reached, self.num_computed)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
 
     def take_back(self) -> None:
         """Undo `choose` for the step just submitted, which then chooses no token for this sequence."""

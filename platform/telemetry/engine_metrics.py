@@ -107,6 +107,7 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     for source, count, accepted in (
         ("text", drafts.text_tokens, drafts.accepted_text_tokens),
         ("prediction", drafts.prediction_tokens, drafts.accepted_prediction_tokens),
+        ("grammar", drafts.grammar_tokens, drafts.accepted_grammar_tokens),
     ):
         drafted.add_metric((source, "accepted"), accepted)
         drafted.add_metric((source, "rejected"), count - accepted)

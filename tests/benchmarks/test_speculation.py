@@ -38,6 +38,20 @@ def test_a_different_answer_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch)
         measure_kind(engine, Work(None, 100, 4), "chat", 1)
 
 
+def test_schemas_are_compared_with_answers_without_a_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {(True, True): 2.0, (True, False): 3.0, (False, False): 5.0}
+
+    def decode(engine: Any, adds: Any) -> tuple[float, dict[str, list[int]]]:
+        has_schema = bool(adds[0].grammar)
+        return taken[has_schema, adds[0].speculates], {"0": [int(has_schema)]}
+
+    monkeypatch.setattr(speculation, "decode", decode)
+    engine: Any = None
+    case = measure_kind(engine, Work(None, 100, 4), "schema", 3)
+    assert case["speedup"] == 2.5
+    assert case["medians_s"] == {"with drafts": 2.0, "without": 5.0, "schema without forced tokens": 3.0}
+
+
 def test_about_one_token_of_twenty_is_changed() -> None:
     tokens = [5] * 2000
     found = changed(tokens, 1000, 3)

@@ -7,15 +7,19 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 
 import msgspec
 import pytest
 
 from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend
 from loramux.engine.drafting.step_times import StepTimes
+from loramux.engine.loop import assembly
+from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.messages import (
     Abort,
     Add,
@@ -26,9 +30,14 @@ from loramux.engine.protocol.messages import (
     StepOutput,
     TokenLogprobs,
 )
+from loramux.platform.grammars.check import checked_grammar
+from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool
 from tests.conformance.parity import Subject, make_subject
 from tests.conformance.test_gpu_engine import plain_backend
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, VOCAB_SIZE, AdapterPlan
+from tests.engine.byte_vocabulary import byte_vocabulary
+from tests.engine.constraints.forcing_grammars import FORCING
+from tests.engine.simulated_engine import GRAMMAR_PROCESS
 
 NUM_REQUESTS = int(os.environ.get("LORAMUX_DRAFTED_REQUESTS", "2000"))
 """Number of requests of the campaign, for each family."""
@@ -40,6 +49,27 @@ PLANS = [
 ]
 WINDOW = 24
 MAX_OPEN = 4
+
+WEATHER = OfferedTool(
+    "get_the_weather",
+    {
+        "type": "object",
+        "properties": {"city_name": {"enum": ["Oslo", "Rome"]}, "num_days": {"type": "integer", "maximum": 9}},
+        "required": ["city_name", "num_days"],
+        "additionalProperties": False,
+    },
+)
+
+
+def tool_grammar(format_name: str) -> str:
+    """The grammar of an answer that must call a tool."""
+    rules = AnswerRules(calls=Calls(format_name, (WEATHER,), is_forced=True, is_parallel=False))
+    return checked_grammar("answer", msgspec.json.encode(rules).decode(), byte_vocabulary())
+
+
+@cache
+def grammars() -> list[str]:
+    return [*FORCING.values(), tool_grammar("hermes"), tool_grammar("mistral")]
 
 
 @dataclass
@@ -129,6 +159,7 @@ def run(
                 engine.abort(b"", Abort(sequence_id=name))
     engine.check_integrity()
     stats = engine.stats(StatsRequest(call_id=""))
+    assembled.grammars.close()
     assembled.adapters.close()
     return answers, stats.drafts, stats.num_preemptions
 
@@ -160,7 +191,7 @@ def check(adds: Sequence[Add], found: dict[str, Answer], plain: dict[str, Answer
             assert (ours.end.reason, ours.end.stop_token_id) == (theirs.end.reason, theirs.end.stop_token_id)
         for one, other in zip(ours.logprobs, theirs.logprobs, strict=not is_aborted):
             assert one.token_id == other.token_id
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+            assert one.logprob == pytest.approx(other.logprob, rel=1e-5, abs=1e-5)
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
@@ -186,6 +217,58 @@ def test_answers_are_the_same_with_drafts_on_the_gpu_path(subject: Subject) -> N
     """The stand-in for the GPU's sampling always takes the most likely token."""
     drafts, _ = compare(subject, plain_backend(HostAccelerator()), 3)
     assert 0 < drafts.accepted_prediction_tokens < drafts.prediction_tokens
+
+
+def constrained(subject: Subject, number: int) -> Add:
+    """A request with random settings and a grammar that forces many tokens."""
+    dice, add = random.Random(number), drawn(subject, number)
+    # Most answers must not end because of a rule that forbids what the grammar forces.
+    sampling = msgspec.structs.replace(
+        add.sampling,
+        allowed_token_ids=(),
+        stop_token_ids=dice.choice([(), (), (ord("w"), ord("v"))]),
+        bad_words=dice.choice([(), (), (), ((ord("o"), ord("f")),)]),
+    )
+    return msgspec.structs.replace(
+        add, grammar=grammars()[number % len(grammars())], sampling=sampling, max_tokens=dice.randint(9, 90)
+    )
+
+
+def compare_forced(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, backend: Backend | None, num_requests: int, num_kv_pages: int
+) -> int:
+    """Returns the number of preemptions."""
+
+    def byte_grammars(config: EngineConfig, model: ModelConfig) -> Grammars:
+        return Grammars(GRAMMAR_PROCESS, os.environ, model.vocab_size)
+
+    monkeypatch.setattr(assembly, "_grammars", byte_grammars)
+    adds = [constrained(subject, number) for number in range(num_requests)]
+    without = [msgspec.structs.replace(add, speculates=False) for add in adds]
+    plain, none, num_preemptions = run(subject, without, backend, "off", num_kv_pages)
+    assert none == DraftCounts()
+    found, drafts, _ = run(subject, adds, backend, "off", num_kv_pages)
+    check(adds, found, plain)
+    assert drafts.accepted_grammar_tokens > 5 * num_requests
+    return num_preemptions
+
+
+@pytest.mark.parametrize("subject", ["llama", "gemma3"], indirect=True)
+def test_answers_are_the_same_with_forced_tokens(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_forced(subject, monkeypatch, None, len(grammars()), 60)
+
+
+@pytest.mark.parametrize("subject", ["llama"], indirect=True)
+def test_answers_are_the_same_with_forced_tokens_on_the_gpu_path(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_forced(subject, monkeypatch, plain_backend(HostAccelerator()), 2, 60)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("subject", ["llama", "gemma3", "qwen3-moe"], indirect=True)
+def test_many_answers_are_the_same_with_forced_tokens(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compare_forced(subject, monkeypatch, None, NUM_REQUESTS, 14) > 0
 
 
 @pytest.mark.campaign

@@ -145,7 +145,8 @@ MEANINGS = {
     "session_id": "the server has no sessions; use `user`",
     "session_params": "the server has no sessions",
     "skip_special_tokens": "whether special tokens are left out of the text",
-    "speculation": "`false`: no [drafts](speculation.md) for this request; they do not change the answer",
+    "speculation": "`false`: neither [drafts](speculation.md) nor forced tokens for this request; they do not change "
+    "the answer",
     "spaces_between_special_tokens": "the server adds no spaces that the tokenizer does not add",
     "stop": "texts that end the answer",
     "stop_regex": "stop strings are plain text",

@@ -24,7 +24,6 @@ from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.protocol.messages import (
     AdapterState,
     Add,
-    DraftCounts,
     Finished,
     SamplingParams,
     Stats,
@@ -177,10 +176,9 @@ def simulate_engine(
     limits = EngineLimits(vocab_size, max_model_len, eos, 16, **waiting)
     clock = Clock()
     grammars = Grammars(grammar_process, os.environ, vocab_size, clock if grammar_clock is None else grammar_clock)
-    speculation = Speculation(min(MAX_ROWS, max_batch_tokens)) if speculates else None
-    parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars, speculation=speculation)
-    drafts = DraftCounts if speculation is None else speculation.counts
-    observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads, drafts=drafts))
+    speculation = Speculation(min(MAX_ROWS, max_batch_tokens), guesses=speculates)
+    parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars, speculation)
+    observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads, drafts=speculation.counts))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
     return Simulation(engine, pages, pool, prefixes, scheduler, grammars, executor, stager, adapter_pages, clock)
 

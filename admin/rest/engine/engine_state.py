@@ -24,7 +24,8 @@ class EngineDocument(TypedDict):
     """Limits, counters since the engine started, and counters of adapter loads into the pool (`loading`).
 
     `bandwidth_utilization` is the share of the GPU's memory bandwidth that decode steps have used. It is null if there
-    were none, or if the engine runs on a CPU. `drafts` counts the drafted tokens that steps have verified.
+    were none, or if the engine runs on a CPU. `drafts` counts the drafted tokens that steps have verified,
+    and the tokens that grammars have forced.
     """
 
     object: Literal["engine"]

@@ -19,10 +19,10 @@ class _InThisProcess:
     def follow(self, grammar: Grammar) -> None:
         self._matcher.consume_tokens(grammar.tokens[-1:])
         mask = None if self._matcher.is_stopped() else self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            grammar.failure = self._matcher.get_error()
-        else:
-            grammar.settle(mask)
+        grammar.settle(mask, failure=self._matcher.get_error() or None)
+
+    def note_settled(self, grammar: Grammar) -> None:
+        pass
 
     def leave(self, grammar: Grammar) -> None:
         pass

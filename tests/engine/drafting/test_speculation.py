@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from loramux.engine.drafting.speculation import LENGTHS, MAX_SEQUENCES, Draft, Speculation
+from loramux.engine.drafting.draft import Draft
+from loramux.engine.drafting.speculation import LENGTHS, MAX_SEQUENCES, Speculation
 from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.sequences.batch import ScheduledSequence
 from loramux.engine.sequences.sequence import Sequence
@@ -143,9 +144,9 @@ def test_tokens_in_flight_are_waited_for_only_if_drafts_would_follow() -> None:
 
 def test_counts_and_wasted_time() -> None:
     speculation = measured(0.1)
-    speculation.note_verified(Draft((1, 2, 3, 4), is_prediction=False), 1)
+    speculation.note_verified(Draft((1, 2, 3, 4), source="text"), 1)
     speculation.note_time(1, 5, 1.4)
-    speculation.note_verified(Draft((1, 2), is_prediction=True), 2)
+    speculation.note_verified(Draft((1, 2), source="prediction"), 2)
     speculation.note_time(1, 3, 1.2)
     counts = speculation.counts()
     assert (counts.text_tokens, counts.accepted_text_tokens) == (4, 1)
@@ -155,5 +156,5 @@ def test_counts_and_wasted_time() -> None:
 
 
 def test_a_draft_is_accepted_up_to_the_first_difference() -> None:
-    draft = Draft((1, 2, 3), is_prediction=False)
+    draft = Draft((1, 2, 3), source="text")
     assert [draft.num_equal(chosen) for chosen in ([9, 2, 3, 4], [1, 2, 9, 4], [1, 2, 3, 4], [1, None])] == [0, 2, 3, 1]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,3 +115,32 @@ def test_logprobs_come_from_the_models_logits() -> None:
     assert found.logprob == pytest.approx(math.log(0.5))
     assert [token for token, _ in found.top] == [0, 1]
     assert [value for _, value in found.top] == pytest.approx([math.log(0.5), math.log(0.25)])
+
+
+@pytest.mark.parametrize("token", [0, 7, 8, 39])
+def test_the_only_allowed_token_is_chosen_whatever_the_settings(token: int) -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(token))
+    logits[4, 3] = torch.nan
+    mask = np.zeros(8, np.uint8)
+    mask[token // 8] = 1 << token % 8
+    settings = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=2.0, top_k=3, min_p=0.1),
+        SamplingParams(temperature=0.7, num_logprobs=2, logit_bias=((token, -100.0),)),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0),
+    ]
+    rows = [sampling_row(params, seed=index) for index, params in enumerate(settings)]
+    found = sample(logits, rows, (), dict.fromkeys((0, 1, 2, 4), mask))
+    assert [one.token_id for one in found[:3]] == [token] * 3
+    assert found[2].logprobs is not None
+    assert found[2].logprobs.logprob == pytest.approx(float(torch.log_softmax(logits[2], 0)[token]))
+    assert found[3] == sample(logits[3:4], rows[3:4], ())[0]
+    assert found[4].token_id is None
+
+
+def test_the_only_allowed_token_may_be_forbidden_by_the_minimum_length() -> None:
+    mask = np.array([0, 2, 0, 0], np.uint8)
+    params = SamplingParams(temperature=0.0, stop_token_ids=(9,), min_tokens=5)
+    [found] = sample(torch.ones(1, 30), [sampling_row(params)], (), {0: mask})
+    assert found.token_id != 9

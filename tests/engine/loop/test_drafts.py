@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import select
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -61,7 +62,8 @@ def run(simulation: Simulation, adds: Iterable[Add]) -> dict[str, Answer]:
     for add in adds:
         simulation.engine.add(b"gateway", add)
     while simulation.engine.has_work:
-        simulation.engine.step()
+        if not simulation.engine.step():
+            select.select([simulation.grammars], [], [], 0.01)
         for outbound in simulation.engine.take_outbox():
             match outbound.message:
                 case StepOutput(outputs=outputs):

@@ -41,7 +41,7 @@ class Spans:
 def traced(simulation: Simulation) -> Spans:
     """Start recording the simulation's spans. Every staged adapter appears to have been read from the disk."""
     spans = Spans()
-    simulation.engine._traces = SequenceTraces(spans)
+    simulation.engine._traces = simulation.engine._commits._traces = SequenceTraces(spans)
     poll = simulation.stager.poll
 
     def read() -> list[StagedAdapter | NotStaged]:

@@ -58,9 +58,11 @@ def test_loads_of_service_tiers_are_added_up() -> None:
 
 
 def test_drafts_are_added_up() -> None:
-    drafts = DraftCounts(text_tokens=5, accepted_text_tokens=3, prediction_tokens=4, wasted_s=0.5)
+    drafts = DraftCounts(text_tokens=5, accepted_text_tokens=3, prediction_tokens=4, grammar_tokens=7, wasted_s=0.5)
     total = combined([structs.replace(numbered(1), drafts=drafts)], [structs.replace(numbered(2), drafts=drafts)])
-    assert total.drafts == DraftCounts(text_tokens=10, accepted_text_tokens=6, prediction_tokens=8, wasted_s=1.0)
+    assert total.drafts == DraftCounts(
+        text_tokens=10, accepted_text_tokens=6, prediction_tokens=8, grammar_tokens=14, wasted_s=1.0
+    )
 
 
 def test_adapters_and_tiers_are_listed_once() -> None:

@@ -1,0 +1,34 @@
+"""Drafts of the tokens that grammars force."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loramux.engine.drafting.draft import Draft, DraftRoom, max_drafts
+from loramux.engine.sequences.sequence import Sequence
+
+
+def forced_tokens(sequence: Sequence) -> tuple[int, ...]:
+    """The tokens after the sequence's newest token that its grammar forces, as far as a step can verify them.
+
+    A token in flight is the first that the grammar forces, and is left out.
+    """
+    if sequence.grammar is None:
+        return ()
+    begin = sequence.num_in_flight
+    return sequence.grammar.forced[begin : begin + max_drafts(sequence)]
+
+
+def forced_drafts(forced: Mapping[Sequence, tuple[int, ...]], room: DraftRoom, num_rows: int) -> dict[Sequence, Draft]:
+    """Divide `num_rows` rows equally among the sequences with forced tokens.
+
+    A forced token takes no more time than without a draft: it has a row in this step instead of one in a later step.
+    """
+    drafts: dict[Sequence, Draft] = {}
+    # Rows that sequences with few forced tokens leave go to those with more.
+    for place, (sequence, tokens) in enumerate(sorted(forced.items(), key=lambda item: len(item[1]))):
+        count = room(sequence, min(len(tokens), num_rows // (len(forced) - place)))
+        if count > 0:
+            drafts[sequence] = Draft(tokens[:count], "grammar")
+            num_rows -= count
+    return drafts
