@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import itemgetter
 
-from loramux.engine.protocol.service_tiers import BACKGROUND_RANK, TIER_FACTORS
-from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, TOKEN_S, FairShare, ShareHeap, TurnKey, place
+from loramux.engine.protocol.service_tiers import (
+    BACKGROUND_RANK,
+    FIRST_TIER_LEAD,
+    INPUT_PRICE,
+    OUTPUT_PRICE,
+    TIER_FACTORS,
+)
+from loramux.engine.scheduling.shares import TOKEN_S, FairShare, ShareHeap, TurnKey, place
 from loramux.engine.sequences.sequence import Sequence, ShareKey
 
 MAX_ROUNDS = 64
@@ -57,6 +63,10 @@ class FairQueue:
     The sequences of a share key in one service tier are a share of their own, whose weight is multiplied by the tier's
     factor. The bound does not hold for tiers that make room for others, because the scheduler keeps them back while
     those wait.
+
+    The order of the first tier uses counters that are lower by FIRST_TIER_LEAD, as in borrowed virtual time (Duda and
+    Cheriton, "Borrowed-Virtual-Time scheduling", 1999). Such a share can be served earlier than others with the same
+    counter. In the long run, it gets no more than its weight allows.
 
     Background sequences come after all others. If their share has waited too long, its next sequence is no longer a
     background sequence.
@@ -436,6 +446,8 @@ def _cold_turn(share: FairShare) -> TurnKey:
 
 def _turn(sequence: Sequence, served: float, num_running: int) -> TurnKey:
     # A share whose counter was raised ties with another share. The share with fewer running sequences goes first.
+    if sequence.share_key[1] == 0:
+        served -= FIRST_TIER_LEAD
     return 2 if sequence.is_background else 1, served, num_running, sequence.arrival
 
 

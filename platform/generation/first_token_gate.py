@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from loramux.engine.protocol.messages import StatsRequest
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.errors import ApiError, RateLimited, Unavailable
-from loramux.platform.generation.first_token_forecast import FirstTokenForecast, Forecast, Share
+from loramux.platform.generation.first_token_forecast import FirstTokenForecast, Forecast
+from loramux.platform.generation.mirrored_queue import Share
 from loramux.platform.generation.plan import Plan
 from loramux.platform.telemetry.package_metrics import GenerationMetrics
 
@@ -75,20 +76,20 @@ class FirstTokenGate:
             self.check(share, min(map(len, plan.prompts)))
             if tier in self._objectives:
                 self._awaited[plan.request_id] = tier, self._clock()
-        self._forecast.add(plan.request_id, share, plan.prompt_tokens, plan.num_sequences)
+        self._forecast.queue.add(plan.request_id, share, plan.prompt_tokens, plan.num_sequences)
 
     def begin(self, request_id: str) -> None:
         """Note that a request has got its first token."""
-        self._forecast.begin(request_id)
+        self._forecast.queue.begin(request_id)
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None:
             tier, entered_s = awaited
             is_late = self._clock() - entered_s > self._objectives[tier]
             self._metrics.first_tokens.labels(tier, "late" if is_late else "in_time").inc()
 
-    def leave(self, request_id: str) -> None:
-        """Note that a request has ended, or that nothing was reserved for it."""
-        self._forecast.remove(request_id)
+    def leave(self, request_id: str, num_tokens: int = 0) -> None:
+        """Note that a request has ended after `num_tokens` output tokens, or that nothing was reserved for it."""
+        self._forecast.queue.remove(request_id, num_tokens)
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None and self._clock() - awaited[1] > self._objectives[awaited[0]]:
             self._metrics.first_tokens.labels(awaited[0], "late").inc()

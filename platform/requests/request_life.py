@@ -22,8 +22,8 @@ from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.bodies.request_body import parse_body_on, read_body
 from loramux.platform.errors import ApiError, InvalidRequest
 from loramux.platform.generation.choice import ChoiceDelta
-from loramux.platform.generation.first_token_forecast import Share
 from loramux.platform.generation.generation import Generation
+from loramux.platform.generation.mirrored_queue import Share
 from loramux.platform.generation.plan import Plan, Target
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.ledger.settlement import Settlement
