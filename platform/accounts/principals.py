@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 MAX_STALE_US = 5_000_000
-"""How long an authenticated key is trusted without a database query, in microseconds."""
+"""How long an authenticated key is trusted without hearing from the database, in microseconds."""
 
 MAX_ENTRIES = 10_000
 
@@ -48,37 +48,68 @@ class Principal:
 class _Entry:
     principal: Principal
     cached_us: int
-    good_until_us: int
+    expires_us: int | None
+    is_watched: bool
 
 
 class PrincipalCache:
-    """Caches principals by the SHA-256 of their keys. Only valid keys are cached, so guesses cannot fill the cache."""
+    """Caches principals by the SHA-256 of their keys. Only valid keys are cached, so guesses cannot fill the cache.
+
+    An entry is trusted for MAX_STALE_US, and for as long again after each `confirm` if the database announces changes
+    to it. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._confirmed_us = 0
+        self.num_clears = 0
+        """How often all entries have been removed."""
 
     def get(self, sha256: bytes, now_us: int) -> Principal | None:
         with self._lock:
             entry = self._entries.get(sha256)
+            if entry is None:
+                return None
+            since_us = entry.cached_us
+            if entry.is_watched and since_us <= self._confirmed_us <= now_us:
+                since_us = self._confirmed_us
             # Setting the clock back must not extend an entry's life.
-            if entry is None or not entry.cached_us <= now_us < entry.good_until_us:
+            is_good = entry.cached_us <= now_us < since_us + MAX_STALE_US
+            if not is_good or (entry.expires_us is not None and now_us >= entry.expires_us):
                 return None
             return entry.principal
 
-    def put(self, sha256: bytes, principal: Principal, now_us: int, expires_us: int | None) -> None:
-        good_until_us = now_us + MAX_STALE_US
-        if expires_us is not None:
-            good_until_us = min(good_until_us, expires_us)
+    def put(
+        self,
+        sha256: bytes,
+        principal: Principal,
+        now_us: int,
+        expires_us: int | None,
+        *,
+        num_clears: int,
+        is_watched: bool = True,
+    ) -> None:
+        """Cache what was read from the database after `num_clears` had this value. What was read before the last clear
+        may be outdated, so it is not cached. `is_watched` is True if each change of it leads to a `clear`.
+        """
         with self._lock:
-            self._entries[sha256] = _Entry(principal, now_us, good_until_us)
+            if num_clears != self.num_clears:
+                return
+            self._entries[sha256] = _Entry(principal, now_us, expires_us, is_watched)
             self._entries.move_to_end(sha256)
             if len(self._entries) > MAX_ENTRIES:
                 self._entries.popitem(last=False)
 
+    def confirm(self, now_us: int) -> None:
+        """Note that nothing has changed at this time since the last `clear`."""
+        with self._lock:
+            self._confirmed_us = now_us
+
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
+            self.num_clears += 1
 
     def forget(self, key_id: str) -> None:
         with self._lock:

@@ -251,7 +251,9 @@ class GatewayServices:
                     settings.pooling,
                 ),
                 overflows=AliasOverflows(database, clock),
-                cache_invalidation=CacheInvalidation(database, forget, run.database_health.note_heard),
+                cache_invalidation=CacheInvalidation(
+                    database, forget, run.database_health.note_heard, api_keys.confirm_recent
+                ),
             ),
             prompts=PromptServices(
                 tokenizer=tokenizer,
