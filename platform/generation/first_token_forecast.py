@@ -19,6 +19,9 @@ TIME_CONSTANT_S = 5.0
 PREFILL_AGE_S = 60.0
 """Time after which a measured rate of prompt tokens no longer counts, in seconds. Only large steps measure it."""
 
+NUM_ERRORS = 32
+"""Number of requests over which the errors of forecasts are averaged."""
+
 NUM_ROUNDS = 2
 """Rounds in which a forecast takes the requests into account that arrive while a request waits."""
 
@@ -58,7 +61,8 @@ class FirstTokenForecast:
       slots of running sequences of the last tier, whatever else waits.
 
     Both rates are measured while they are the limit: see `Stats.prefill_s` for the first. Before anything has been
-    measured, the forecast is 0. While no sequence ends, the second rate falls.
+    measured, the forecast is 0. While no sequence ends, the second rate falls. `correct` adds what requests have waited
+    for longer than forecast, such as for their adapters or for a busy gateway.
 
     `note` takes the engine's reports. `queue` must know this gateway's own requests, which it follows in between. Thus
     requests that arrive together do not all see the same short queue. What the engine reports beyond them belongs to
@@ -77,6 +81,7 @@ class FirstTokenForecast:
         # Time for which all slots have been taken since the last sequence ended.
         self._full_s = 0.0
         self._max_sequences = 0
+        self._excess_s = 0.0
 
     @property
     def drain_per_s(self) -> float | None:
@@ -108,6 +113,10 @@ class FirstTokenForecast:
                 max(0.0, load.prompt_tokens - own.prompt_tokens), num_foreign - self._foreign_running[rank]
             )
 
+    def correct(self, forecast_s: float, waited_s: float) -> None:
+        """Learn from a request that has got its first token after `waited_s`, instead of `forecast_s`, in seconds."""
+        self._excess_s = max(0.0, self._excess_s + (waited_s - forecast_s) / NUM_ERRORS)
+
     def forecast(self, share: Share, prompt_tokens: int) -> Forecast:
         """Return when the first sequence of a new request, with this prompt, would have its first token."""
         rank, new = share.rank, Amount(prompt_tokens, 1)
@@ -124,7 +133,7 @@ class FirstTokenForecast:
                 seconds = min(seconds, self._seconds(first, 0.0))
         has_waiting = self.queue.has_waiting or any(amount.sequences for amount in self._foreign)
         is_next = not has_waiting and num_held < self._max_sequences
-        return Forecast(seconds=seconds, own_s=self._seconds(own, own_held), is_next=is_next)
+        return Forecast(seconds=seconds + self._excess_s, own_s=self._seconds(own, own_held), is_next=is_next)
 
     def _until_turn(self, share: Share, new: Amount, num_held: float) -> float:
         """Seconds until a new request of a share has begun, if it gets a slot on its turn and other requests keep

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from loramux.engine.protocol.messages import Stats, TierLoad
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
-from loramux.platform.generation.first_token_forecast import PREFILL_AGE_S, FirstTokenForecast
+from loramux.platform.generation.first_token_forecast import NUM_ERRORS, PREFILL_AGE_S, FirstTokenForecast
 from loramux.platform.generation.first_token_gate import USED_PART
 from loramux.platform.generation.mirrored_queue import Share
 from tests.engine.simulated_engine import Clock, simulate_engine, stats_of
@@ -312,6 +312,18 @@ def test_cached_prompts_are_faster() -> None:
         )
     )
     assert lab.seconds(ACME, prompt_tokens=400) == pytest.approx(1)
+
+
+def test_forecast_learns_from_requests_that_waited_for_longer() -> None:
+    lab = Lab(drain=1.0)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    assert lab.seconds(ACME) == 1
+    for _ in range(10 * NUM_ERRORS):
+        lab.forecast.correct(lab.seconds(ACME), waited_s=3.0)
+    assert lab.seconds(ACME) == pytest.approx(3.0, rel=0.01)
+    for _ in range(10 * NUM_ERRORS):
+        lab.forecast.correct(lab.seconds(ACME), waited_s=0.1)
+    assert lab.seconds(ACME) == 1, "it is never less than the queue explains"
 
 
 OBJECTIVES = {"priority": 0.5, "default": 2.0, "flex": 2.0}
