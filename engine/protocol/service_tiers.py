@@ -20,7 +20,7 @@ OUTPUT_PRICE = 2.0
 share one pass.
 """
 
-FIRST_TIER_LEAD = 1024.0
+FIRST_TIER_LEAD = 4096.0
 """How far the counters of the first tier's shares can be ahead of others before those go first, in prices of tokens.
 Requests of this tier are few and urgent. Without a lead, a share that has just had more than its part waits until all
 others have had theirs.

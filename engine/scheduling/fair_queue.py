@@ -47,7 +47,8 @@ class FairQueue:
     the lowest counter goes first. Ties go to the share with the fewest running sequences. When a share becomes active,
     its counter is raised to the lowest counter of the active shares or, if there are none, to the counter of the share
     that was active last. When a share starts to wait again, except after a preemption, its counter is raised to the
-    lowest counter of the waiting shares. No share can therefore save up credit while idle.
+    lowest counter of the waiting shares, or to what that was before if it was higher. No share can therefore save up
+    credit while idle, or overtake others because a share with a low counter waits again after a preemption.
 
     Within a share, sequences are ordered by priority, then by arrival, so a sequence of low priority can wait forever.
     Priorities do not affect other shares.
@@ -96,6 +97,8 @@ class FairQueue:
         self._last_order: list[Sequence] = []
         self._num_admissions = 0
         self._charged = 0.0
+        # Highest value so far of the lowest counter of the waiting shares.
+        self._floor = 0.0
         # Counter of the last share that became idle.
         self._last_served = 0.0
         self.num_waiting = 0
@@ -114,7 +117,9 @@ class FairQueue:
             # Raise the counter even if the share has running sequences. Otherwise, one small endless request could save
             # up credit for the share's other requests.
             least = self._least_waiting.least()
-            share.served = max(share.served, 0.0 if least is None else least.served)
+            if least is not None:
+                self._floor = max(self._floor, least.served)
+            share.served = max(share.served, self._floor)
         self._count_tokens(share, sequence, 1)
         self._count_sequence(share, sequence, 1)
         if sequence.add.digest is not None:

@@ -61,8 +61,8 @@ class FirstTokenForecast:
       slots of running sequences of the last tier, whatever else waits.
 
     Both rates are measured while they are the limit: see `Stats.prefill_s` for the first. Before anything has been
-    measured, the forecast is 0. While no sequence ends, the second rate falls. `correct` adds what requests have waited
-    for longer than forecast, such as for their adapters or for a busy gateway.
+    measured, the forecast is 0. While no sequence ends, the second rate falls. `correct` adds what requests of the tier
+    have lately waited for in addition, such as their adapters or a busy gateway.
 
     `note` takes the engine's reports. `queue` must know this gateway's own requests, which it follows in between. Thus
     requests that arrive together do not all see the same short queue. What the engine reports beyond them belongs to
@@ -81,7 +81,8 @@ class FirstTokenForecast:
         # Time for which all slots have been taken since the last sequence ended.
         self._full_s = 0.0
         self._max_sequences = 0
-        self._excess_s = 0.0
+        # By rank, because queues of other tiers say little about one's own.
+        self._excess_s = [0.0] * BACKGROUND_RANK
 
     @property
     def drain_per_s(self) -> float | None:
@@ -98,6 +99,9 @@ class FirstTokenForecast:
         now_s = self._clock()
         if self._last is not None:
             self._measure(now_s, stats)
+            # A tier that is refused because of its last waits would otherwise have no more of them to learn from.
+            kept = math.exp((self._last[0] - now_s) / TIME_CONSTANT_S)
+            self._excess_s = [kept * excess_s for excess_s in self._excess_s]
         self._last = now_s, stats
         if now_s - self._counted_since_s >= ARRIVALS_S:
             self.queue.count_arrivals(now_s - self._counted_since_s)
@@ -113,9 +117,9 @@ class FirstTokenForecast:
                 max(0.0, load.prompt_tokens - own.prompt_tokens), num_foreign - self._foreign_running[rank]
             )
 
-    def correct(self, forecast_s: float, waited_s: float) -> None:
+    def correct(self, rank: int, forecast_s: float, waited_s: float) -> None:
         """Learn from a request that has got its first token after `waited_s`, instead of `forecast_s`, in seconds."""
-        self._excess_s = max(0.0, self._excess_s + (waited_s - forecast_s) / NUM_ERRORS)
+        self._excess_s[rank] = max(0.0, self._excess_s[rank] + (waited_s - forecast_s) / NUM_ERRORS)
 
     def forecast(self, share: Share, prompt_tokens: int) -> Forecast:
         """Return when the first sequence of a new request, with this prompt, would have its first token."""
@@ -133,7 +137,7 @@ class FirstTokenForecast:
                 seconds = min(seconds, self._seconds(first, 0.0))
         has_waiting = self.queue.has_waiting or any(amount.sequences for amount in self._foreign)
         is_next = not has_waiting and num_held < self._max_sequences
-        return Forecast(seconds=seconds + self._excess_s, own_s=self._seconds(own, own_held), is_next=is_next)
+        return Forecast(seconds=seconds + self._excess_s[rank], own_s=self._seconds(own, own_held), is_next=is_next)
 
     def _until_turn(self, share: Share, new: Amount, num_held: float) -> float:
         """Seconds until a new request of a share has begun, if it gets a slot on its turn and other requests keep
@@ -148,7 +152,7 @@ class FirstTokenForecast:
             fixed.prompt_tokens += amount.prompt_tokens if is_first else min(amount.prompt_tokens, own.prompt_tokens)
             fixed.sequences += amount.sequences if is_first else min(amount.sequences, own.sequences)
         seconds = 0.0
-        for _ in range(1 + NUM_ROUNDS if ahead.growing else 1):
+        for _ in range(1 + NUM_ROUNDS if ahead.grows else 1):
             before = ahead.within(seconds)
             before.add(fixed)
             seconds = self._seconds(before, num_held)

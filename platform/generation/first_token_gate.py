@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from loramux.engine.protocol.messages import StatsRequest
+from loramux.engine.protocol.service_tiers import rank_of
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.errors import ApiError, RateLimited, Unavailable
 from loramux.platform.generation.first_token_forecast import FirstTokenForecast, Forecast
@@ -96,7 +97,8 @@ class FirstTokenGate:
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None:
             waited_s = self._clock() - awaited.entered_s
-            self._forecast.correct(awaited.forecast_s, waited_s)
+            rank = rank_of(awaited.tier, is_background=False)
+            self._forecast.correct(rank, awaited.forecast_s, waited_s)
             is_late = waited_s > self._objectives[awaited.tier]
             self._metrics.first_tokens.labels(awaited.tier, "late" if is_late else "in_time").inc()
 

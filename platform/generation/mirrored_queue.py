@@ -61,6 +61,9 @@ class Amount:
         self.prompt_tokens += times * other.prompt_tokens
         self.sequences += times * other.sequences
 
+    def per(self, seconds: float) -> Amount:
+        return Amount(self.prompt_tokens / seconds, self.sequences / seconds)
+
 
 @dataclass(slots=True, eq=False)
 class _Asking:
@@ -99,16 +102,25 @@ class Ahead:
     """What begins before a request.
 
     `growing` has the shares that can begin more than what waits now, each with the price of all that it can begin.
-    `answer_price` is the usual price of an answer.
+    `arrivals` are the requests of further shares that will arrive per second. `answer_price` is the usual price of an
+    answer.
     """
 
     now: Amount
+    arrivals: Amount
     growing: list[tuple[_Asking, float]]
     answer_price: float
 
+    @property
+    def grows(self) -> bool:
+        """True if what begins before the request depends on how long it waits."""
+        return bool(self.growing or self.arrivals.sequences)
+
     def within(self, seconds: float) -> Amount:
         """What begins before the request if it waits for so long, and requests go on arriving meanwhile."""
-        tokens, sequences, answer_price = self.now.prompt_tokens, self.now.sequences, self.answer_price
+        tokens = self.now.prompt_tokens + seconds * self.arrivals.prompt_tokens
+        sequences = self.now.sequences + seconds * self.arrivals.sequences
+        answer_price = self.answer_price
         for asking, most in self.growing:
             # Calling methods here would double the time that a forecast takes.
             waiting, arrivals = asking.waiting, asking.arrivals
@@ -135,8 +147,12 @@ class MirroredQueue:
         self._waiting: dict[_Asking, None] = {}
         self.running = [0.0] * BACKGROUND_RANK
         """Number of running sequences of each rank."""
+        # As in `FairQueue`.
+        self._floor = 0.0
         # Counter of the last share that had no more requests.
         self._last_served = 0.0
+        # Like `arrived` and `arrivals`: requests of shares that had no others and whose counter was raised.
+        self._new_arrived, self._new_arrivals = Amount(), Amount()
         # Mean number of output tokens per sequence.
         self._answer_tokens = 0.0
         self._num_answers = 0
@@ -155,10 +171,13 @@ class MirroredQueue:
         asking = self._shares.get(share)
         if asking is None:
             asking = self._shares[share] = _Asking(share, share.rank, share.part)
-        if asking not in self._waiting:
-            asking.served = max(asking.served, self._least_served())
-            self._waiting[asking] = self._active[asking] = None
         needs = Amount(prompt_tokens, num_sequences)
+        if asking not in self._waiting:
+            least = self._floor = self._least_served()
+            if asking.served <= least and asking not in self._active:
+                self._new_arrived.add(needs)
+            asking.served = max(asking.served, least)
+            self._waiting[asking] = self._active[asking] = None
         self._requests[request_id] = _Request(asking, needs)
         asking.waiting.add(needs)
         asking.arrived.add(needs)
@@ -196,9 +215,9 @@ class MirroredQueue:
 
     def count_arrivals(self, seconds: float) -> None:
         """Count the requests that have arrived since the last call, which was this many seconds ago."""
+        self._new_arrivals, self._new_arrived = self._new_arrived.per(seconds), Amount()
         for asking in list(self._active):
-            asking.arrivals = Amount(asking.arrived.prompt_tokens / seconds, asking.arrived.sequences / seconds)
-            asking.arrived = Amount()
+            asking.arrivals, asking.arrived = asking.arrived.per(seconds), Amount()
             if asking.is_idle:
                 del self._active[asking]
         # A counter that would be raised says nothing.
@@ -259,13 +278,16 @@ class MirroredQueue:
                 growing.append((other, most))
             elif price:
                 now.add(waiting, most / price if price > most else 1.0)
-        return Ahead(now, growing, answer_price)
+        # The counter of a share without requests is raised to the lowest one. It is then behind shares that wait there.
+        arrivals = self._new_arrivals if turn > least else Amount()
+        return Ahead(now, arrivals, growing, answer_price)
 
     def _least_served(self) -> float:
         """The counter to which that of a share is raised when it begins to wait, so that it saves up no credit."""
         if self._waiting:
-            return min([one.served for one in self._waiting])
-        return min((one.served for one in self._active if one.num_running), default=self._last_served)
+            return max(self._floor, min([one.served for one in self._waiting]))
+        running = min((one.served for one in self._active if one.num_running), default=self._last_served)
+        return max(self._floor, running)
 
     def _price(self, amount: Amount) -> float:
         return INPUT_PRICE * amount.prompt_tokens + OUTPUT_PRICE * self._answer_tokens * amount.sequences

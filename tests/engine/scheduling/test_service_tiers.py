@@ -34,11 +34,11 @@ def use_lead(queue: FairQueue) -> int:
 def test_first_tier_goes_first_until_its_lead_is_used() -> None:
     queue = FairQueue()
     for arrival in range(100):
-        waiting(queue, arrival, "default", num_prompt=100)
+        waiting(queue, arrival, "default", num_prompt=1000)
     for arrival in range(100, 200):
-        waiting(queue, arrival, "priority", num_prompt=100, service_tier="priority")
+        waiting(queue, arrival, "priority", num_prompt=1000, service_tier="priority")
     # Each of its requests raises its counter by a quarter of the price.
-    assert use_lead(queue) == 1 + FIRST_TIER_LEAD // 25
+    assert use_lead(queue) == 1 + FIRST_TIER_LEAD // 250
 
 
 def test_service_is_proportional_to_the_factor_of_the_tier() -> None:

@@ -191,6 +191,20 @@ def test_share_that_has_had_more_waits_for_what_others_go_on_asking() -> None:
     assert lab.seconds(Share("new", "default")) == pytest.approx(2 / 2), "they come after those of a new tenant"
 
 
+def test_share_that_has_had_more_waits_for_new_shares_that_go_on_arriving() -> None:
+    lab = Lab(drain=2.0, prefill=1e9)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    ask(lab, GLOBEX, num_waiting=1)
+    ask(lab, INITECH, num_waiting=0, num_served=1)
+    before = lab.seconds(INITECH)
+    for number in range(20):
+        ask(lab, Share(f"tenant {number}", "default"), num_waiting=0, num_served=1)
+    lab.clock.now += 2
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES, num_waiting=1, prompt_tokens=10))
+    assert lab.seconds(INITECH) > before + 5, "ten new shares arrive per second, and two sequences end"
+    assert lab.seconds(ACME) == pytest.approx(before), "a new share comes before those that arrive later"
+
+
 def test_long_answers_count_more_than_short_ones() -> None:
     waits = []
     for answer_tokens in (20, 400):
@@ -319,10 +333,15 @@ def test_forecast_learns_from_requests_that_waited_for_longer() -> None:
     lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
     assert lab.seconds(ACME) == 1
     for _ in range(10 * NUM_ERRORS):
-        lab.forecast.correct(lab.seconds(ACME), waited_s=3.0)
+        lab.forecast.correct(ACME.rank, lab.seconds(ACME), waited_s=3.0)
     assert lab.seconds(ACME) == pytest.approx(3.0, rel=0.01)
+    assert lab.seconds(Share("acme", "priority")) == 1, "another tier"
+    lab.clock.now += 30
+    lab.num_ended += 30
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    assert lab.seconds(ACME) == pytest.approx(1, rel=0.1), "a tier whose requests are all refused is tried again"
     for _ in range(10 * NUM_ERRORS):
-        lab.forecast.correct(lab.seconds(ACME), waited_s=0.1)
+        lab.forecast.correct(ACME.rank, lab.seconds(ACME), waited_s=0.1)
     assert lab.seconds(ACME) == 1, "it is never less than the queue explains"
 
 
