@@ -27,8 +27,8 @@ class CacheInvalidation:
 
     The thread is notified of a change or notices it within POLL_INTERVAL_S. If the database cannot be watched, cache
     entries expire within five seconds. A read that began before a change can cache the old value, also for at most five
-    seconds. `note_heard` is called after each successful poll. So is `confirm`, with the time in microseconds at which
-    the caches had no change before them that they were not told of.
+    seconds. `note_heard` is called after each successful poll. So is every function in `confirm`, with a time in
+    microseconds: all changes before it have been told.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class CacheInvalidation:
         database: Database,
         forget: Sequence[Callable[[], None]],
         note_heard: Callable[[], None] | None = None,
-        confirm: Callable[[int], None] | None = None,
+        confirm: Sequence[Callable[[int], None]] = (),
     ) -> None:
         self._database = database
         self._forget = forget
@@ -78,8 +78,8 @@ class CacheInvalidation:
             if now != epoch:
                 epoch = now
                 self._tell()
-            if self._confirm is not None:
-                self._confirm(asked_us)
+            for confirm in self._confirm:
+                confirm(asked_us)
 
     def _tell(self) -> None:
         for forget in self._forget:

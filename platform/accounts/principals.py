@@ -6,10 +6,11 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
-MAX_STALE_US = 5_000_000
-"""How long an authenticated key is trusted without hearing from the database, in microseconds."""
+from loramux.platform.accounts.change_watch import ChangeWatch
 
 MAX_ENTRIES = 10_000
+
+_UNWATCHED = ChangeWatch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,69 +48,53 @@ class Principal:
 @dataclass(frozen=True, slots=True)
 class _Entry:
     principal: Principal
-    cached_us: int
-    expires_us: int | None
+    read_us: int
+    expires_us: int
     is_watched: bool
 
 
 class PrincipalCache:
     """Caches principals by the SHA-256 of their keys. Only valid keys are cached, so guesses cannot fill the cache.
 
-    An entry is trusted for MAX_STALE_US, and for as long again after each `confirm` if the database announces changes
-    to it. Thread-safe.
+    `watch` knows of changes to all keys and tenants, but not to the tokens of a `KeyAuthentication`. Thread-safe.
     """
 
     def __init__(self) -> None:
+        self.watch = ChangeWatch()
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._confirmed_us = 0
-        self.num_clears = 0
-        """How often all entries have been removed."""
 
     def get(self, sha256: bytes, now_us: int) -> Principal | None:
         with self._lock:
             entry = self._entries.get(sha256)
-            if entry is None:
+            if entry is None or now_us >= entry.expires_us:
                 return None
-            since_us = entry.cached_us
-            if entry.is_watched and since_us <= self._confirmed_us <= now_us:
-                since_us = self._confirmed_us
-            # Setting the clock back must not extend an entry's life.
-            is_good = entry.cached_us <= now_us < since_us + MAX_STALE_US
-            if not is_good or (entry.expires_us is not None and now_us >= entry.expires_us):
-                return None
-            return entry.principal
+            watch = self.watch if entry.is_watched else _UNWATCHED
+            return entry.principal if watch.is_fresh(entry.read_us, now_us) else None
 
     def put(
         self,
         sha256: bytes,
         principal: Principal,
-        now_us: int,
-        expires_us: int | None,
+        read_us: int,
+        expires_us: int,
         *,
-        num_clears: int,
+        num_changes: int,
         is_watched: bool = True,
     ) -> None:
-        """Cache what was read from the database after `num_clears` had this value. What was read before the last clear
-        may be outdated, so it is not cached. `is_watched` is True if each change of it leads to a `clear`.
-        """
+        """Cache what was read at `read_us`, unless there has been a change since `watch` had seen `num_changes`."""
         with self._lock:
-            if num_clears != self.num_clears:
+            if num_changes != self.watch.num_changes:
                 return
-            self._entries[sha256] = _Entry(principal, now_us, expires_us, is_watched)
+            self._entries[sha256] = _Entry(principal, read_us, expires_us, is_watched)
             self._entries.move_to_end(sha256)
             if len(self._entries) > MAX_ENTRIES:
                 self._entries.popitem(last=False)
 
-    def confirm(self, now_us: int) -> None:
-        """Note that nothing has changed at this time since the last `clear`."""
-        with self._lock:
-            self._confirmed_us = now_us
-
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
-            self.num_clears += 1
+            self.watch.note_change()
 
     def forget(self, key_id: str) -> None:
         with self._lock:
