@@ -140,7 +140,7 @@ class Stand:
         target = os.readlink(descriptor)
         if _DATABASE_FILE in target and self.database.is_sqlite:
             return "database"
-        # Cut off the number of a pipe or socket, and of a temporary file, which a restarted child process opens anew.
+        # Cut off the number of a pipe or socket, and of a temporary file, which a restarted child process opens again.
         return target.partition(":[")[0].partition("/#")[0]
 
     def _num_database_descriptors(self) -> int:
