@@ -14,6 +14,18 @@ later tiers first. The names are those of the OpenAI API.
 TIER_FACTORS: Mapping[str, float] = {"priority": 4.0, DEFAULT_TIER: 1.0, "flex": 0.25}
 """Factor of each tier's weight in the fair order. Powers of two, so that quotients by weights stay exact."""
 
+INPUT_PRICE = 1.0
+OUTPUT_PRICE = 2.0
+"""Prices per token in the fair order. Each output token needs a pass over the weights. All tokens of a prompt chunk
+share one pass.
+"""
+
+FIRST_TIER_LEAD = 4096.0
+"""How far the counters of the first tier's shares can be ahead of others before those go first, in prices of tokens.
+Requests of this tier are few and urgent. Without a lead, a share that has just had more than its part waits until all
+others have had theirs.
+"""
+
 BACKGROUND_RANK = len(SERVICE_TIERS)
 """The rank of background sequences, which come after every tier."""
 

@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import itemgetter
 
-from loramux.engine.protocol.service_tiers import BACKGROUND_RANK, TIER_FACTORS
-from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, TOKEN_S, FairShare, ShareHeap, TurnKey, place
+from loramux.engine.protocol.service_tiers import (
+    BACKGROUND_RANK,
+    FIRST_TIER_LEAD,
+    INPUT_PRICE,
+    OUTPUT_PRICE,
+    TIER_FACTORS,
+)
+from loramux.engine.scheduling.shares import TOKEN_S, FairShare, ShareHeap, TurnKey, place
 from loramux.engine.sequences.sequence import Sequence, ShareKey
 
 MAX_ROUNDS = 64
@@ -41,7 +47,8 @@ class FairQueue:
     the lowest counter goes first. Ties go to the share with the fewest running sequences. When a share becomes active,
     its counter is raised to the lowest counter of the active shares or, if there are none, to the counter of the share
     that was active last. When a share starts to wait again, except after a preemption, its counter is raised to the
-    lowest counter of the waiting shares. No share can therefore save up credit while idle.
+    lowest counter of the waiting shares, or to what that was before if it was higher. No share can therefore save up
+    credit while idle, or overtake others because a share with a low counter waits again after a preemption.
 
     Within a share, sequences are ordered by priority, then by arrival, so a sequence of low priority can wait forever.
     Priorities do not affect other shares.
@@ -57,6 +64,10 @@ class FairQueue:
     The sequences of a share key in one service tier are a share of their own, whose weight is multiplied by the tier's
     factor. The bound does not hold for tiers that make room for others, because the scheduler keeps them back while
     those wait.
+
+    The order of the first tier uses counters that are lower by FIRST_TIER_LEAD, as in borrowed virtual time (Duda and
+    Cheriton, "Borrowed-Virtual-Time scheduling", 1999). Such a share can be served earlier than others with the same
+    counter. In the long run, it gets no more than its weight allows.
 
     Background sequences come after all others. If their share has waited too long, its next sequence is no longer a
     background sequence.
@@ -86,6 +97,8 @@ class FairQueue:
         self._last_order: list[Sequence] = []
         self._num_admissions = 0
         self._charged = 0.0
+        # Highest value so far of the lowest counter of the waiting shares.
+        self._floor = 0.0
         # Counter of the last share that became idle.
         self._last_served = 0.0
         self.num_waiting = 0
@@ -104,7 +117,9 @@ class FairQueue:
             # Raise the counter even if the share has running sequences. Otherwise, one small endless request could save
             # up credit for the share's other requests.
             least = self._least_waiting.least()
-            share.served = max(share.served, 0.0 if least is None else least.served)
+            if least is not None:
+                self._floor = max(self._floor, least.served)
+            share.served = max(share.served, self._floor)
         self._count_tokens(share, sequence, 1)
         self._count_sequence(share, sequence, 1)
         if sequence.add.digest is not None:
@@ -436,6 +451,8 @@ def _cold_turn(share: FairShare) -> TurnKey:
 
 def _turn(sequence: Sequence, served: float, num_running: int) -> TurnKey:
     # A share whose counter was raised ties with another share. The share with fewer running sequences goes first.
+    if sequence.share_key[1] == 0:
+        served -= FIRST_TIER_LEAD
     return 2 if sequence.is_background else 1, served, num_running, sequence.arrival
 
 

@@ -6,11 +6,8 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from loramux.engine.protocol.service_tiers import INPUT_PRICE
 from loramux.engine.sequences.sequence import Sequence, ShareKey
-
-INPUT_PRICE = 1.0
-OUTPUT_PRICE = 2.0
-"""Prices per token. Each output token needs a pass over the weights. All tokens of a prompt chunk share one pass."""
 
 TOKEN_S = 0.005
 """Processor time with the price of one output token, in seconds."""

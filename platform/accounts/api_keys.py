@@ -265,8 +265,14 @@ class ApiKeys:
     def forget_recent(self) -> None:
         self._cache.clear()
 
+    def confirm_recent(self, now_us: int) -> None:
+        """Keep the cached keys for five more seconds, because no key or tenant had changed at this time since the last
+        `forget_recent`.
+        """
+        self._cache.watch.confirm(now_us)
+
     def recent(self, presented: str) -> Principal | None:
-        """Return the caller with this key, or None if the key is not in the five-second cache. Does not block."""
+        """Return the caller with this key, or None if the key is not in the cache. Does not block."""
         return self._cache.get(key_sha256(presented), self._database.now_us())
 
     def authenticate(self, presented: str) -> Principal | None:
@@ -284,12 +290,13 @@ class ApiKeys:
         cached = self._cache.get(sha256, now_us)
         if cached is not None:
             return cached
+        num_changes = self._cache.watch.num_changes
         row = self._find(schema.api_keys.c.public_id == match.group(1))
         good_until_us = _good_until_us(row, sha256, now_us)
         if row is None or good_until_us is None:
             return None
         principal = principal_of(row)
-        self._cache.put(sha256, principal, now_us, good_until_us)
+        self._cache.put(sha256, principal, now_us, good_until_us, num_changes=num_changes)
         return principal
 
     def authenticate_bearer(self, token: str) -> Principal | None:
@@ -303,15 +310,17 @@ class ApiKeys:
         key_id = self._key_id_of(self._tokens, token)
         if key_id is None:
             return None
-        row = self._find(schema.api_keys.c.id == key_id)
+        num_changes = self._cache.watch.num_changes
         now_us = self._database.now_us()
+        row = self._find(schema.api_keys.c.id == key_id)
         if row is None or not _is_usable(row):
             return None
         good_until_us = _expiry_us(row)
         if good_until_us <= now_us:
             return None
         principal = principal_of(row)
-        self._cache.put(key_sha256(token), principal, now_us, good_until_us)
+        # Nobody announces that the extension no longer accepts a token.
+        self._cache.put(key_sha256(token), principal, now_us, good_until_us, num_changes=num_changes, is_watched=False)
         return principal
 
     def reauthenticate(self, key_id: str, sha256: bytes) -> Principal | None:

@@ -1,4 +1,4 @@
-"""Clears a gateway's caches after any process changes a key, a tenant or a policy."""
+"""Clears a gateway's caches after any process changes a key, a tenant or a policy, and keeps them until then."""
 
 from __future__ import annotations
 
@@ -27,15 +27,21 @@ class CacheInvalidation:
 
     The thread is notified of a change or notices it within POLL_INTERVAL_S. If the database cannot be watched, cache
     entries expire within five seconds. A read that began before a change can cache the old value, also for at most five
-    seconds. `note_heard` is called after each successful poll.
+    seconds. `note_heard` is called after each successful poll. So is every function in `confirm`, with a time in
+    microseconds: all changes before it have been told.
     """
 
     def __init__(
-        self, database: Database, forget: Sequence[Callable[[], None]], note_heard: Callable[[], None] | None = None
+        self,
+        database: Database,
+        forget: Sequence[Callable[[], None]],
+        note_heard: Callable[[], None] | None = None,
+        confirm: Sequence[Callable[[int], None]] = (),
     ) -> None:
         self._database = database
         self._forget = forget
         self._note_heard = note_heard
+        self._confirm = confirm
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cache-watch", daemon=True)
         self._thread.start()
@@ -65,12 +71,15 @@ class CacheInvalidation:
         self._tell()
         while not self._stopped.is_set():
             listener.wait(POLL_INTERVAL_S)
+            asked_us = self._database.now_us()
             now = listener.epoch()
             if self._note_heard is not None:
                 self._note_heard()
             if now != epoch:
                 epoch = now
                 self._tell()
+            for confirm in self._confirm:
+                confirm(asked_us)
 
     def _tell(self) -> None:
         for forget in self._forget:

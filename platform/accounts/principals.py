@@ -6,10 +6,11 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
-MAX_STALE_US = 5_000_000
-"""How long an authenticated key is trusted without a database query, in microseconds."""
+from loramux.platform.accounts.change_watch import ChangeWatch
 
 MAX_ENTRIES = 10_000
+
+_UNWATCHED = ChangeWatch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +48,45 @@ class Principal:
 @dataclass(frozen=True, slots=True)
 class _Entry:
     principal: Principal
-    cached_us: int
-    good_until_us: int
+    read_us: int
+    expires_us: int
+    is_watched: bool
 
 
 class PrincipalCache:
-    """Caches principals by the SHA-256 of their keys. Only valid keys are cached, so guesses cannot fill the cache."""
+    """Caches principals by the SHA-256 of their keys. Only valid keys are cached, so guesses cannot fill the cache.
+
+    `watch` knows of changes to all keys and tenants, but not to the tokens of a `KeyAuthentication`. Thread-safe.
+    """
 
     def __init__(self) -> None:
+        self.watch = ChangeWatch()
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
 
     def get(self, sha256: bytes, now_us: int) -> Principal | None:
         with self._lock:
             entry = self._entries.get(sha256)
-            # Setting the clock back must not extend an entry's life.
-            if entry is None or not entry.cached_us <= now_us < entry.good_until_us:
+            if entry is None or now_us >= entry.expires_us:
                 return None
-            return entry.principal
+            watch = self.watch if entry.is_watched else _UNWATCHED
+            return entry.principal if watch.is_fresh(entry.read_us, now_us) else None
 
-    def put(self, sha256: bytes, principal: Principal, now_us: int, expires_us: int | None) -> None:
-        good_until_us = now_us + MAX_STALE_US
-        if expires_us is not None:
-            good_until_us = min(good_until_us, expires_us)
+    def put(
+        self,
+        sha256: bytes,
+        principal: Principal,
+        read_us: int,
+        expires_us: int,
+        *,
+        num_changes: int,
+        is_watched: bool = True,
+    ) -> None:
+        """Cache what was read at `read_us`, unless there has been a change since `watch` had seen `num_changes`."""
         with self._lock:
-            self._entries[sha256] = _Entry(principal, now_us, good_until_us)
+            if num_changes != self.watch.num_changes:
+                return
+            self._entries[sha256] = _Entry(principal, read_us, expires_us, is_watched)
             self._entries.move_to_end(sha256)
             if len(self._entries) > MAX_ENTRIES:
                 self._entries.popitem(last=False)
@@ -79,6 +94,7 @@ class PrincipalCache:
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
+            self.watch.note_change()
 
     def forget(self, key_id: str) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
+from loramux.platform.accounts.change_watch import MAX_STALE_US, ChangeWatch
 from loramux.platform.errors import Conflict, InvalidRequest, Unauthenticated
 from loramux.platform.periods import is_timezone
 from loramux.platform.service_tiers import DEFAULT_RIGHTS, TierRights, check_tier
@@ -30,7 +31,6 @@ MAX_RESPONSE_DAYS = 365
 DELETED = "Incorrect API key provided: its tenant has been deleted"
 """The message to a caller whose key is still cached."""
 MAX_SHARES = 10_000
-MAX_STALE_US = 5_000_000
 
 
 class TenantExists(Conflict):
@@ -122,6 +122,7 @@ class Tenants:
         self._database = database
         # Shares by tenant id, with the time of each read. Entries are replaced as a whole, so threads need no lock.
         self._shares: dict[str, tuple[int, TenantShare]] = {}
+        self._watch = ChangeWatch()
 
     def create(self, slug: str, display_name: str | None = None, timezone: str = "UTC") -> Tenant:
         """Create an active tenant. Raises InvalidSlug, InvalidRequest or TenantExists."""
@@ -280,6 +281,7 @@ class Tenants:
         columns = (c.weight, c.isolation_secret, c.host_floor_bytes, c.response_days)
         tiers = (c.max_service_tier, c.default_service_tier)
         query = select(*columns, *tiers).where(c.id == tenant_id)
+        num_changes, read_us = self._watch.num_changes, self._database.now_us()
         with self._database.read() as connection:
             row = connection.execute(query).one_or_none()
         if row is None:
@@ -289,20 +291,26 @@ class Tenants:
         share = TenantShare(tenant_id, row.weight, isolation_key, row.host_floor_bytes, row.response_days, rights)
         if len(self._shares) >= MAX_SHARES:
             self._shares.clear()
-        self._shares[tenant_id] = (self._database.now_us(), share)
+        if num_changes == self._watch.num_changes:
+            self._shares[tenant_id] = (read_us, share)
         return share
 
-    def recent_share(self, tenant_id: str, max_stale_us: int | None = None) -> TenantShare | None:
-        """Return the tenant's share, or None if it was not read within the last five seconds, or `max_stale_us`. Does
-        not block.
+    def recent_share(self, tenant_id: str, max_stale_us: int = MAX_STALE_US) -> TenantShare | None:
+        """Return the tenant's share, or None if it is not known to have been right within the last five seconds, or
+        `max_stale_us`. Does not block.
         """
         read_us, share = self._shares.get(tenant_id, (0, None))
-        # Setting the clock back must not extend an entry's life.
-        limit_us = MAX_STALE_US if max_stale_us is None else max_stale_us
-        return share if 0 <= self._database.now_us() - read_us < limit_us else None
+        return share if self._watch.is_fresh(read_us, self._database.now_us(), max_stale_us) else None
 
     def forget_recent(self) -> None:
+        self._watch.note_change()
         self._shares.clear()
+
+    def confirm_recent(self, now_us: int) -> None:
+        """Keep the cached shares for five more seconds, because no tenant had changed at this time since the last
+        `forget_recent`.
+        """
+        self._watch.confirm(now_us)
 
 
 def _check_display_name(text: str) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from loramux.engine.protocol.messages import StatsRequest
+from loramux.engine.protocol.service_tiers import rank_of
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.errors import ApiError, RateLimited, Unavailable
-from loramux.platform.generation.first_token_forecast import FirstTokenForecast, Forecast, Share
+from loramux.platform.generation.first_token_forecast import FirstTokenForecast, Forecast
+from loramux.platform.generation.mirrored_queue import Share
 from loramux.platform.generation.plan import Plan
 from loramux.platform.telemetry.package_metrics import GenerationMetrics
 
@@ -25,6 +28,15 @@ their turn earlier, and for errors of the forecast.
 
 MAX_RETRY_S = 60.0
 """Longest `Retry-After`, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """A request without a first token: its tier, when it entered, and how long it was to wait, both in seconds."""
+
+    tier: str
+    entered_s: float
+    forecast_s: float
 
 
 class FirstTokenGate:
@@ -46,24 +58,26 @@ class FirstTokenGate:
         self._metrics = metrics
         self._clock = clock
         self._forecast = FirstTokenForecast(clock)
-        self._awaited: dict[str, tuple[str, float]] = {}
-        """The requests without a first token whose tiers have an objective: their tiers, and when they entered."""
+        self._awaited: dict[str, _Awaited] = {}
+        """The requests without a first token whose tiers have an objective."""
 
-    def check(self, share: Share, prompt_tokens: int = 0) -> None:
+    def check(self, share: Share, prompt_tokens: int = 0) -> float:
         """Raise RateLimited if the tenant's own requests would delay a request's first token beyond the objective of
         its tier, and Unavailable if those of all tenants together would. Without `prompt_tokens`, the prompt counts as
-        empty, so that a request can be refused before it is tokenised.
+        empty, so that a request can be refused before it is tokenised. Returns the forecast in seconds, which is 0 for
+        a tier without an objective.
 
         A request that would be the next to run is not refused. After one slow step, it shows that the engine is fast.
         """
         objective_s = self._objectives.get(share.service_tier)
         if objective_s is None:
-            return
+            return 0.0
         forecast = self._forecast.forecast(share, prompt_tokens)
         if forecast.seconds > USED_PART * objective_s and not forecast.is_next:
             refusal = _refusal(forecast, share.service_tier, objective_s)
             self._metrics.overload_refusals.labels(share.service_tier, str(refusal.status)).inc()
             raise refusal
+        return forecast.seconds
 
     def enter(self, plan: Plan) -> None:
         """Let a request in. Raises what `check` raises."""
@@ -72,26 +86,28 @@ class FirstTokenGate:
         tier, share = plan.service_tier, plan.target.share_in(plan.service_tier)
         if plan.pooling is None:
             # The objective is about the first token of any choice.
-            self.check(share, min(map(len, plan.prompts)))
+            forecast_s = self.check(share, min(map(len, plan.prompts)))
             if tier in self._objectives:
-                self._awaited[plan.request_id] = tier, self._clock()
-        self._forecast.add(plan.request_id, share, plan.prompt_tokens, plan.num_sequences)
+                self._awaited[plan.request_id] = _Awaited(tier, self._clock(), forecast_s)
+        self._forecast.queue.add(plan.request_id, share, plan.prompt_tokens, plan.num_sequences)
 
     def begin(self, request_id: str) -> None:
         """Note that a request has got its first token."""
-        self._forecast.begin(request_id)
+        self._forecast.queue.begin(request_id)
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None:
-            tier, entered_s = awaited
-            is_late = self._clock() - entered_s > self._objectives[tier]
-            self._metrics.first_tokens.labels(tier, "late" if is_late else "in_time").inc()
+            waited_s = self._clock() - awaited.entered_s
+            rank = rank_of(awaited.tier, is_background=False)
+            self._forecast.correct(rank, awaited.forecast_s, waited_s)
+            is_late = waited_s > self._objectives[awaited.tier]
+            self._metrics.first_tokens.labels(awaited.tier, "late" if is_late else "in_time").inc()
 
-    def leave(self, request_id: str) -> None:
-        """Note that a request has ended, or that nothing was reserved for it."""
-        self._forecast.remove(request_id)
+    def leave(self, request_id: str, num_tokens: int = 0) -> None:
+        """Note that a request has ended after `num_tokens` output tokens, or that nothing was reserved for it."""
+        self._forecast.queue.remove(request_id, num_tokens)
         awaited = self._awaited.pop(request_id, None)
-        if awaited is not None and self._clock() - awaited[1] > self._objectives[awaited[0]]:
-            self._metrics.first_tokens.labels(awaited[0], "late").inc()
+        if awaited is not None and self._clock() - awaited.entered_s > self._objectives[awaited.tier]:
+            self._metrics.first_tokens.labels(awaited.tier, "late").inc()
 
     async def look(self) -> None:
         """Ask the engine for a report. If the engine does not answer, keep the last report."""

@@ -13,7 +13,7 @@ from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.accounts.tenants import TenantShare
 from loramux.platform.accounts.version_settings import VersionSettings
-from loramux.platform.generation.first_token_forecast import Share
+from loramux.platform.generation.mirrored_queue import Share
 from loramux.platform.service_tiers import TierRights
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.harmony import Channels

@@ -22,8 +22,8 @@ from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.bodies.request_body import parse_body_on, read_body
 from loramux.platform.errors import ApiError, InvalidRequest
 from loramux.platform.generation.choice import ChoiceDelta
-from loramux.platform.generation.first_token_forecast import Share
 from loramux.platform.generation.generation import Generation
+from loramux.platform.generation.mirrored_queue import Share
 from loramux.platform.generation.plan import Plan, Target
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.ledger.settlement import Settlement
@@ -168,12 +168,12 @@ async def _overflow(
     if model is None:
         return None
     try:
-        named = await resolve(services, caller, body.model, body.user)
-        if named.tiers.tier(body.service_tier) == SERVICE_TIERS[0]:
-            return None
-        return await resolve(services, caller, model, body.user)
+        # Only whether the caller may call the alias matters: what it stands for may be unusable on this server.
+        await services.call(services.callers.resolver.resolve, caller, body.model, body.user)
+        target = await resolve(services, caller, model, body.user)
     except (ModelNotFound, AdapterNotValidated):
         return None
+    return None if target.tiers.tier(body.service_tier) == SERVICE_TIERS[0] else target
 
 
 async def planned(

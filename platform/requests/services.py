@@ -235,6 +235,7 @@ class GatewayServices:
         tenants = Tenants(database)
         # Each process has only one cache of tenants and one of keys, so that a change clears what requests use.
         forget = (api_keys.forget_recent, tenants.forget_recent)
+        confirm = (api_keys.confirm_recent, tenants.confirm_recent)
         return GatewayServices(
             database=database,
             callers=CallerServices(
@@ -251,7 +252,7 @@ class GatewayServices:
                     settings.pooling,
                 ),
                 overflows=AliasOverflows(database, clock),
-                cache_invalidation=CacheInvalidation(database, forget, run.database_health.note_heard),
+                cache_invalidation=CacheInvalidation(database, forget, run.database_health.note_heard, confirm),
             ),
             prompts=PromptServices(
                 tokenizer=tokenizer,

@@ -2,7 +2,7 @@
 
 The load runs in its own process, which reads its settings from standard input as one line of JSON, and prints what it
 has counted as one line of JSON. It keeps connections open and reads of each answer only what it counts. A request is
-never repeated.
+never repeated. The load shares the server's processors, so it builds a request from parts and counts how late it sent.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
+from typing import cast
 
 import numpy as np
+import uvloop
 
 MAX_IDLE_S = 30.0
 """A connection that has been idle for longer is not used again, in seconds. The server closes it after 75 s."""
 
 NUM_PROMPT_TOKENS = 48
+TOKENS = [str(token) for token in range(3, 500)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +62,17 @@ class Counted:
     """Quantiles of the time to the first token: p50, p99 and max."""
     refusal_ms: dict[str, float]
     """Quantiles of the time until a refusal with 429 or 503 had arrived."""
+    lateness_ms: dict[str, float]
+    """Quantiles of the time from when a request was due until it was sent. Empty without a rate."""
 
     @property
     def goodput(self) -> float:
         """Answers in time per second."""
         return self.num_in_time / self.seconds
+
+    @property
+    def refused_share(self) -> float:
+        return self.num_refused / max(1, sum(self.statuses.values()))
 
     @property
     def num_refused(self) -> int:
@@ -78,6 +87,7 @@ class _Seen:
     num_in_time: int = 0
     first_token_s: list[float] = field(default_factory=list)
     refusal_s: list[float] = field(default_factory=list)
+    lateness_s: list[float] = field(default_factory=list)
 
     def add(self, answer: _Answer) -> None:
         self.statuses[str(answer.status)] += 1
@@ -90,7 +100,7 @@ class _Seen:
             self.num_in_time += answer.first_token_s <= self.objective_s
 
     def counted(self, seconds: float) -> Counted:
-        times = (_quantiles_ms(self.first_token_s), _quantiles_ms(self.refusal_s))
+        times = [_quantiles_ms(one) for one in (self.first_token_s, self.refusal_s, self.lateness_s)]
         return Counted(dict(self.statuses), self.num_complete, self.num_in_time, seconds, *times)
 
 
@@ -112,8 +122,8 @@ class _Connection(asyncio.Protocol):
         self._answer: asyncio.Future[_Answer] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports have the methods of this class, but are not instances of it.
+        self._transport = cast(asyncio.Transport, transport)
 
     def ask(self, request: bytes) -> asyncio.Future[_Answer]:
         assert self._transport is not None
@@ -182,6 +192,7 @@ class _Load:
             next_s = began_s
             while (next_s := next_s + self._dice.expovariate(settings.rate)) < end_s:
                 await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+                self.seen.lateness_s.append(max(0.0, time.monotonic() - next_s))
                 task = asyncio.create_task(self._ask())
                 under_way.add(task)
                 task.add_done_callback(under_way.discard)
@@ -214,20 +225,15 @@ class _Load:
         """A completion of a random prompt, which no prefix cache has."""
         dice = self._dice
         [(key, models)] = dice.choices(self._settings.callers, cum_weights=self._weights)
-        body = json.dumps(
-            {
-                "model": dice.choice(models),
-                "prompt": dice.choices(range(3, 500), k=NUM_PROMPT_TOKENS),
-                "max_tokens": self._settings.max_tokens,
-                "ignore_eos": True,
-                "stream": True,
-                "service_tier": dice.choice(self._settings.service_tiers),
-            }
-        ).encode()
+        body = (
+            f'{{"model":"{dice.choice(models)}","prompt":[{",".join(dice.choices(TOKENS, k=NUM_PROMPT_TOKENS))}],'
+            f'"max_tokens":{self._settings.max_tokens},"ignore_eos":true,"stream":true,'
+            f'"service_tier":"{dice.choice(self._settings.service_tiers)}"}}'
+        )
         return (
             f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
-        ).encode() + body
+            f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+        ).encode()
 
 
 def _quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
@@ -239,7 +245,7 @@ def _quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 def main() -> None:
     settings = LoadSettings(**json.loads(sys.stdin.readline()))
-    print(json.dumps(asdict(asyncio.run(_Load(settings).run()))))
+    print(json.dumps(asdict(uvloop.run(_Load(settings).run()))))
 
 
 if __name__ == "__main__":

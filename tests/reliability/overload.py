@@ -196,6 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "refusal_p99_ms": found.crowd.refusal_ms["p99"],
             "polite_ratio": round(found.polite_ratio("priority"), 2),
             "polite_default_ratio": round(found.polite_ratio("default"), 2),
+            "polite_refused_share": round(found.beside["priority"].refused_share, 3),
+            "polite_default_refused_share": round(found.beside["default"].refused_share, 3),
             "growing": len(found.growing),
         }
     return 0

@@ -294,6 +294,8 @@ ROWS: Mapping[str, Row] = {
                 at_most=1.25,
             ),
             Figure(name="polite_default_ratio", unit="times as long in the tier default (p99)", combine=max),
+            Figure(name="polite_refused_share", unit="of the requests of the former were refused", combine=max),
+            Figure(name="polite_default_refused_share", unit="of the requests of the latter", combine=max),
             Figure(name="growing", unit="processes whose memory grew", at_most=0),
             FAILURES,
         ),

@@ -84,7 +84,9 @@ async def test_answers_refusals_and_lost_connections_are_counted() -> None:
     assert counted.num_complete == counted.num_in_time == pytest.approx(fourth, abs=1)
     assert counted.num_refused == pytest.approx(fourth, abs=1)
     assert counted.goodput == counted.num_in_time / 0.5
-    assert set(counted.first_token_ms) == set(counted.refusal_ms) == {"p50", "p99", "max"}
+    times = (counted.first_token_ms, counted.refusal_ms, counted.lateness_ms)
+    assert [set(one) for one in times] == [{"p50", "p99", "max"}] * 3
+    assert counted.refused_share == counted.num_refused / keys.total()
     assert keys["Bearer a"] > keys["Bearer b"] > 0, "the first tenant sends more"
     # A connection is used until it is lost.
     assert num_connections < keys.total() / 2
@@ -94,4 +96,5 @@ async def test_clients_without_a_rate_send_one_after_another() -> None:
     whole = STREAM + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
     counted, keys, num_connections = await loaded([whole], seconds=0.2, num_clients=3, skew=0.0)
     assert counted.num_complete == keys.total() > 3
+    assert counted.lateness_ms == {}, "nothing is due"
     assert num_connections == 3

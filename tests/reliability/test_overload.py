@@ -12,6 +12,7 @@ CALM = Counted(
     seconds=10.0,
     first_token_ms={"p50": 20.0, "p99": 40.0, "max": 50.0},
     refusal_ms={},
+    lateness_ms={},
 )
 BUSY = replace(CALM, statuses={"200": 90, "429": 3, "503": 700}, num_in_time=80, refusal_ms={"p99": 9.0})
 SLOW = replace(CALM, num_in_time=5, first_token_ms={"p50": 25.0, "p99": 50.0, "max": 70.0})
@@ -31,4 +32,5 @@ def test_figures_follow_from_what_the_loads_counted() -> None:
     assert figures.goodput_share == 0.9
     assert figures.growing == ["process: memory, MB"]
     assert figures.crowd.num_refused == 703
+    assert (CALM.refused_share, figures.crowd.refused_share) == (0, 703 / 793)
     assert replace(figures, capacity=12.0).goodput_share == 0.75, "the better of two measurements is the peak"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loramux.engine.protocol.messages import Add
 from loramux.engine.scheduling.fair_queue import MAX_COST_RATIO, MAX_ROUNDS, ROUNDS_BETWEEN_CHECKS, FairQueue
 from loramux.engine.scheduling.shares import FairShare, place
-from loramux.engine.sequences.sequence import Sequence
+from loramux.engine.sequences.sequence import Sequence, SequenceState
 from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
 
 
@@ -99,6 +99,21 @@ def test_brief_idleness_does_not_reset_service() -> None:
     waiting(queue, 2, "greedy", num_prompt=5)
     waiting(queue, 3, "other", num_prompt=5)
     assert [admit_next(queue).arrival for _ in range(3)] == [1, 3, 2]
+
+
+def test_preempted_sequence_of_a_share_that_has_had_little_lets_nobody_overtake() -> None:
+    queue = FairQueue()
+    little = waiting(queue, 0, "little", num_prompt=10)
+    admit_next(queue)
+    for arrival in range(1, 4):
+        waiting(queue, arrival, "much", num_prompt=100)
+    admit_next(queue)
+    waiting(queue, 4, "first", num_prompt=10)
+    queue.leave(little)
+    little.state, little.has_run = SequenceState.WAITING, True
+    queue.add(little)
+    waiting(queue, 5, "second", num_prompt=10)
+    assert [one.arrival for one in queue.order(3, 0)] == [0, 4, 5]
 
 
 def test_lower_priority_value_goes_first_within_a_share() -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from loramux.engine.protocol.service_tiers import SERVICE_TIERS, TIER_FACTORS
+from loramux.engine.protocol.service_tiers import FIRST_TIER_LEAD, SERVICE_TIERS, TIER_FACTORS
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.sequences.sequence import SequenceState
 from tests.engine.scheduling.test_fairness import admit_next, waiting
@@ -23,20 +23,41 @@ def filled(tier: str, num_sequences: int = 4, **limits: int) -> Bench:
     return bench
 
 
+def use_lead(queue: FairQueue) -> int:
+    """Admit sequences until the first tier has used its lead. Returns the number of its sequences."""
+    num_first = 0
+    while admit_next(queue).add.service_tier == "priority":
+        num_first += 1
+    return num_first
+
+
+def test_first_tier_goes_first_until_its_lead_is_used() -> None:
+    queue = FairQueue()
+    for arrival in range(100):
+        waiting(queue, arrival, "default", num_prompt=1000)
+    for arrival in range(100, 200):
+        waiting(queue, arrival, "priority", num_prompt=1000, service_tier="priority")
+    # Each of its requests raises its counter by a quarter of the price.
+    assert use_lead(queue) == 1 + FIRST_TIER_LEAD // 250
+
+
 def test_service_is_proportional_to_the_factor_of_the_tier() -> None:
     queue = FairQueue()
     for arrival in range(400):
         for number, tier in enumerate(SERVICE_TIERS):
-            waiting(queue, 10 * arrival + number, tier, service_tier=tier)
-    admitted = Counter(admit_next(queue).add.service_tier for _ in range(105))
+            waiting(queue, 10 * arrival + number, tier, num_prompt=1000, service_tier=tier)
+    num_first = 1 + int(FIRST_TIER_LEAD) // 250
+    admitted = Counter(admit_next(queue).add.service_tier for _ in range(num_first + 105))
+    admitted["priority"] -= num_first
     assert {tier: admitted[tier] / 20 for tier in SERVICE_TIERS} == TIER_FACTORS
 
 
 def test_tiers_multiply_the_weight_of_the_tenant() -> None:
     queue = FairQueue()
     for arrival in range(100):
-        waiting(queue, 2 * arrival, "heavy", weight=4)
-        waiting(queue, 2 * arrival + 1, "priority", service_tier="priority")
+        waiting(queue, 2 * arrival, "heavy", num_prompt=1000, weight=4)
+        waiting(queue, 2 * arrival + 1, "priority", num_prompt=1000, service_tier="priority")
+    use_lead(queue)
     assert Counter(admit_next(queue).add.share_key for _ in range(40)) == {"heavy": 20, "priority": 20}
 
 
@@ -196,7 +217,7 @@ def test_large_request_keeps_its_place_if_nothing_makes_room() -> None:
     bench.add("running", num_prompt=100, max_tokens=50, share_key="other")
     bench.step()
     bench.step()
-    bench.add("large", num_prompt=110, max_tokens=4, share_key="large", weight=1000)
+    bench.add("large", num_prompt=110, max_tokens=4, share_key="large", service_tier="priority")
     bench.add("priority", num_prompt=40, max_tokens=4, service_tier="priority", share_key="acme")
     bench.step()
     assert bench.running == {"running"}

@@ -14,6 +14,7 @@ from loramux.migrations.listener import CacheListener
 from loramux.platform.accounts import cache_invalidation
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.cache_invalidation import CacheInvalidation
+from loramux.platform.accounts.change_watch import MAX_STALE_US
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.quotas.policies import QuotaPolicies
 
@@ -31,7 +32,9 @@ class OneGateway:
         self.keys, self.tenants = ApiKeys(database), Tenants(database)
         self.num_told = 0
         self.invalidation = CacheInvalidation(
-            database, (self.keys.forget_recent, self.tenants.forget_recent, self._count)
+            database,
+            (self.keys.forget_recent, self.tenants.forget_recent, self._count),
+            confirm=(self.keys.confirm_recent, self.tenants.confirm_recent),
         )
 
     def _count(self) -> None:
@@ -71,6 +74,35 @@ def test_key_revoked_in_one_gateway_is_rejected_by_the_other(migrated_url: str) 
         # The key must be gone soon after one poll, long before its cache entry expires.
         assert until(lambda: other.keys.recent(key.secret) is None) < 2.5
         assert other.keys.authenticate(key.secret) is None
+
+
+def test_keys_and_shares_are_kept_while_the_database_is_heard(migrated_url: str) -> None:
+    now_us, confirmed_us = [10**15], [0]
+    database = Database(migrated_url, clock=lambda: now_us[0])
+    keys, tenants = ApiKeys(database), Tenants(database)
+    tenant = tenants.create("acme")
+    key = keys.create(tenant.id, "test")
+
+    def confirm(at_us: int) -> None:
+        keys.confirm_recent(at_us)
+        confirmed_us[0] = at_us
+
+    invalidation = CacheInvalidation(
+        database, (keys.forget_recent, tenants.forget_recent), confirm=(tenants.confirm_recent, confirm)
+    )
+    until(lambda: confirmed_us[0])
+    assert keys.authenticate(key.secret) is not None
+    tenants.share(tenant.id)
+    for _ in range(3):
+        now_us[0] += MAX_STALE_US - 1
+        until(lambda: confirmed_us[0] == now_us[0])
+        assert keys.recent(key.secret) is not None, "no poll found a change"
+        assert tenants.recent_share(tenant.id) is not None
+    invalidation.close()
+    now_us[0] += MAX_STALE_US
+    assert keys.recent(key.secret) is None
+    assert tenants.recent_share(tenant.id) is None
+    database.close()
 
 
 def test_polling_makes_up_for_a_lost_notification(migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

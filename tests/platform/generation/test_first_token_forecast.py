@@ -11,8 +11,9 @@ from msgspec import structs
 
 from loramux.engine.protocol.messages import Stats, TierLoad
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
-from loramux.platform.generation.first_token_forecast import PREFILL_AGE_S, FirstTokenForecast, Share
+from loramux.platform.generation.first_token_forecast import NUM_ERRORS, PREFILL_AGE_S, FirstTokenForecast
 from loramux.platform.generation.first_token_gate import USED_PART
+from loramux.platform.generation.mirrored_queue import Share
 from tests.engine.simulated_engine import Clock, simulate_engine, stats_of
 
 ACME, GLOBEX, INITECH = (Share(name, "default") for name in ("acme", "globex", "initech"))
@@ -55,7 +56,7 @@ class Lab:
 def test_nothing_is_predicted_before_anything_is_measured() -> None:
     forecast = FirstTokenForecast(Clock())
     for number in range(1000):
-        forecast.add(f"{number}", ACME, 1000, 1)
+        forecast.queue.add(f"{number}", ACME, 1000, 1)
     assert forecast.forecast(ACME, 1000).seconds == 0
     assert forecast.drain_per_s is None
 
@@ -70,9 +71,9 @@ def test_request_is_next_if_nothing_waits_and_a_slot_is_free() -> None:
     lab = Lab(prefill=1e-3)
     lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES - 1))
     assert lab.forecast.forecast(ACME, 10).is_next
-    lab.forecast.add("one", GLOBEX, 10, 1)
+    lab.forecast.queue.add("one", GLOBEX, 10, 1)
     assert not lab.forecast.forecast(ACME, 10).is_next
-    lab.forecast.remove("one")
+    lab.forecast.queue.remove("one")
     lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
     assert not lab.forecast.forecast(ACME, 10).is_next
     lab.note(TierLoad(), TierLoad(num_running=1, num_waiting=1))
@@ -104,7 +105,7 @@ def test_requests_between_two_reports_count() -> None:
     lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
     before = lab.seconds(ACME)
     for number in range(6):
-        lab.forecast.add(f"{number}", ACME, 10, 1)
+        lab.forecast.queue.add(f"{number}", ACME, 10, 1)
     assert lab.seconds(ACME) == pytest.approx(before + 3)
     lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES, num_waiting=6, prompt_tokens=60))
     assert lab.seconds(ACME) == pytest.approx(before + 3), "the report contains them, too"
@@ -114,30 +115,30 @@ def test_requests_that_have_begun_or_ended_no_longer_wait() -> None:
     lab = Lab(drain=2.0)
     lab.note()
     for number in range(12):
-        lab.forecast.add(f"{number}", ACME, 10, 1)
+        lab.forecast.queue.add(f"{number}", ACME, 10, 1)
     assert lab.seconds(ACME) == pytest.approx((12 + 1 - 4) / 2)
     for number in range(4):
-        lab.forecast.begin(f"{number}")
+        lab.forecast.queue.begin(f"{number}")
     assert lab.seconds(ACME) == pytest.approx((12 + 1 - 4) / 2), "they hold slots"
     for number in range(10):
-        lab.forecast.remove(f"{number}")
-        lab.forecast.remove(f"{number}")
-        lab.forecast.begin(f"{number}")
+        lab.forecast.queue.remove(f"{number}")
+        lab.forecast.queue.remove(f"{number}")
+        lab.forecast.queue.begin(f"{number}")
     assert lab.seconds(ACME, prompt_tokens=0) == pytest.approx(0.2)
-    lab.forecast.remove("10")
-    lab.forecast.remove("11")
-    assert lab.forecast.num_shares == 1, "its arrivals still count"
+    lab.forecast.queue.remove("10")
+    lab.forecast.queue.remove("11")
+    assert lab.forecast.queue.num_shares == 1, "its arrivals still count"
     for _ in range(2):
         lab.clock.now += 5
         lab.note()
-    assert lab.forecast.num_shares == 0
+    assert lab.forecast.queue.num_shares == 0
 
 
 def test_flood_delays_its_tenant_and_barely_others() -> None:
     lab = Lab(drain=2.0)
     lab.note()
     for number in range(500):
-        lab.forecast.add(f"{number}", GLOBEX, 10, 1)
+        lab.forecast.queue.add(f"{number}", GLOBEX, 10, 1)
     flood, polite = lab.forecast.forecast(GLOBEX, 10), lab.forecast.forecast(ACME, 10)
     assert flood.seconds == flood.own_s > 50
     assert polite.seconds < 1
@@ -148,30 +149,114 @@ def test_many_tenants_delay_each_other_through_no_fault_of_their_own() -> None:
     lab = Lab(drain=2.0)
     lab.note()
     for number in range(100):
-        lab.forecast.add(f"{number}", Share(f"tenant {number}", "default"), 10, 1)
+        lab.forecast.queue.add(f"{number}", Share(f"tenant {number}", "default"), 10, 1)
     found = lab.forecast.forecast(ACME, 10)
     assert found.seconds > 10
     assert found.own_s < 1
 
 
-@pytest.mark.parametrize(("tier", "num_before"), [("priority", 25), ("default", 100), ("flex", 400)])
-def test_tiers_wait_for_what_their_weights_leave(tier: str, num_before: int) -> None:
+def ask(lab: Lab, share: Share, *, num_waiting: int, num_served: int = 0, answer_tokens: int = 20) -> None:
+    """Add requests of a share that wait, and requests that have ended."""
+    for number in range(num_served):
+        lab.forecast.queue.add(f"{share} {number}", share, 10, 1)
+        lab.forecast.queue.begin(f"{share} {number}")
+        lab.forecast.queue.remove(f"{share} {number}", answer_tokens)
+    for number in range(num_waiting):
+        lab.forecast.queue.add(f"{share} waiting {number}", share, 10, 1)
+
+
+def test_polite_tenant_is_forecast_its_own_turn_beside_many_that_have_had_more() -> None:
+    lab = Lab(drain=2.0, prefill=1e9)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    ask(lab, INITECH, num_waiting=1, num_served=1)
+    for number in range(100):
+        ask(lab, Share(f"tenant {number}", "default"), num_waiting=3, num_served=2 + number % 5)
+    # Only one tenant has had as little.
+    assert lab.seconds(ACME) == pytest.approx(2 / 2)
+    ask(lab, ACME, num_waiting=6)
+    assert lab.seconds(ACME) > 100 / 2, "its seventh request waits for those of the others"
+
+
+def test_share_that_has_had_more_waits_for_what_others_go_on_asking() -> None:
+    lab = Lab(drain=2.0, prefill=1e9)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    full = TierLoad(), TierLoad(num_running=MAX_SEQUENCES, num_waiting=1, prompt_tokens=10)
+    ask(lab, GLOBEX, num_waiting=0, num_served=4)
+    ask(lab, ACME, num_waiting=1)
+    ask(lab, INITECH, num_waiting=0, num_served=8)
+    before = lab.seconds(INITECH)
+    lab.clock.now += 2
+    lab.note(*full)
+    assert lab.seconds(INITECH) > before, "four requests of globex arrived within two seconds"
+    assert lab.seconds(Share("new", "default")) == pytest.approx(2 / 2), "they come after those of a new tenant"
+
+
+def test_share_that_has_had_more_waits_for_new_shares_that_go_on_arriving() -> None:
+    lab = Lab(drain=2.0, prefill=1e9)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    ask(lab, GLOBEX, num_waiting=1)
+    ask(lab, INITECH, num_waiting=0, num_served=1)
+    before = lab.seconds(INITECH)
+    for number in range(20):
+        ask(lab, Share(f"tenant {number}", "default"), num_waiting=0, num_served=1)
+    lab.clock.now += 2
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES, num_waiting=1, prompt_tokens=10))
+    assert lab.seconds(INITECH) > before + 5, "ten new shares arrive per second, and two sequences end"
+    assert lab.seconds(ACME) == pytest.approx(before), "a new share comes before those that arrive later"
+
+
+def test_long_answers_count_more_than_short_ones() -> None:
+    waits = []
+    for answer_tokens in (20, 400):
+        lab = Lab(drain=1.0, prefill=1e9)
+        lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+        ask(lab, GLOBEX, num_waiting=50, num_served=63)
+        ask(lab, INITECH, num_waiting=0, num_served=1, answer_tokens=answer_tokens)
+        waits.append(lab.seconds(INITECH))
+    assert waits[0] == pytest.approx(1 + 2)
+    assert waits[1] > 10, "one answer costs as much as more than ten requests of globex"
+
+
+@pytest.mark.parametrize(("tier", "num_before"), [("priority", 0), ("default", 100), ("flex", 100)])
+def test_new_shares_wait_for_one_request_of_each_equal_before_them(tier: str, num_before: int) -> None:
     lab = Lab(drain=1.0, prefill=1e9)
     lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
     for number in range(100):
-        lab.forecast.add(f"{number}", Share(f"tenant {number}", "default"), 10, 4)
+        lab.forecast.queue.add(f"{number}", Share(f"tenant {number}", "default"), 10, 4)
     found = lab.forecast.forecast(Share("acme", tier), 10).seconds
     assert found == pytest.approx(1 + num_before)
+
+
+@pytest.mark.parametrize(("tier", "num_before"), [("default", 100), ("flex", 400)])
+def test_next_requests_of_a_tier_wait_for_what_its_weight_leaves(tier: str, num_before: int) -> None:
+    lab = Lab(drain=1.0, prefill=1e9)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    for number in range(100):
+        ask(lab, Share(f"tenant {number}", "default"), num_waiting=5)
+    share = Share("acme", tier)
+    ask(lab, share, num_waiting=1)
+    # Until the counter reaches that of the second request, the others begin one request each per unit of weight, and
+    # the one with which they reach it.
+    assert lab.seconds(share) == pytest.approx(2 + num_before + 100)
+
+
+def test_flex_waits_for_all_of_priority_and_priority_for_nothing_of_flex() -> None:
+    lab = Lab(drain=1.0, prefill=1e9)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    ask(lab, Share("globex", "priority"), num_waiting=50)
+    ask(lab, Share("initech", "flex"), num_waiting=50)
+    assert lab.seconds(Share("acme", "flex")) == pytest.approx(1 + 50 + 1)
+    assert lab.seconds(Share("acme", "priority")) == pytest.approx(1 + 1)
 
 
 def test_heavier_tenants_wait_less() -> None:
     lab = Lab(drain=1.0)
     lab.note()
     for number in range(64):
-        lab.forecast.add(f"{number}", GLOBEX, 10, 1)
+        lab.forecast.queue.add(f"{number}", GLOBEX, 10, 1)
     for number in range(8):
-        lab.forecast.add(f"own {number}", INITECH, 10, 1)
-    lab.forecast.add("own", Share("heavy", "default", 8), 10, 8)
+        lab.forecast.queue.add(f"own {number}", INITECH, 10, 1)
+    lab.forecast.queue.add("own", Share("heavy", "default", 8), 10, 8)
     assert lab.seconds(Share("heavy", "default", 8)) < lab.seconds(INITECH)
 
 
@@ -180,6 +265,10 @@ def test_running_flex_sequences_do_not_delay_priority() -> None:
     lab.note(TierLoad(), TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
     assert lab.seconds(Share("acme", "priority")) == pytest.approx(0.1)
     assert lab.seconds(ACME) == pytest.approx(10)
+    ask(lab, ACME, num_waiting=MAX_SEQUENCES)
+    assert lab.seconds(Share("acme", "priority")) == pytest.approx(0.1), "whatever else waits"
+    ask(lab, Share("acme", "priority"), num_waiting=MAX_SEQUENCES)
+    assert lab.seconds(Share("acme", "priority")) == pytest.approx(10), "all slots of flex are taken"
 
 
 def test_background_sequences_delay_nobody() -> None:
@@ -239,6 +328,23 @@ def test_cached_prompts_are_faster() -> None:
     assert lab.seconds(ACME, prompt_tokens=400) == pytest.approx(1)
 
 
+def test_forecast_learns_from_requests_that_waited_for_longer() -> None:
+    lab = Lab(drain=1.0)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    assert lab.seconds(ACME) == 1
+    for _ in range(10 * NUM_ERRORS):
+        lab.forecast.correct(ACME.rank, lab.seconds(ACME), waited_s=3.0)
+    assert lab.seconds(ACME) == pytest.approx(3.0, rel=0.01)
+    assert lab.seconds(Share("acme", "priority")) == 1, "another tier"
+    lab.clock.now += 30
+    lab.num_ended += 30
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    assert lab.seconds(ACME) == pytest.approx(1, rel=0.1), "a tier whose requests are all refused is tried again"
+    for _ in range(10 * NUM_ERRORS):
+        lab.forecast.correct(ACME.rank, lab.seconds(ACME), waited_s=0.1)
+    assert lab.seconds(ACME) == 1, "it is never less than the queue explains"
+
+
 OBJECTIVES = {"priority": 0.5, "default": 2.0, "flex": 2.0}
 STEP_S = 0.02
 ANSWER_TOKENS = 20
@@ -276,7 +382,7 @@ def test_ten_times_the_capacity() -> None:
                     continue
                 name = f"{num_asked}"
                 entered[name] = share, clock.now
-                forecast.add(name, share, 5, 1)
+                forecast.queue.add(name, share, 5, 1)
                 tenant = {"share_key": share.tenant_id, "service_tier": share.service_tier}
                 simulation.add(name, max_tokens=ANSWER_TOKENS, **tenant)
         before = clock.now
@@ -284,12 +390,12 @@ def test_ten_times_the_capacity() -> None:
             clock.now += STEP_S
         for name in [name for name in simulation.tokens if name not in begun]:
             begun.add(name)
-            forecast.begin(name)
+            forecast.queue.begin(name)
             share, entered_s = entered[name]
             if entered_s > 8:
                 waits[share.service_tier].append(clock.now - entered_s)
         for name in [name for name in simulation.finished if name in entered]:
-            forecast.remove(name)
+            forecast.queue.remove(name)
             del entered[name]
         if clock.now >= next_report_s:
             forecast.note(stats_of(simulation))

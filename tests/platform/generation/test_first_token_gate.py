@@ -13,11 +13,11 @@ from sqlalchemy import select
 from loramux.engine.protocol.messages import TierLoad
 from loramux.migrations.database import Database
 from loramux.migrations.schema import reservations
-from loramux.platform.accounts import tenants
 from loramux.platform.accounts.tenants import TenantChanges
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.quotas.overview import QuotaCaller, QuotaOverview
 from loramux.platform.requests import request_life
+from loramux.platform.requests.request_life import REFUSED_STALE_US
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.responses_api import background
 from loramux.platform.service_tiers import parse_objectives
@@ -112,8 +112,9 @@ async def test_known_tenant_is_refused_without_the_database(gated: Gateway, monk
     await look(gated, num_running=MAX_SEQUENCES, num_waiting=30)
     assert await status(gated, *CHAT) == 503
     monkeypatch.setattr(request_life, "resolve", None)
-    monkeypatch.setattr(tenants, "MAX_STALE_US", 0)
-    assert gated.services.callers.tenants.recent_share(gated.tenant.id) is None
+    shares = gated.services.callers.tenants._shares
+    read_us, share = shares[gated.tenant.id]
+    shares[gated.tenant.id] = read_us - REFUSED_STALE_US // 2, share
     assert await status(gated, *CHAT) == 503
     assert value(gated, "loramux_overload_refusals_total", tier="default", status="503") == 2
 

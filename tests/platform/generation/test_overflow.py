@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loramux.adapter_store.formats.files.file_names import PARSERS_FILE
 from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.records import Adapter
 from loramux.adapter_store.registry.registry import AdapterRegistry
@@ -114,6 +115,21 @@ async def test_overflow_answers_for_an_adapter_that_cannot_be_loaded(gateway: Ga
     assert (failed.model, failed.status, failed.completion_tokens) == ("acme/support@1", "failed", 0)
     assert (answered.model, answered.status) == ("acme/small@1", "completed")
     assert answered.request_id == response.headers["x-request-id"] != failed.request_id
+
+
+async def test_overflow_answers_for_an_adapter_that_this_server_cannot_use(gateway: Gateway) -> None:
+    files = {PARSERS_FILE: b'{"tool_call_parser": "of-an-extension"}'}
+    adapter_id = gateway.add_adapter("acme", "support", files=files)
+    response = await ask(gateway, *CHAT)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "adapter_unavailable")
+    AdapterAliases(gateway.database).set(adapter_id, "default", {1: 1}, overflow="base")
+    gateway.services.callers.overflows._read = None
+    response = await ask(gateway, *CHAT)
+    assert response.status_code == 200, response.text
+    assert (response.json()["model"], response.headers["x-loramux-overflow-of"]) == ("base", "support")
+    assert response.json()["service_tier"] == "default"
+    [event] = gateway.usage()
+    assert (event.model, event.status) == ("base", "completed")
 
 
 async def test_request_that_has_begun_is_not_answered_and_charged_again(gateway: Gateway) -> None:
