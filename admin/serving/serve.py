@@ -144,6 +144,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             pdl=settings.pdl,
             fused_lora=settings.fused_lora,
             speculate=settings.speculate,
+            tensor_parallel_size=settings.tensor_parallel_size or 1,
             traces=settings.trace_config,
         )
         if settings.num_threads is not None:

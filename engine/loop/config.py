@@ -61,7 +61,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     does neither.
     """
     pool_bytes: int | None = None
-    """Size of the page pool. None means 1 GiB on a CPU, or most of the memory that the model leaves free on a GPU."""
+    """Size of the page pool, of all workers together. None means 1 GiB on a CPU, or most of the memory that the model
+    leaves free on a GPU.
+    """
     max_model_len: int | None = None
     """Longest context of a sequence, in tokens. None means the model's own limit."""
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS["cpu"]
@@ -83,6 +85,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_tier_bytes: int = 16 << 30
     host_tier_bytes: int = 1 << 30
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    tensor_parallel_size: int = 1
+    """Number of processes that divide the model's linear layers, the pool and the threads among themselves."""
     pdl: bool = True
     """Overlap the launches of kernels (programmatic dependent launch) on GPUs of compute capability 9.0 or later."""
     fused_lora: bool = False

@@ -161,10 +161,10 @@ def _to_fp8(packed: PackedAdapter, target: PackTarget) -> PackedAdapter:
                 continue
             shape = target.shard(module).shape(module)
             old_offsets = old.rank_and_offsets(layer, index)[1]
-            A_rows, B_rows = (_rows_of_part(source, shape, p, rank, old_offsets[p], wide, layer) for p in (A, B))
+            A_rows, B_rows = (rows_of_part(source, shape, p, rank, old_offsets[p], wide, layer) for p in (A, B))
             codes = to_fp8_factors(A_rows, B_rows)
             for p, coded in ((A, codes.A), (B, codes.B)):
-                _rows_of_part(stream, shape, p, rank, offsets[p], target, layer)[...] = coded
+                rows_of_part(stream, shape, p, rank, offsets[p], target, layer)[...] = coded
             of_all, at = (outer_scales, index) if layer is None else (scales, (layer, index))
             with np.errstate(over="ignore"):
                 scale = np.float32(float(of_all[at]) * codes.factor)
@@ -175,7 +175,7 @@ def _to_fp8(packed: PackedAdapter, target: PackTarget) -> PackedAdapter:
     return PackedAdapter(packed.digest, layout, scales, payload, outer_scales, packed.base)
 
 
-def _rows_of_part(
+def rows_of_part(
     stream: npt.NDArray[Any],
     shape: LinearShape,
     part: int,
