@@ -34,6 +34,7 @@ from loramux.engine.loop.config import (
     DEFAULT_SEQUENCES,
     EngineConfig,
     check_activations,
+    check_workers,
     resolve_device,
     resolve_dtype,
     resolve_max_model_len,
@@ -154,7 +155,9 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             raise ConfigNotUsable(
                 f"the model's weights are already quantised ({model.quantization.name}): omit --quantization"
             )
-        check_activations(config, settings.quantization is not None or model.quantization is not None)
+        is_quantized = settings.quantization is not None or model.quantization is not None
+        check_activations(config, is_quantized)
+        check_workers(config, model, is_quantized)
     except EngineError as error:
         raise StartRefused(str(error)) from error
     return model, config

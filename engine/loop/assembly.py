@@ -41,7 +41,7 @@ from loramux.engine.execution.executor import Executor
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import reachable_shapes
-from loramux.engine.loop.config import EngineConfig, activation_bits
+from loramux.engine.loop.config import EngineConfig, activation_bits, check_workers
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
@@ -54,7 +54,7 @@ from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.parallel.parallel_execution import ParallelCopier, ParallelExecutor
 from loramux.engine.parallel.sharded_adapters import AdapterDivider
-from loramux.engine.parallel.sharding import check_sharding, module_shards
+from loramux.engine.parallel.sharding import module_shards
 from loramux.engine.parallel.worker import Worker
 from loramux.engine.parallel.workers import Workers
 from loramux.engine.protocol.errors import ConfigNotUsable, PoolTooSmall
@@ -169,13 +169,8 @@ def _start_workers(config: EngineConfig) -> Workers | None:
     size = config.tensor_parallel_size
     if size == 1:
         return None
-    if config.device != "cpu":
-        raise ConfigNotUsable("tensor parallelism runs only on CPUs so far: omit tensor_parallel_size")
-    if config.num_threads < size:
-        raise ConfigNotUsable(
-            f"{size} workers need a thread each, but num_threads is {config.num_threads}: lower tensor_parallel_size"
-        )
-    check_sharding(ModelConfig.load(Path(config.model_dir)), size, config.quantized_dir is not None)
+    model = ModelConfig.load(Path(config.model_dir))
+    check_workers(config, model, config.quantized_dir is not None or model.quantization is not None)
     return Workers(msgspec.json.encode(config), size)
 
 

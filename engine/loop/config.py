@@ -11,6 +11,7 @@ from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.quantization.base_format import rounds_inputs
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.cuda_driver import missing_for_cuda
+from loramux.engine.parallel.sharding import check_sharding
 from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
 from loramux.engine.tracing.spans import TraceConfig
 
@@ -184,6 +185,23 @@ def check_activations(config: EngineConfig, is_quantized: bool) -> None:
 
     if byte_products(host_features()) is None:
         raise DeviceNotUsable("activations in int8 need a CPU with AVX2 or AVX512_VNNI: omit --activations")
+
+
+def check_workers(config: EngineConfig, model: ModelConfig, is_quantized: bool) -> None:
+    """Raise ConfigNotUsable if `tensor_parallel_size` workers cannot share this base on this device.
+
+    `is_quantized` is True if the engine's weights are quantised.
+    """
+    size = config.tensor_parallel_size
+    if size == 1:
+        return
+    if config.device != "cpu":
+        raise ConfigNotUsable("tensor parallelism runs only on CPUs so far: omit tensor_parallel_size")
+    if config.num_threads < size:
+        raise ConfigNotUsable(
+            f"{size} workers need a thread each, but num_threads is {config.num_threads}: lower tensor_parallel_size"
+        )
+    check_sharding(model, size, is_quantized)
 
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

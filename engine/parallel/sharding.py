@@ -46,7 +46,7 @@ def check_sharding(model: ModelConfig, size: int, is_quantized: bool) -> None:
     """
     attention = model.attention
     unsupported = {
-        "quantised weights": is_quantized or model.quantization is not None,
+        "quantised weights": is_quantized,
         "experts": model.mixture is not None,
         "a gated delta rule": model.delta is not None,
         "parallel residuals": model.altup is not None,
