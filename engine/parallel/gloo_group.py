@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
+
+# torch's type stubs lack parts of these classes.
+_distributed: Any = distributed
 
 TIMEOUT = timedelta(minutes=30)
 """Longest wait for another worker. The supervisor ends an engine whose steps take much less time."""
@@ -33,11 +37,12 @@ class GlooGroup:
 
     def join(self) -> None:
         """Connect to all other workers, and wait for them."""
-        store = distributed.FileStore(str(self._meeting), self._size)
-        options = distributed.ProcessGroupGloo._Options()
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        gloo = _distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = TIMEOUT
-        self._group = distributed.ProcessGroupGloo(store, self._worker, self._size, options)
+        store = _distributed.FileStore(str(self._meeting), self._size)
+        self._group = gloo(store, self._worker, self._size, options)
 
     def sum(self, y: torch.Tensor) -> torch.Tensor:
         y = y.contiguous()

@@ -40,7 +40,8 @@ class _Worker:
         except OSError as error:
             raise self.lost() from error
 
-    def await_loaded(self) -> None:
+    def await_signal(self) -> None:
+        """Wait until the worker has loaded its share of the model or, the second time, has joined the group."""
         try:
             self.connection.recv_bytes()
         except (EOFError, OSError) as error:
@@ -86,8 +87,11 @@ class Workers:
     def join(self) -> None:
         """Wait until all workers have loaded their share of the model, and connect them."""
         for worker in self._workers:
-            worker.await_loaded()
+            worker.await_signal()
         self.group.join()
+        # The others may still be reading the file through which they meet.
+        for worker in self._workers:
+            worker.await_signal()
         self._directory.cleanup()
 
     def send(self, message: ToWorker) -> None:
@@ -110,7 +114,7 @@ class Workers:
 
     def check(self, timeout_s: float = 0.0) -> None:
         """Return after `timeout_s` seconds if all workers are running."""
-        # Once it has loaded the model, a worker sends nothing, so its connection is readable only at its end.
+        # Once it has joined the group, a worker sends nothing, so its connection is readable only at its end.
         ended = wait([worker.connection for worker in self._workers], timeout_s)
         for worker in self._workers:
             if worker.connection in ended:

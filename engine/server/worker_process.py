@@ -40,6 +40,7 @@ def main() -> None:
         sys.exit(EXIT_REFUSED)
     connection.send_bytes(b"loaded")
     group.join()
+    connection.send_bytes(b"joined")
     freeze_gc()
     worker.serve(connection)
 

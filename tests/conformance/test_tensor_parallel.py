@@ -71,6 +71,7 @@ def logits_of(
         for _, add in asked.values():
             engine.engine.add(b"", add)
         run(engine.engine)
+        engine.engine._executor = recorder.executor
     engine.engine.check_integrity()
     return dict(recorder.by_sequence)
 
