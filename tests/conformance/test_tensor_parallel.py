@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Iterator
@@ -11,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.assembly import AssembledEngine
+from loramux.engine.loop.config import pack_target
 from loramux.engine.parallel.workers import WorkerLost
 from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject, run
 from tests.conformance.test_parity import OUTER_PLANS
-from tests.conformance.tiny_models import PLANS, SHAPE, SMALL_WINDOW, VOCAB_SIZE
+from tests.conformance.tiny_models import PLANS, SHAPE, SMALL_WINDOW, VOCAB_SIZE, pack_peft_directory
 
 campaign = pytest.mark.campaign
 FAMILIES = [
@@ -102,6 +105,32 @@ def test_adapters_are_evicted_and_loaded_again(subject: Subject, size: int, monk
             for sequence_id, (name, add) in asked.items():
                 assert_parity(subject, name, add, found[sequence_id])
         assert engine.adapters.num_evictions > 0
+
+
+@campaign
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("formats", [{"kv_dtype": "int8"}, {"kv_dtype": "int8", "adapter_dtype": "fp8"}], ids=str)
+def test_tokens_equal_those_of_one_worker_in_formats_of_eight_bits(
+    subject: Subject, formats: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 codes cannot represent adapters that have more than an A and a B for the layers."""
+    target = pack_target(ModelConfig.load(subject.directory), "float32", **formats)
+    names = ["r1", "r3", "r8", "r16", "by-layer"]
+    packed = {
+        name: pack_peft_directory(subject.directory.parent / "adapters" / name, target, subject.directory)
+        for name in names
+    }
+    own = dataclasses.replace(
+        subject,
+        digests={name: one.digest for name, one in packed.items()},
+        adapters={one.digest: one for one in packed.values()},
+    )
+    asked, tokens = requests(own), []
+    for number in (1, size):
+        with assembled(own, tensor_parallel_size=number, num_threads=number, **formats) as engine:
+            logits = logits_of(engine, asked, monkeypatch)
+        tokens.append({name: [int(row.argmax()) for row in rows] for name, rows in logits.items()})
+    assert tokens[0] == tokens[1]
 
 
 @campaign
