@@ -19,13 +19,15 @@ TIMEOUT = timedelta(minutes=30)
 class GlooGroup:
     """The group of `size` workers that meet through the file `meeting`, which the first of them creates.
 
-    Call `join` in all workers before the first exchange. An exchange raises RuntimeError if another worker has ended.
+    Call `join` in all workers before the first exchange, and `close` after the last. An exchange raises RuntimeError if
+    another worker has ended.
     """
 
     def __init__(self, meeting: Path, size: int, worker: int) -> None:
         self._meeting = meeting
         self._size = size
         self._worker = worker
+        self._group: Any = None
 
     @property
     def size(self) -> int:
@@ -43,6 +45,10 @@ class GlooGroup:
         options._timeout = TIMEOUT
         store = _distributed.FileStore(str(self._meeting), self._size)
         self._group = gloo(store, self._worker, self._size, options)
+
+    def close(self) -> None:
+        """End the threads that exchange tensors. Otherwise, they would abort the process when it exits."""
+        self._group = None
 
     def sum(self, y: torch.Tensor) -> torch.Tensor:
         y = y.contiguous()

@@ -126,4 +126,5 @@ class Workers:
             worker.connection.close()
         for worker in self._workers:
             worker.end()
+        self.group.close()
         self._directory.cleanup()

@@ -43,6 +43,7 @@ def main() -> None:
     connection.send_bytes(b"joined")
     freeze_gc()
     worker.serve(connection)
+    group.close()
 
 
 if __name__ == "__main__":

@@ -89,6 +89,8 @@ def test_mixed_adapters_equal_peft_and_one_worker(subject: Subject, size: int, m
         stats = engine.engine.stats(StatsRequest(call_id=""))
         assert stats.max_adapters_in_step > len(subject.digests) // 2
         assert stats.num_kv_pages == 0
+        processes = [worker.process for worker in engine.workers._workers]
+    assert [process.returncode for process in processes] == [0] * (size - 1)
     for sequence_id, (name, add) in asked.items():
         assert_parity(subject, name, add, found[sequence_id])
         assert [row.argmax() for row in found[sequence_id]] == [row.argmax() for row in expected[sequence_id]]
