@@ -223,6 +223,12 @@ CAMPAIGNS: Mapping[str, Campaign] = {
             "LORAMUX_GATEWAY_KILLS": "40",
         },
     ),
+    "tensor-parallel": Campaign(
+        line="Engines of two and four workers against peft and one worker, and servers with killed workers",
+        commands=(
+            _pytest("tests/conformance/test_tensor_parallel.py", "tests/admin/serving/test_tensor_parallel_server.py"),
+        ),
+    ),
     "mutants": Campaign(
         line="Known faults, most of them of other servers, put back one by one; each must be caught by its test",
         commands=(("tests.mutants", "--out", "benchmarks/results/mutants.json"),),

@@ -51,8 +51,8 @@ def confine(writable: Iterable[Path]) -> list[str]:
     """
     if sys.platform != "linux":
         return list(MEASURES)
+    end_with_parent()
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     # An ordinary user can unshare the network only together with a new user namespace.
     has_network = libc.unshare(_NEW_NETWORK) != 0 and libc.unshare(_NEW_USER | _NEW_NETWORK) != 0
@@ -64,6 +64,12 @@ def confine(writable: Iterable[Path]) -> list[str]:
     taken[FILES] = restrict_files(libc, _code_directories(), writable)
     taken[CALLS] = refuse_calls(libc)
     return [name for name in MEASURES if not taken[name]]
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def hide_memory() -> None:

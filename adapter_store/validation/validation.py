@@ -31,7 +31,7 @@ from loramux.adapter_store.formats.packed.module_places import (
 )
 from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.packed.rearranged_places import places_in_file
-from loramux.adapter_store.formats.packed.trained_rows import max_row_counts, outer_weight_names
+from loramux.adapter_store.formats.packed.trained_rows import max_row_counts, outer_weight_names, tokens_of
 from loramux.adapter_store.formats.packed.trained_vectors import TrainedVector
 from loramux.adapter_store.formats.version_files.adapter_task import EMBEDDING_TASK
 from loramux.adapter_store.validation.expected_modules import ExpectedModule, expected_modules
@@ -160,7 +160,7 @@ def validate_files(
         trained=parts.rows,
         vocab_size=parts.vocab_size,
         num_trained_rows={
-            module.name: parts.rows[module.name].max_count(target.tokens(module, parts.vocab_size))
+            module.name: parts.rows[module.name].max_count(tokens_of(module, parts.vocab_size))
             for module in target.outer_modules
             if module.name in parts.rows and (parts.task is None or module.name != HEAD)
         },

@@ -34,6 +34,7 @@ from loramux.engine.loop.config import (
     DEFAULT_SEQUENCES,
     EngineConfig,
     check_activations,
+    check_workers,
     resolve_device,
     resolve_dtype,
     resolve_max_model_len,
@@ -144,6 +145,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             pdl=settings.pdl,
             fused_lora=settings.fused_lora,
             speculate=settings.speculate,
+            tensor_parallel_size=settings.tensor_parallel_size or 1,
             traces=settings.trace_config,
         )
         if settings.num_threads is not None:
@@ -153,7 +155,9 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             raise ConfigNotUsable(
                 f"the model's weights are already quantised ({model.quantization.name}): omit --quantization"
             )
-        check_activations(config, settings.quantization is not None or model.quantization is not None)
+        is_quantized = settings.quantization is not None or model.quantization is not None
+        check_activations(config, is_quantized)
+        check_workers(config, model, is_quantized)
     except EngineError as error:
         raise StartRefused(str(error)) from error
     return model, config

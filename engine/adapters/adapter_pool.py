@@ -49,7 +49,8 @@ class AdapterPool:
 
     `stager` loads adapters into host memory, `copier` copies them from there into pages, and `tables` record their
     locations. Idle adapters stay until their pages or slot are needed. `policy` decides which idle adapter is evicted
-    first. The `reclaimer` first evicts adapters that no sequence is waiting for.
+    first. The `reclaimer` first evicts adapters that no sequence is waiting for. If several workers share the base,
+    `divide` divides a staged adapter among them.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class AdapterPool:
         clock: Callable[[], float] = time.monotonic,
         *,
         on_residency: Callable[[str, bool], None],
+        divide: Callable[[StagedAdapter], StagedAdapter] | None = None,
     ) -> None:
         self._pages = pages
         self._stager = stager
@@ -70,6 +72,7 @@ class AdapterPool:
         self._tables = tables
         self.reclaimer = Reclaimer(pages, policy, waited_for=self)
         self._clock = clock
+        self._divide = divide
         self._loads: dict[str, AdapterLoad] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Loads waiting for a slot and pages.
@@ -258,6 +261,8 @@ class AdapterPool:
         """Queue a staged adapter for a slot and pages. Returns an error message if the adapter needs more pages than
         are unpinned.
         """
+        if self._divide is not None:
+            staged = self._divide(staged)
         load.staged = staged
         load.num_pages = staged.packed.num_pages
         load.vocab_size = staged.packed.layout.rows.vocab_size

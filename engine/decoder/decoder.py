@@ -98,7 +98,7 @@ class Decoder:
             head_bias = place.tensor(HEAD_BIAS, (config.vocab_size,)) if config.head_bias else None
             self._head = backend.make_linear(self._embedding, head_bias)
         else:
-            self._head = place.linear("", [config.outer_modules[HEAD]], config.head_bias)
+            self._head = place.head(config.outer_modules[HEAD], config.head_bias)
         self._head_dims = sorted(set(head_dims))
         self._rotary = [
             (cos.to(backend.device), sin.to(backend.device))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from loramux.engine.device.backend import AddingLinear, DenseLinear, Linear
+from loramux.engine.device.worker_group import WorkerGroup
 from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.routing import Routing
@@ -69,7 +70,7 @@ class AdaptableLinear:
     linear: Linear
     group: ModuleGroup
     flag: int
-    adding: AddingLinear | None = None
+    adding: AddingLinear | None
 
     def __call__(self, x: torch.Tensor, adapters: LayerAdapters) -> torch.Tensor:
         kernels = adapters.kernels
@@ -86,3 +87,15 @@ class AdaptableLinear:
         y = kernels.multiply(self.linear, x)
         kernels.lora_add(x, call, y)
         return y
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SummedLinear(AdaptableLinear):
+    """A linear layer of which each worker has a share of the inputs. The outputs of all workers, with those of their
+    adapters, are added up.
+    """
+
+    workers: WorkerGroup
+
+    def __call__(self, x: torch.Tensor, adapters: LayerAdapters) -> torch.Tensor:
+        return self.workers.sum(AdaptableLinear.__call__(self, x, adapters))

@@ -9,7 +9,7 @@ from loramux.engine.decoder.altup import AltUpLayer, sparsity_multiplier
 from loramux.engine.decoder.attention import Attention, load_attention
 from loramux.engine.decoder.delta_net import DeltaNet
 from loramux.engine.decoder.feed_forward import FeedForward, Xielu
-from loramux.engine.decoder.layer_adapters import AdaptableLinear
+from loramux.engine.decoder.layer_adapters import AdaptableLinear, SummedLinear
 from loramux.engine.decoder.layer_inputs import LayerInput
 from loramux.engine.decoder.layers import (
     AttentionBlock,
@@ -162,7 +162,10 @@ class LayerLoader:
         shapes = self._config.modules
         linear = self._place.linear(self._prefix, [shapes[module] for module in modules], has_bias)
         adding = linear if isinstance(linear, AddingLinear) and not has_bias else None
-        return AdaptableLinear(linear, module_group(shapes, modules), int(flag), adding)
+        group, workers = module_group(shapes, modules), self._place.backend.workers
+        if workers is not None and flag in (LayerGroups.O, LayerGroups.DOWN):
+            return SummedLinear(linear, group, int(flag), adding, workers)
+        return AdaptableLinear(linear, group, int(flag), adding)
 
     def _norm(self, name: str | None) -> AdaptableNorm | None:
         if name is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.decoder.norms import LayerNorm, Norm, RmsNorm
 from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.backend import Backend, Linear, MakeQuantizedLinear
+from loramux.engine.device.worker_group import WorkerGroup
 from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.kernels.layout import LinearShape
 from loramux.kernels.quantized import QuantizedWeight, concatenate
@@ -48,6 +49,19 @@ class JoinedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([linear(x) for linear in self._linears], dim=1)
+
+
+class DividedHead:
+    """A head of `vocab_size` tokens, of which `share` is a worker's share. Its outputs are those of all workers."""
+
+    def __init__(self, share: Linear, workers: WorkerGroup, vocab_size: int) -> None:
+        self._share = share
+        self._workers = workers
+        self._vocab_size = vocab_size
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        # The last rows may stand for no token.
+        return self._workers.join_columns(self._share(x))[:, : self._vocab_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +122,14 @@ class Placement:
         make = self.backend.make_quantized_linear
         linear = None if make is None else self._linear_of_codes(stored, bias, make)
         return linear or self.backend.make_linear(self._floats(stored), bias)
+
+    def head(self, shape: LinearShape, has_bias: bool) -> Linear:
+        """The head, which all workers divide among themselves."""
+        workers = self.backend.workers
+        if workers is None:
+            return self.linear("", [shape], has_bias)
+        share = replace(shape, out_features=-(-shape.out_features // workers.size))
+        return DividedHead(self.linear("", [share], has_bias), workers, shape.out_features)
 
     def experts(
         self, num_experts: int, weights: Callable[[], Iterator[ExpertWeight]], bias: torch.Tensor | None

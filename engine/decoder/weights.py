@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -79,6 +79,25 @@ class Weights:
         if tuple(tensor.shape) != shape:
             raise misshapen(name, tuple(tensor.shape), shape)
         return tensor
+
+    def part(self, name: str, shape: tuple[int, ...], axis: int, ranges: Sequence[range]) -> torch.Tensor:
+        """The indices in `ranges` along `axis` of the float tensor `name`, which has `shape`. Of a safetensors file,
+        nothing else is read. Raises ModelNotSupported if the tensor is missing, quantised, or has a different shape.
+        """
+        self._unread.discard(name)
+        if name not in self._plain:
+            raise missing(name)
+        found = tuple(self._plain[name].shape)
+        if found != shape:
+            raise misshapen(name, found, shape)
+        if name in self._places:
+            file, stored = self._places[name]
+            source = file.get_slice(stored)
+        else:
+            source = self._read(name)
+        before = (slice(None),) * axis
+        parts = [_float(name, source[(*before, slice(one.start, one.stop))]) for one in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
     @property
     def has_quantized_head(self) -> bool:

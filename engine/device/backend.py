@@ -15,6 +15,7 @@ from torch.nn import functional
 from loramux.engine.device.accelerator import Accelerator, HostAccelerator
 from loramux.engine.device.cuda import CudaAccelerator
 from loramux.engine.device.cuda_driver import missing_for_cuda
+from loramux.engine.device.worker_group import WorkerGroup
 from loramux.engine.protocol.errors import DeviceNotUsable
 from loramux.kernels.dispatch import Kernels, KernelShapes, select_kernels
 from loramux.kernels.quantized import QuantizedWeight
@@ -127,7 +128,8 @@ class Backend:
     `set_num_threads` limits the CPU threads of kernels and torch. A device with `sample_tokens` samples tokens itself:
     its steps are padded, captured as graphs, and submitted before the host has the previous step's tokens. If
     `compiles` is set, the device's kernels are compiled for each shape. `compile_ahead` compiles them in parallel
-    before the first launch, and `reported_programs` reports those that it missed.
+    before the first launch, and `reported_programs` reports those that it missed. `workers` share the model's linear
+    layers with this engine, or is None.
     """
 
     accelerator: Accelerator
@@ -143,6 +145,7 @@ class Backend:
     reported_programs: Callable[[], AbstractContextManager[None]] = nullcontext
     set_num_threads: Callable[[int], None] = torch.set_num_threads
     start_recording: Callable[[Kernels, int, tuple[AttentionBatch, ...]], Recorder] | None = None
+    workers: WorkerGroup | None = None
 
     @property
     def device(self) -> torch.device:

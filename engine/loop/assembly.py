@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
@@ -22,7 +23,7 @@ from loramux.adapter_store.tiers.host_tier import HostTier
 from loramux.adapter_store.tiers.staging_client import StagingClient, StagingRefused
 from loramux.adapter_store.tiers.staging_link import OPEN_S
 from loramux.engine.adapters.adapter_pool import AdapterPool
-from loramux.engine.adapters.page_copier import PageCopier
+from loramux.engine.adapters.page_copier import Copier, PageCopier
 from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.adapters.stager import Stager
 from loramux.engine.architectures.model_config import ModelConfig
@@ -32,6 +33,7 @@ from loramux.engine.decoder.decoder import Decoder
 from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.backend import Backend, open_backend
+from loramux.engine.device.worker_group import WorkerGroup
 from loramux.engine.drafting.speculation import MAX_ROWS, Speculation
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.direct_executor import DirectExecutor
@@ -39,7 +41,7 @@ from loramux.engine.execution.executor import Executor
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import reachable_shapes
-from loramux.engine.loop.config import EngineConfig, activation_bits
+from loramux.engine.loop.config import EngineConfig, activation_bits, check_workers
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
@@ -50,6 +52,11 @@ from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.pool_memory import allocate_pool, copy_page, pool_bytes_of
 from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.parallel.parallel_execution import ParallelCopier, ParallelExecutor
+from loramux.engine.parallel.sharded_adapters import AdapterDivider
+from loramux.engine.parallel.sharding import module_shards
+from loramux.engine.parallel.worker import Worker
+from loramux.engine.parallel.workers import Workers
 from loramux.engine.protocol.errors import ConfigNotUsable, PoolTooSmall
 from loramux.engine.protocol.messages import Add, EngineReady, GraphMemory, SamplingParams
 from loramux.engine.scheduling.fair_queue import FairQueue
@@ -71,7 +78,9 @@ only when it is first written.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssembledEngine:
-    """An engine, and the parts of it that its process uses directly."""
+    """An engine, and the parts of it that its process uses directly. `workers` are the other workers of a
+    tensor-parallel engine.
+    """
 
     engine: Engine
     adapters: AdapterPool
@@ -79,6 +88,14 @@ class AssembledEngine:
     stager: Stager
     views: PoolViews
     ready: EngineReady
+    workers: Workers | None = None
+
+    def close(self) -> None:
+        """Cancel loads, and end the engine's processes."""
+        self.adapters.close()
+        self.grammars.close()
+        if self.workers is not None:
+            self.workers.close()
 
 
 def open_stager(
@@ -127,10 +144,59 @@ def assemble_engine(
     Before each step, the engine passes the ids of the running sequences to `note_running`. `spans` receives the spans
     of traced sequences. Tests and benchmarks can supply their own stager, weights and backend.
     """
+    with ExitStack() as stack:
+        workers = _start_workers(config)
+        if workers is not None:
+            stack.callback(workers.close)
+        assembled = _assemble(config, wake, stager, weights, backend, note_running, spans, workers)
+        stack.pop_all()
+    return assembled
+
+
+def assemble_worker(config: EngineConfig, group: WorkerGroup) -> Worker:
+    """Load a share of the model, and allocate the worker's pool. Raises EngineError."""
+    base = load_base(config, _backend(config, None, group))
+    accelerator, decoder = base.backend.accelerator, base.decoder
+    tables = SlotTables(base.target, config.max_resident_adapters, accelerator, decoder.outer_factors)
+    views = _allocate_views(base, pool_bytes_of(config.pool_bytes, accelerator.memory()))
+    kernels = base.backend.make_kernels(views, decoder.shapes)
+    executor = _make_executor(base, tables, kernels, decoder)
+    return Worker(executor, tables, views.raw, base.target, accelerator)
+
+
+def _start_workers(config: EngineConfig) -> Workers | None:
+    """Start the other workers of a tensor-parallel engine. They load the model at the same time as this process."""
+    size = config.tensor_parallel_size
+    if size == 1:
+        return None
+    model = ModelConfig.load(Path(config.model_dir))
+    check_workers(config, model, config.quantized_dir is not None or model.quantization is not None)
+    return Workers(msgspec.json.encode(config), size)
+
+
+def _backend(config: EngineConfig, backend: Backend | None, group: WorkerGroup | None) -> Backend:
+    """The engine's backend, by default that of its device, with its number of threads."""
     if backend is None:
         bits = activation_bits(config, ModelConfig.load(Path(config.model_dir)))
         backend = open_backend(config.device, config.pdl, bits, config.fused_lora)
-    backend.set_num_threads(config.num_threads)
+    if group is not None:
+        # A recorded program cannot exchange tensors.
+        backend = replace(backend, workers=group, start_recording=None)
+    backend.set_num_threads(config.num_threads // config.tensor_parallel_size)
+    return backend
+
+
+def _assemble(
+    config: EngineConfig,
+    wake: Callable[[], None],
+    stager: Stager | None,
+    weights: WeightSource | None,
+    backend: Backend | None,
+    note_running: Callable[[list[str]], None] | None,
+    spans: SpanSink | None,
+    workers: Workers | None,
+) -> AssembledEngine:
+    backend = _backend(config, backend, None if workers is None else workers.group)
     accelerator = backend.accelerator
     allocated_before = accelerator.allocated_bytes()
     base = load_base(config, backend, weights)
@@ -144,12 +210,26 @@ def assemble_engine(
     kernels = backend.make_kernels(views, base.decoder.shapes)
     pages = _page_pool(views, cache)
     policy, queue, host = new_policy(config.eviction_policy), FairQueue(), HostTier(config.host_tier_bytes)
-    stager = stager or open_stager(config, base.target, accelerator, host, wake)
-    copier = PageCopier(views.raw, accelerator, wake, stager.figures)
-    adapters = AdapterPool(
-        pages, config.max_resident_adapters, stager, copier, tables, policy, on_residency=queue.set_resident
-    )
+    stager = stager or open_stager(config, base.whole_target, accelerator, host, wake)
+    copier: Copier = PageCopier(views.raw, accelerator, wake, stager.figures)
     executor = _make_executor(base, tables, kernels, base.decoder)
+    divide = None
+    if workers is not None:
+        workers.join()
+        executor, copier = ParallelExecutor(executor, workers), ParallelCopier(copier, workers)
+        size = config.tensor_parallel_size
+        shards = [module_shards(model, size, worker) for worker in range(size)]
+        divide = AdapterDivider(base.whole_target, base.target, shards).divide
+    adapters = AdapterPool(
+        pages,
+        config.max_resident_adapters,
+        stager,
+        copier,
+        tables,
+        policy,
+        on_residency=queue.set_resident,
+        divide=divide,
+    )
     _warm_up(executor, base)
     reads = _reads(base, views, weight_bytes)
     identity = (repr(model).encode(), base.dtype.encode(), config.kv_dtype.encode())
@@ -178,14 +258,15 @@ def assemble_engine(
         lookahead=backend.runs_ahead,
     )
     ready = _ready(base, pages.num_pages, has_files=weights is None)
-    return AssembledEngine(engine, adapters, grammars, stager, views, ready)
+    return AssembledEngine(engine, adapters, grammars, stager, views, ready, workers)
 
 
 def _allocate_views(base: LoadedBase, num_bytes: int) -> PoolViews:
+    """The pool of this process. `num_bytes` is the size of the pools of all workers."""
     kv_dtype, adapter_dtype = pool_dtypes(base.config, base.dtype)
     return allocate_pool(
         base.target.geometry,
-        num_bytes,
+        num_bytes // base.config.tensor_parallel_size,
         kv_dtype=kv_dtype,
         adapter_dtype=adapter_dtype,
         device=base.backend.device,

@@ -11,6 +11,7 @@ from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.quantization.base_format import rounds_inputs
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.cuda_driver import missing_for_cuda
+from loramux.engine.parallel.sharding import check_sharding
 from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
 from loramux.engine.tracing.spans import TraceConfig
 
@@ -61,7 +62,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     does neither.
     """
     pool_bytes: int | None = None
-    """Size of the page pool. None means 1 GiB on a CPU, or most of the memory that the model leaves free on a GPU."""
+    """Size of the page pool, of all workers together. None means 1 GiB on a CPU, or most of the memory that the model
+    leaves free on a GPU.
+    """
     max_model_len: int | None = None
     """Longest context of a sequence, in tokens. None means the model's own limit."""
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS["cpu"]
@@ -83,6 +86,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_tier_bytes: int = 16 << 30
     host_tier_bytes: int = 1 << 30
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    tensor_parallel_size: int = 1
+    """Number of processes that divide the model's linear layers, the pool and the threads among themselves."""
     pdl: bool = True
     """Overlap the launches of kernels (programmatic dependent launch) on GPUs of compute capability 9.0 or later."""
     fused_lora: bool = False
@@ -180,6 +185,23 @@ def check_activations(config: EngineConfig, is_quantized: bool) -> None:
 
     if byte_products(host_features()) is None:
         raise DeviceNotUsable("activations in int8 need a CPU with AVX2 or AVX512_VNNI: omit --activations")
+
+
+def check_workers(config: EngineConfig, model: ModelConfig, is_quantized: bool) -> None:
+    """Raise ConfigNotUsable if `tensor_parallel_size` workers cannot share this base on this device.
+
+    `is_quantized` is True if the engine's weights are quantised.
+    """
+    size = config.tensor_parallel_size
+    if size == 1:
+        return
+    if config.device != "cpu":
+        raise ConfigNotUsable("tensor parallelism runs only on CPUs so far: omit tensor_parallel_size")
+    if config.num_threads < size:
+        raise ConfigNotUsable(
+            f"{size} workers need a thread each, but num_threads is {config.num_threads}: lower tensor_parallel_size"
+        )
+    check_sharding(model, size, is_quantized)
 
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -16,6 +16,8 @@ from loramux.engine.decoder.weights import WeightSource, open_weights
 from loramux.engine.device.backend import Backend
 from loramux.engine.loop.config import EngineConfig, kv_itemsize, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.pages.pool_size import in_gib
+from loramux.engine.parallel.sharded_weights import ShardedWeights
+from loramux.engine.parallel.sharding import worker_config
 from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -29,13 +31,18 @@ def pool_dtypes(config: EngineConfig, dtype: str) -> tuple[torch.dtype, torch.dt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedBase:
-    """A base model on a device, and what its files and an engine's settings determine."""
+    """A base model on a device, and what its files and an engine's settings determine.
+
+    If several workers share the base, `decoder` is a worker's share, and `target` describes its pages. `whole_target`
+    is the target for which adapters are packed before they are divided.
+    """
 
     config: EngineConfig
     model: ModelConfig
     dtype: str
     max_model_len: int
     target: PackTarget
+    whole_target: PackTarget
     backend: Backend
     decoder: Decoder
     activations: str | None
@@ -80,7 +87,10 @@ def load_base(config: EngineConfig, backend: Backend, weights: WeightSource | No
     model = ModelConfig.load(Path(config.model_dir))
     dtype = resolve_dtype(config.dtype, model, config.device)
     max_model_len = resolve_max_model_len(config, model)
-    target = pack_target(model, dtype, config.adapter_dtype, config.kv_dtype)
+    whole_target = target = pack_target(model, dtype, config.adapter_dtype, config.kv_dtype)
+    if backend.workers is not None:
+        own = worker_config(model, backend.workers.size)
+        target = pack_target(own, dtype, config.adapter_dtype, config.kv_dtype)
     layers = CodedLayers()
     decoder = load_decoder(config, model, dtype, max_model_len, weights, layers.counted(backend))
     format_of_bytes, device = ("int8", "CPU") if config.device == "cpu" else ("fp8", "GPU")
@@ -91,7 +101,16 @@ def load_base(config: EngineConfig, backend: Backend, weights: WeightSource | No
         )
     activations = format_of_bytes if layers.num_with_byte_inputs else None
     return LoadedBase(
-        config, model, dtype, max_model_len, target, backend, decoder, activations, layers.num_dequantized
+        config,
+        model,
+        dtype,
+        max_model_len,
+        target,
+        whole_target,
+        backend,
+        decoder,
+        activations,
+        layers.num_dequantized,
     )
 
 
@@ -110,6 +129,10 @@ def load_decoder(
             return Decoder(model, weights, DTYPES[dtype], max_model_len, backend, itemsize)
         quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
         with open_weights(Path(config.model_dir), quantized_dir, model.draft_tensors) as opened:
+            if (workers := backend.workers) is not None:
+                own = replace(worker_config(model, workers.size), tied_embeddings=False)
+                sharded = ShardedWeights(opened, model, workers.size, workers.worker)
+                return Decoder(own, sharded, DTYPES[dtype], max_model_len, backend, itemsize)
             # A quantised head is a separate weight, even if the float model's head is tied to the embedding.
             is_tied = model.tied_embeddings and not opened.has_quantized_head
             own = replace(model, tied_embeddings=is_tied)

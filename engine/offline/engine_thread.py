@@ -110,8 +110,7 @@ class EngineThread:
                 started.set_result(assembled.ready)
                 self._serve(assembled)
             finally:
-                assembled.adapters.close()
-                assembled.grammars.close()
+                assembled.close()
         except BaseException as error:
             if not started.done():
                 started.set_exception(error)

@@ -80,6 +80,7 @@ class EngineServer:
         self._engine = assembled.engine
         self._stager = assembled.stager
         self._grammars = assembled.grammars
+        self._workers = assembled.workers
         self._stager_fd = -1
         self._num_looks = 0
         self._ready = assembled.ready
@@ -96,6 +97,9 @@ class EngineServer:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(wake_fd, zmq.POLLIN)
         self._poller.register(self._grammars.fileno(), zmq.POLLIN)
+        self._worker_fds = frozenset(() if self._workers is None else self._workers.filenos())
+        for descriptor in self._worker_fds:
+            self._poller.register(descriptor, zmq.POLLIN)
 
     def serve(self) -> None:
         ran = False
@@ -135,6 +139,8 @@ class EngineServer:
         if self._stager_fd in ready:
             self._stager.attend()
         self._grammars.receive()
+        if self._workers is not None and not self._worker_fds.isdisjoint(ready):
+            self._workers.check()
         while True:
             try:
                 owner, *frames = self._socket.recv_multipart(self._zmq.NOBLOCK)
@@ -303,8 +309,7 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
     finally:
         socket.close()
         context.term()
-        assembled.adapters.close()
-        assembled.grammars.close()
+        assembled.close()
 
 
 if __name__ == "__main__":

@@ -132,7 +132,9 @@ def main() -> None:
         # The simulated device keeps all batches for tests. In a long-running server they would fill the memory.
         simulation.executor.batches = _Nothing()  # type: ignore[assignment]
         record = StepRecord(StepRecord.new_file(max_sequences) if record_fd is None else record_fd)
-        assembled = SimpleNamespace(engine=engine, ready=ready, stager=simulation.stager, grammars=simulation.grammars)
+        assembled = SimpleNamespace(
+            engine=engine, ready=ready, stager=simulation.stager, grammars=simulation.grammars, workers=None
+        )
         EngineServer(assembled, socket, wake, record, ended).serve()  # type: ignore[arg-type]
     context.destroy(linger=0)
 

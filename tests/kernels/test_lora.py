@@ -57,6 +57,23 @@ def summed(planes: torch.Tensor) -> torch.Tensor:
     return planes.sum(0) if planes.dim() == 4 else planes
 
 
+def test_large_activations_yield_finite_products(
+    adapter_dtype: torch.dtype, make_cpu_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
+) -> None:
+    """The outputs beyond a multiple of 16 have code of their own."""
+    group = group_of(128, (104,))
+    modules = [LinearShape("other", 72, 72), LinearShape("m", 128, 104)]
+    ranks = np.full((1, 2, 2), 4, np.int32)
+    adapters = make_adapter_pool(modules, ranks, GEOMETRY[adapter_dtype], adapter_dtype)
+    kernels = make_cpu_kernels(adapters.pool)
+    call = LoraCall(0, group, adapters.tables, segments_of([0] * 5, kernels, max_rank=4))
+    x, y = 1e5 * torch.randn(5, 128), torch.zeros(5, 104)
+    kernels.lora_add(x, call, y)
+    a, b = adapters.a[0, 0, 1].double(), adapters.b[0, 0, 1].double()
+    expected = adapters.tables.scale[0, 0, 1].double() * (x.double() @ a.T @ b)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
 @pytest.mark.parametrize("out_features", OUT_FEATURES.values(), ids=OUT_FEATURES.keys())
 @pytest.mark.parametrize("in_features", [63, 128, 1000], ids=lambda n: f"in-{n}")

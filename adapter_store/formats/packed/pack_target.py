@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loramux.adapter_store.formats.packed.shards import Shard, shard_of
 from loramux.kernels.layout import (
     MAX_ELEMENTS,
     MAX_EXTRA_TOKENS,
@@ -51,34 +50,24 @@ class PackTarget:
     bfloat16 or FP8. `experts` describes the linear layers of the base's experts, which `all_modules` lists after
     `modules`. `norms` are the norms that adapters can replace, which `all_modules` lists last. `outer_modules` are
     the modules outside the layers, by full name. With `tied_embeddings`, the base's head uses the weight of its
-    embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. If `tp_size` GPUs share each
-    linear layer, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s own pages, with
-    its share of the K and V heads, and each adapter is packed for that rank only.
+    embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's.
     """
 
     modules: tuple[LinearShape, ...]
     geometry: PageGeometry
     dtype: str
     outer_modules: tuple[LinearShape, ...] = ()
-    tp_size: int = 1
-    tp_rank: int = 0
     tied_embeddings: bool = False
     experts: ExpertModules | None = None
     has_fixed_vocabulary: bool = False
     norms: tuple[NormShape, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tp_rank < self.tp_size:
-            raise ValueError(f"tp_rank {self.tp_rank} is outside [0, {self.tp_size})")
         storage = _STORAGE.get(self.dtype)
         if storage is None or storage.itemsize != self.geometry.adapter_itemsize:
             raise ValueError(
                 f"adapters of dtype {self.dtype!r} do not fit pages of {self.geometry.adapter_itemsize}-byte elements"
             )
-        for module in (*self.modules, *self.outer_modules):
-            self.shard(module)
-        if (self.experts is not None or self.norms) and self.tp_size > 1:
-            raise ValueError("no tensor-parallel split is defined for experts and norms")
 
     @property
     def all_modules(self) -> tuple[LinearShape, ...]:
@@ -157,7 +146,7 @@ class PackTarget:
             # elements.
             without_rows = -(-MAX_ELEMENTS // self.geometry.adapter_elements)
         page_elements = self.geometry.flat.adapter_elements
-        shapes = [trained_rows_of(self.shard(module).shape(module)) for module in self.outer_modules]
+        shapes = [trained_rows_of(module) for module in self.outer_modules]
         rows = sum(
             (count + MAX_EXTRA_TOKENS) * row_layout(row_len, page_elements).padded_len for count, row_len in shapes
         )
@@ -199,7 +188,7 @@ class PackTarget:
         """Return the layout of an adapter with these `ranks`, int32 `[num_layers, num_modules]`.
 
         `outer_ranks` is int32 `[num_outer_modules]`. If it is None, all outer modules have rank 0. `rows` counts the
-        trained rows of the tensor-parallel rank `tp_rank`.
+        trained rows.
         """
         if outer_ranks is None:
             outer_ranks = np.zeros(len(self.outer_modules), np.int32)
@@ -207,25 +196,6 @@ class PackTarget:
             raise ValueError(f"ranks have shape {ranks.shape}")
         tables = ranks.astype(np.int32).tobytes(), outer_ranks.astype(np.int32).tobytes()
         return _layout(self, *tables, has_affines, rows)
-
-    def shard(self, module: LinearShape) -> Shard:
-        """Return the part of a module for `tp_rank`, which is the whole module unless several GPUs share the model."""
-        head_dim = self.geometry.head_dim
-        kv_features = self.geometry.num_kv_heads * head_dim * self.tp_size
-        return shard_of(module, head_dim, kv_features, self.tp_size, self.tp_rank)
-
-    def tokens(self, module: LinearShape, vocab_size: int | None = None) -> range:
-        """Return the tokens whose rows of an outer module belong to `tp_rank`.
-
-        Tokens beyond the base's vocabulary belong to the last rank. `vocab_size` is an adapter's vocabulary size, or
-        None if it has the base's vocabulary.
-        """
-        shard = self.shard(module)
-        (tokens,) = shard.inputs if module.is_embedding else shard.outputs
-        if vocab_size is None:
-            return tokens
-        is_last = tokens.stop == trained_rows_of(module)[0]
-        return range(tokens.start, vocab_size if is_last else min(tokens.stop, vocab_size))
 
     def document(self) -> dict[str, Any]:
         """Return this target as plain JSON values, for packed files and the validation process."""
@@ -238,8 +208,9 @@ class PackTarget:
             "dtype": self.dtype,
             "outer_modules": [_module_document(module) for module in self.outer_modules],
             "tied_embeddings": self.tied_embeddings,
-            "tp_size": self.tp_size,
-            "tp_rank": self.tp_rank,
+            # Constants, so that packed files written by earlier versions stay valid.
+            "tp_size": 1,
+            "tp_rank": 0,
         }
         # False is omitted, so that packed files written before this field existed stay valid.
         if self.has_fixed_vocabulary:
@@ -256,9 +227,6 @@ class PackTarget:
             dtype=document["dtype"],
             outer_modules=tuple(_parse_module(module) for module in document["outer_modules"]),
             tied_embeddings=document["tied_embeddings"],
-            # Documents written before tensor parallelism lack these fields.
-            tp_size=document.get("tp_size", 1),
-            tp_rank=document.get("tp_rank", 0),
             experts=_parse_experts(document.get("experts")),
             has_fixed_vocabulary=document.get("has_fixed_vocabulary", False),
             norms=tuple(NormShape(**_with_layers(norm)) for norm in document.get("norms", ())),
@@ -321,10 +289,7 @@ def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: b
     The result is cached: computing it takes longer than checking a small adapter's bytes, and most adapters share a
     few layouts.
     """
-    modules, outer_modules = (
-        tuple(target.shard(module).shape(module) for module in group)
-        for group in (target.all_modules, target.outer_modules)
-    )
+    modules, outer_modules = target.all_modules, target.outer_modules
     table = np.frombuffer(ranks, np.int32).reshape(target.geometry.num_layers, len(modules))
     return adapter_layout(
         target.geometry, modules, table, outer_modules, np.frombuffer(outer_ranks, np.int32), has_affines, rows

@@ -212,13 +212,13 @@ def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -
         for index, module in enumerate(target.outer_modules if is_outer else target.all_modules):
             rank, offsets = layout.rank_and_offsets(layer, index)
             if rank:
-                last, shape = layout.parts[-1], target.shard(module).shape(module)
-                end = offsets[last] + part_layout(shape, last, rank, geometry.adapter_elements).num_elements
+                last = layout.parts[-1]
+                end = offsets[last] + part_layout(module, last, rank, geometry.adapter_elements).num_elements
                 key = module.name if layer is None else module_key(layer, module)
                 checksums[key] = zlib.crc32(stream[offsets[0] : end])
     outer_bytes = payload[: layout.num_outer_pages].reshape(-1)
     for index, module in enumerate(target.outer_modules):
-        span = layout.row_span(index, target.shard(module).shape(module), target.geometry)
+        span = layout.row_span(index, module, target.geometry)
         if span:
             checksums[f"{module.name} (trained rows)"] = zlib.crc32(outer_bytes[span.start : span.stop])
     return checksums

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -159,12 +159,11 @@ def _to_fp8(packed: PackedAdapter, target: PackTarget) -> PackedAdapter:
             rank, offsets = layout.rank_and_offsets(layer, index)
             if not rank:
                 continue
-            shape = target.shard(module).shape(module)
             old_offsets = old.rank_and_offsets(layer, index)[1]
-            A_rows, B_rows = (_rows_of_part(source, shape, p, rank, old_offsets[p], wide, layer) for p in (A, B))
+            A_rows, B_rows = (rows_of_part(source, module, p, rank, old_offsets[p], wide, layer) for p in (A, B))
             codes = to_fp8_factors(A_rows, B_rows)
             for p, coded in ((A, codes.A), (B, codes.B)):
-                _rows_of_part(stream, shape, p, rank, offsets[p], target, layer)[...] = coded
+                rows_of_part(stream, module, p, rank, offsets[p], target, layer)[...] = coded
             of_all, at = (outer_scales, index) if layer is None else (scales, (layer, index))
             with np.errstate(over="ignore"):
                 scale = np.float32(float(of_all[at]) * codes.factor)
@@ -175,7 +174,7 @@ def _to_fp8(packed: PackedAdapter, target: PackTarget) -> PackedAdapter:
     return PackedAdapter(packed.digest, layout, scales, payload, outer_scales, packed.base)
 
 
-def _rows_of_part(
+def rows_of_part(
     stream: npt.NDArray[Any],
     shape: LinearShape,
     part: int,
@@ -305,23 +304,16 @@ def _write(
     place = part.place
     geometry = target.geometry.flat if place.layer is None else target.geometry
     rank, offsets = layout.rank_and_offsets(place.layer, place.module)
-    shard = target.shard(place.shape)
-    shape = shard.shape(place.shape)
     for index in layout.parts if part.ranks else (AFFINE,):
         # A is [rank, in_features], B is [out_features, rank]; an embedding's A is laid out by token.
         if index == A:
-            rows = _rows(file.converted(place.a_name, target.dtype, place.a_rows(len(part.ranks))).T, shard.inputs)
-            rows = rows if place.shape.is_embedding else rows.T
+            rows = file.converted(place.a_name, target.dtype, place.a_rows(len(part.ranks)))
+            rows = rows.T if place.shape.is_embedding else rows
         elif index == B:
-            rows = _rows(stack.of(place, scale), shard.outputs).T
+            rows = stack.of(place, scale).T
         else:
-            affine = _affine(file, place, base, replaced)
-            if target.tp_rank and shape.out_features == place.shape.out_features:
-                # Each GPU multiplies its part of the inputs, and the results are added up, so only one GPU may add the
-                # shift.
-                affine[1] = 0
-            rows = _rows(to_pool_dtype(affine, target.dtype).T, shard.outputs).T
-        layout_of_part = part_layout(shape, index, rank, geometry.adapter_elements)
+            rows = to_pool_dtype(_affine(file, place, base, replaced), target.dtype)
+        layout_of_part = part_layout(place.shape, index, rank, geometry.adapter_elements)
         begin = offsets[index]
         at = stream[begin : begin + layout_of_part.num_elements]
         at = at.reshape(layout_of_part.num_rows, layout_of_part.row.padded_len)[:, : layout_of_part.row.row_len]
@@ -372,10 +364,3 @@ def _base_bias(base: BaseWeights | None, place: ModulePlace, param: str) -> npt.
     if bias is None:
         raise AdapterRejected("base_mismatch", "the base has no bias that the adapter could replace", param)
     return bias
-
-
-def _rows(weights: npt.NDArray[Any], ranges: Sequence[range]) -> npt.NDArray[Any]:
-    """Return the rows in `ranges` of `weights` `[num_rows, num_columns]`, in the order of `ranges`."""
-    if len(ranges) == 1:
-        return weights[ranges[0].start : ranges[0].stop]
-    return np.concatenate([weights[rows.start : rows.stop] for rows in ranges])

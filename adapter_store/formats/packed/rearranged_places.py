@@ -97,7 +97,7 @@ def _widths(here: _Modules, parent: str, fused: str, target: PackTarget) -> list
     if fused == "gate_up_proj":
         return [total // 2, total // 2]
     if fused == "qkv_proj":
-        keys = target.geometry.num_kv_heads * target.geometry.head_dim * target.tp_size
+        keys = target.geometry.num_kv_heads * target.geometry.head_dim
         return [total - 2 * keys, keys, keys]
     # The output of a gated delta rule is as wide as its values.
     values = here[parent + "out_proj"][1].in_features

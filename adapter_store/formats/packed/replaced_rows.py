@@ -13,7 +13,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.float_formats import to_pool_dtype
 from loramux.adapter_store.formats.packed.canonical import CanonicalAdapter
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
-from loramux.adapter_store.formats.packed.trained_rows import TrainedRows
+from loramux.adapter_store.formats.packed.trained_rows import TrainedRows, tokens_of
 from loramux.adapter_store.formats.quantization.base_weights import WeightRows
 from loramux.kernels.layout import (
     MAX_EXTRA_TOKENS,
@@ -36,7 +36,7 @@ class ReplacedRows:
 
 
 def replaced_rows(file: CanonicalAdapter, target: PackTarget, base: WeightRows | None) -> ReplacedRows:
-    """Find the rows that the tensor-parallel rank of `target` must replace.
+    """Find the rows that an adapter replaces.
 
     `base` is required if the adapter replaces whole weights. Rows of a whole weight that equal the base's rows in the
     pool's dtype are left out. Raises AdapterRejected if the adapter was made for another base.
@@ -82,7 +82,7 @@ def write_rows(
         tokens = replaced.tokens[module.name]
         if not len(tokens) or (layout.rows.is_shared and index):
             continue
-        rows, ours = file.trained[module.name], target.tokens(module, file.vocab_size)
+        rows = file.trained[module.name]
         begin, first_id = (int(offset) for offset in layout.row_offsets[index, :2])
         row_len = trained_rows_of(module)[1]
         padded_len = row_layout(row_len, target.geometry.flat.adapter_elements).padded_len
@@ -97,8 +97,8 @@ def write_rows(
             ids, values = np.array(rows.ids, np.int64), file.converted(rows.delta, target.dtype)
             is_ours = np.isin(ids, tokens)
             at[tokens.searchsorted(ids[is_ours])] = values[is_ours]
-        if len(tokens) < len(target.tokens(module)):
-            stream.view("<i4")[first_id : first_id + len(tokens)] = tokens - ours.start
+        if len(tokens) < len(tokens_of(module)):
+            stream.view("<i4")[first_id : first_id + len(tokens)] = tokens
 
 
 class LoadedWeights:
@@ -130,10 +130,10 @@ class LoadedWeights:
 def _changed(
     file: CanonicalAdapter, module: LinearShape, rows: TrainedRows, target: PackTarget, base: WeightRows | None
 ) -> npt.NDArray[np.int64]:
-    """Return this tensor-parallel rank's tokens whose rows are trained or differ from the base's."""
+    """Return the tokens whose rows are trained or differ from the base's."""
     if not _fits(rows, file, module):
         raise AdapterRejected("base_mismatch", "the adapter was made for another base model", module.name)
-    tokens, ours = np.array(sorted(rows.ids), np.int64), target.tokens(module, file.vocab_size)
+    tokens, num_tokens = np.array(sorted(rows.ids), np.int64), len(tokens_of(module, file.vocab_size))
     if rows.whole is not None:
         assert base is not None, "packing a whole weight needs the base's weights"
         num_rows, _ = trained_rows_of(module)
@@ -145,12 +145,11 @@ def _changed(
                 tokens = np.append(tokens, block.start + np.flatnonzero(is_changed.any(axis=1)))
             tokens = np.append(tokens, np.arange(max(block.start, num_rows), block.stop))
         tokens = np.unique(tokens)
-    tokens = tokens[(tokens >= ours.start) & (tokens < ours.stop)]
-    if len(ours) > len(tokens) >= len(target.tokens(module)):
+    if num_tokens > len(tokens) >= len(tokens_of(module)):
         # If at least as many rows are replaced as the base has, they are stored without ids, so none may be missing.
         if rows.whole is None:
             raise AdapterRejected("base_mismatch", "the adapter was made for another base model", module.name)
-        tokens = np.arange(ours.start, ours.stop)
+        tokens = np.arange(num_tokens)
     return tokens
 
 

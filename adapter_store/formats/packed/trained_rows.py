@@ -8,7 +8,7 @@ from typing import Any
 
 from loramux.adapter_store.formats.packed.module_places import TENSOR_PREFIX
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
-from loramux.kernels.layout import NO_ROWS, RowCounts
+from loramux.kernels.layout import NO_ROWS, LinearShape, RowCounts, trained_rows_of
 
 WEIGHT_SUFFIX = ".weight"
 """Suffix of a module's own trained weight `[vocab_size, hidden_size]`, or of a copy of the base's weight."""
@@ -55,6 +55,14 @@ class TrainedRows:
         return len(tokens) if self.whole is not None else sum(token in tokens for token in self.ids)
 
 
+def tokens_of(module: LinearShape, vocab_size: int | None = None) -> range:
+    """Return the tokens that have a row in an outer module.
+
+    `vocab_size` is an adapter's vocabulary size, or None if it has the base's vocabulary.
+    """
+    return range(trained_rows_of(module)[0] if vocab_size is None else vocab_size)
+
+
 def max_row_counts(trained: Mapping[str, TrainedRows], target: PackTarget, vocab_size: int | None = None) -> RowCounts:
     """Return an upper bound on the number of rows that an adapter replaces in each outer module.
 
@@ -66,7 +74,7 @@ def max_row_counts(trained: Mapping[str, TrainedRows], target: PackTarget, vocab
         return NO_ROWS
     found = [trained.get(module.name) for module in target.outer_modules]
     counts = tuple(
-        0 if rows is None else rows.max_count(target.tokens(module, vocab_size))
+        0 if rows is None else rows.max_count(tokens_of(module, vocab_size))
         for rows, module in zip(found, target.outer_modules, strict=True)
     )
     is_shared = target.tied_embeddings and len(found) > 1 and all(rows == found[0] for rows in found)

@@ -120,6 +120,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of processes that divide the model's linear layers, the page pool and the threads of an "
+            "engine, on a CPU (default: 1).",
+            show_default=False,
+        ),
+    ] = None,
     devices: Annotated[
         str | None,
         typer.Option(

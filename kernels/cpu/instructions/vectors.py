@@ -88,7 +88,8 @@ def _emit_widened(builder: Any, bits: Any, floats: Any, size: int) -> Any:
         return builder.bitcast(shifted(0xFFFF, 16), floats)
     # A float32 with these bits is 2**-120 times the value of the code, which is exact even if it is subnormal.
     small = builder.bitcast(builder.or_(shifted(0x80, 24), shifted(0x7F, 20)), floats)
-    return builder.fmul(small, _repeated(floats, 2.0**120))
+    # With its own flags, numba adds none. A product with 2**120 and an activation first could be infinite.
+    return builder.fmul(small, _repeated(floats, 2.0**120), flags=_CONTRACT)
 
 
 def _repeated(kind: Any, number: float) -> Any:

@@ -56,6 +56,16 @@ def test_engines_on_a_cpu_divide_the_threads(demo_base: Path) -> None:
     assert [(one.num_threads, one.pool_bytes) for one in both] == [(2, 16 << 20)] * 2
 
 
+def test_workers_are_planned_only_for_a_base_that_they_can_share(demo_base: Path) -> None:
+    assert [one.tensor_parallel_size for one in plan(demo_base, num_threads=2)] == [1]
+    settings = {"num_threads": 4, "tensor_parallel_size": 4}
+    assert [one.tensor_parallel_size for one in plan(demo_base, **settings)] == [4]
+    with pytest.raises(StartRefused, match="tensor parallelism does not support quantised weights"):
+        plan(demo_base, **settings, quantization="int8")
+    with pytest.raises(StartRefused, match="4 workers need a thread each, but num_threads is 2"):
+        plan(demo_base, **{**settings, "num_threads": 2})
+
+
 def test_more_engines_than_threads_are_refused(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StartRefused) as refused:
         plan(demo_base, num_threads=2, data_parallel_size=3)
@@ -105,6 +115,8 @@ def test_each_engine_gets_a_gpu(demo_base: Path, monkeypatch: pytest.MonkeyPatch
         ({"devices": "0,1", "device": "cpu"}, "it names GPUs, but device is cpu"),
         ({"data_parallel_size": 2, "cluster": "local"}, "starts no engine itself: remove data_parallel_size"),
         ({"devices": "0", "cluster": "local"}, "starts no engine itself: remove devices"),
+        ({"tensor_parallel_size": 2, "cluster": "local"}, "starts no engine itself: remove tensor_parallel_size"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is invalid: it should be greater than or equal to 1"),
         ({"engine": "a.sock,a.sock"}, "engine is invalid: it names a socket twice"),
     ],
     ids=str,

@@ -73,7 +73,9 @@ def served(simulation: Simulation, stager: Stager, tmp_path: Path) -> Iterator[t
     wake_read, wake_write = os.pipe()
     ended = threading.Event()
     record = StepRecord(StepRecord.new_file(max_sequences=4))
-    assembled = SimpleNamespace(engine=simulation.engine, ready=READY, stager=stager, grammars=simulation.grammars)
+    assembled = SimpleNamespace(
+        engine=simulation.engine, ready=READY, stager=stager, grammars=simulation.grammars, workers=None
+    )
     server = EngineServer(assembled, socket, wake_read, record, ended)  # type: ignore[arg-type]
     loop = threading.Thread(target=server.serve)
     loop.start()

@@ -254,6 +254,14 @@ def test_pages_are_reserved_only_for_layers_that_have_a_module(target: PackTarge
     assert in_one_layer(target).max_pages == target.max_pages
 
 
+def test_the_pack_key_of_a_layout_does_not_change(target: PackTarget) -> None:
+    """Stores contain packed files of earlier versions."""
+    assert target.pack_key == "bf0df69dc3d9e381"
+    document = target.document()
+    del document["tp_size"], document["tp_rank"]
+    assert PackTarget.from_document(document) == target
+
+
 def test_different_layouts_have_different_pack_keys(target: PackTarget, odd_target: PackTarget) -> None:
     geometry = replace(target.geometry, kv_itemsize=2)
     keys = {

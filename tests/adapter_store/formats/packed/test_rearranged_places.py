@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,25 +197,6 @@ def test_magnitudes_follow_their_outputs(tmp_path: Path, source: str) -> None:
         for key in ours.keys() | theirs.keys():
             assert_close(ours.get(key), theirs.get(key), 1e-5)
     assert any(np.abs(affine).max() > 0.1 for affine in found["fused"][1].values())
-
-
-def test_the_whole_of_a_tensor_parallel_rank_is_its_share(tmp_path: Path) -> None:
-    whole = make_target("float32", FUSED_MODULES)
-    geometry = replace(whole.geometry, num_kv_heads=1)
-    files = AdapterMaker(make_target("float32", MODULES))(modules=PARTS[QKV])
-    every = changes(packed_for(files, whole, tmp_path / "whole"), whole)
-    for tp_rank in range(2):
-        target = replace(whole, geometry=geometry, tp_size=2, tp_rank=tp_rank)
-        packed = pack(tmp_path / "whole", target)
-        shape = target.shard(target.modules[0]).shape(target.modules[0])
-        rank, offsets = packed.layout.rank_and_offsets(0, 0)
-        layout = part_layout(shape, B, rank, target.geometry.adapter_elements)
-        stream = packed.payload.view(target.storage_dtype)[:, 0].reshape(-1)
-        rows = stream[offsets[B] : offsets[B] + layout.num_elements].reshape(rank, -1)[:, : layout.row.row_len]
-        wanted = np.concatenate([np.split(every[0, part], 2)[tp_rank] for part in PARTS[QKV]])
-        A_offset = part_layout(target.modules[0], A, rank, target.geometry.adapter_elements)
-        a_rows = stream[offsets[A] : offsets[A] + A_offset.num_elements].reshape(rank, -1)[:, :32]
-        np.testing.assert_allclose(packed.scales[0, 0] * (rows.T @ a_rows), wanted, atol=1e-6)
 
 
 def refused(files: AdapterFiles, target: PackTarget) -> AdapterRejected:

@@ -20,9 +20,9 @@ from loramux.adapter_store.formats.packed.replaced_rows import LoadedWeights
 from loramux.adapter_store.formats.packed.trained_rows import max_row_counts
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.validation.validation import validate_files
-from loramux.kernels.layout import MAX_EXTRA_TOKENS, PageGeometry, RowCounts, row_layout, trained_rows_of
+from loramux.kernels.layout import MAX_EXTRA_TOKENS, RowCounts, row_layout, trained_rows_of
 from tests.adapter_store.adapter_files import AdapterMaker
-from tests.adapter_store.linears import llama_linears, outer_linears
+from tests.adapter_store.linears import outer_linears
 from tests.adapter_store.small_base import HIDDEN, VOCAB_SIZE
 
 HEAD = "base_model.model.lm_head"
@@ -69,7 +69,7 @@ def rows_in_pages(packed: PackedAdapter, target: PackTarget, index: int) -> dict
     layout = packed.layout
     count = layout.rows.counts[index]
     module = target.outer_modules[index]
-    vocab_size, row_len = trained_rows_of(target.shard(module).shape(module))
+    vocab_size, row_len = trained_rows_of(module)
     raw = packed.payload[: layout.num_outer_pages].reshape(-1)
     begin, first_id = layout.row_offsets[index, :2].tolist()
     padded_len = row_layout(row_len, target.geometry.flat.adapter_elements).padded_len
@@ -192,30 +192,6 @@ def test_tokens_take_precedence_over_whole_weights(outer_target: PackTarget, bas
         wanted[TOKENS] = rows
         np.testing.assert_array_equal(found, wanted[2:70])
         np.testing.assert_array_equal(weights.rows("lm_head", 1, 4), BASE_HEAD[1:4])
-
-
-def test_each_gpu_gets_the_rows_of_its_tokens(tmp_path: Path) -> None:
-    vocab_size = 72
-    geometry = PageGeometry(2, 1, 8, 4, 4)
-    modules = llama_linears(32, 32, 16, 56)
-    whole = PackTarget(modules, replace(geometry, num_kv_heads=2), "float32", outer_linears(vocab_size, 32))
-    ranks = [PackTarget(modules, geometry, "float32", whole.outer_modules, 2, rank) for rank in range(2)]
-    tokens = [70, 1, 35, 36, *range(40, 60)]
-    rows, head = random(len(tokens), 32), random(vocab_size, 32)
-    save_file({"lm_head.weight": np.zeros_like(head)}, tmp_path / "model.safetensors")
-    canonical = canonical_of(
-        whole,
-        {EMBEDDING + DELTA: rows, HEAD + ".weight": head},
-        tmp_path / "canonical",
-        modules_to_save=["lm_head"],
-        trainable_token_indices=tokens,
-    )
-    for index, rank in enumerate(ranks):
-        packed = pack(canonical, rank, BaseWeights(tmp_path))
-        begin = 36 * index
-        expected = {token - begin: row for token, row in zip(tokens, rows, strict=True) if token // 36 == index}
-        assert_rows(rows_in_pages(packed, rank, 0), expected, rank)
-        assert_rows(rows_in_pages(packed, rank, 1), dict(enumerate(head[begin : begin + 36])), rank)
 
 
 def test_damaged_rows_are_reported_by_their_module(outer_target: PackTarget, tmp_path: Path) -> None:

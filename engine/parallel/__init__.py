@@ -1,0 +1,1 @@
+"""Several processes that share one model's linear layers."""
