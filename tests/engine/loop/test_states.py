@@ -242,14 +242,24 @@ def test_a_checkpoint_that_does_not_fit_beside_the_state_is_not_used() -> None:
 
 def test_other_prompts_fill_the_steps_that_end_at_a_checkpoint() -> None:
     simulation = simulate_engine(num_pages=200, num_state_pages=2, max_batch_tokens=128)
-    adds = [simulation.make_add(str(number), tokens(180, number), 2, isolation_key=OWNER) for number in range(2)]
-    for add in adds:
-        simulation.engine.add(b"gateway", add)
+    first, second = (simulation.make_add(str(number), tokens(180, number), 2, isolation_key=OWNER) for number in (1, 2))
+    simulation.engine.add(b"gateway", first)
     simulation.step()
-    # The first checkpoint of a prompt of 11 pages is after the fourth.
-    assert [len(batch.tokens) for batch in simulation.executor.batches] == [128]
-    assert ask(simulation) == []
-    assert [simulation.tokens[add.sequence_id] for add in adds] == [simulation.expected(add) for add in adds]
+    assert ask(simulation, second) == [0]
+    assert simulation.tokens["1"] == simulation.expected(first)
+    # Checkpoints are after 64, 128, 160 and 176 tokens.
+    assert [len(batch.tokens) for batch in simulation.executor.batches[:3]] == [64, 64 + 64, 32 + 64]
+
+
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_a_checkpoint_evicts_only_adapters_that_no_sequence_waits_for(is_waited_for: bool) -> None:
+    simulation = simulate_engine(num_pages=14, adapters={"a": 4}, num_state_pages=3, max_sequences=1)
+    ask(simulation, simulation.make_add("first", tokens(5), 2, "a"))
+    # K and V take 7 pages and the state 3.
+    prompt = simulation.make_add("prompt", tokens(100), 4, isolation_key=OWNER)
+    ask(simulation, prompt, *([simulation.make_add("second", tokens(5), 2, "a")] if is_waited_for else []))
+    assert stats_of(simulation).num_adapter_evictions == (0 if is_waited_for else 1)
+    assert (len(simulation.prefixes) == 0) is is_waited_for
 
 
 @pytest.mark.parametrize("mutant", ["any state", "a state of another length", "no copy"])

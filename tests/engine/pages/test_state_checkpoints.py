@@ -146,6 +146,8 @@ def test_the_state_before_an_activation_is_that_of_the_base() -> None:
     assert bench.find(TOKENS, "a", activation=45).num_tokens == 56
     assert bench.find(TOKENS, "a").num_tokens == 0
     bench.cache.purge("a")
+    # The pages of K and V before the activation, and the two checkpoints among them.
+    assert len(bench.cache) == 11 + 2 * NUM_STATE_PAGES
     assert bench.find(TOKENS, "a", activation=45).num_tokens == 44
     assert bench.find(TOKENS).num_tokens == 44
 
