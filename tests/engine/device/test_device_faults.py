@@ -117,13 +117,11 @@ class Loop:
             engine=self.simulation.engine,
             ready=READY,
             stager=stager,
-            adapters=SimpleNamespace(close=lambda: None),
             grammars=SimpleNamespace(
-                preload=lambda: None,
-                close=lambda: None,
-                receive=lambda: None,
-                fileno=self.simulation.grammars.fileno,
+                preload=lambda: None, receive=lambda: None, fileno=self.simulation.grammars.fileno
             ),
+            workers=None,
+            close=lambda: None,
         )
         try:
             process._serve(cast(Any, assembled), self._directory / "engine", wake_read, record, threading.Event())
