@@ -91,8 +91,8 @@ CAMPAIGNS: Mapping[str, Campaign] = {
         commands=(_pytest("tests/conformance/test_long_life.py"),),
     ),
     "drafts": Campaign(
-        line="Answers, log-probabilities and bills with and without drafts, and the distribution of sampled tokens "
-        "(LORAMUX_DRAFTED_REQUESTS=2000)",
+        line="Answers, log-probabilities and bills with and without drafts and forced tokens, and the distribution of "
+        "sampled tokens (LORAMUX_DRAFTED_REQUESTS=2000)",
         commands=(_pytest("tests/conformance/test_drafts.py", "tests/engine/loop/test_drafts.py"),),
     ),
     "quotas": Campaign(

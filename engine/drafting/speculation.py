@@ -72,7 +72,9 @@ class Speculation:
         num_rows = self._max_rows - len(scheduled)
         if num_rows <= 0:
             return {}
-        forced = {item.sequence: tokens for item in scheduled if (tokens := forced_tokens(item.sequence))}
+        # Most sequences have no grammar.
+        constrained = [item.sequence for item in scheduled if item.sequence.grammar is not None]
+        forced = {one: tokens for one in constrained if (tokens := forced_tokens(one))}
         if not forced or any(item.num_tokens != 1 for item in scheduled):
             return {}
         if any(one.num_in_flight for one in forced):
