@@ -32,7 +32,7 @@ FAMILIES = [
     ),
 ]
 NUM_TOKENS = 12
-END_S = 300.0
+END_S = 120.0
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -19,7 +19,7 @@ READ = "import sys; from multiprocessing.connection import Connection; link = Co
 CONFIGURED = READ + "assert link.recv_bytes() == b'settings'; "
 LOADED = CONFIGURED + "link.send_bytes(b''); assert link.recv_bytes() == b'join'; "
 UNTIL_CLOSED = "exec('try:\\n while True: link.recv_bytes()\\nexcept EOFError: sys.exit(0)')"
-WAIT_S = 300.0
+WAIT_S = 120.0
 
 
 @contextmanager
