@@ -26,11 +26,14 @@ def plan_engines(settings: Settings, config: EngineConfig) -> Sequence[EngineCon
         return _on_gpus(settings, config, num_engines)
     if num_engines == 1:
         return (config,)
-    if config.num_threads < num_engines:
+    if config.num_threads < num_engines * config.tensor_parallel_size:
         given = f"this machine has {config.num_threads} cores"
         if settings.num_threads is not None:
             given = f"num_threads is {config.num_threads}"
-        raise StartRefused(f"{num_engines} engines need a thread each, but {given}: lower data_parallel_size")
+        takers = f"{num_engines} engines"
+        if config.tensor_parallel_size > 1:
+            takers = f"the {config.tensor_parallel_size} workers of each of {takers}"
+        raise StartRefused(f"{takers} need a thread each, but {given}: lower data_parallel_size")
     _check_memory(settings, config, num_engines)
     return (msgspec.structs.replace(config, num_threads=config.num_threads // num_engines),) * num_engines
 

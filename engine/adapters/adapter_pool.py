@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.tiers.staged_adapter import NotStaged, StagedAdapter
 from loramux.engine.adapters.adapter_changes import AdapterChanges
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
@@ -50,7 +51,7 @@ class AdapterPool:
     `stager` loads adapters into host memory, `copier` copies them from there into pages, and `tables` record their
     locations. Idle adapters stay until their pages or slot are needed. `policy` decides which idle adapter is evicted
     first. The `reclaimer` first evicts adapters that no sequence is waiting for. If several workers share the base,
-    `divide` divides a staged adapter among them.
+    `num_pages_of` returns the number of pages of each worker's share of a staged adapter.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class AdapterPool:
         clock: Callable[[], float] = time.monotonic,
         *,
         on_residency: Callable[[str, bool], None],
-        divide: Callable[[StagedAdapter], StagedAdapter] | None = None,
+        num_pages_of: Callable[[PackedAdapter], int] | None = None,
     ) -> None:
         self._pages = pages
         self._stager = stager
@@ -72,7 +73,7 @@ class AdapterPool:
         self._tables = tables
         self.reclaimer = Reclaimer(pages, policy, waited_for=self)
         self._clock = clock
-        self._divide = divide
+        self._num_pages_of = num_pages_of
         self._loads: dict[str, AdapterLoad] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Loads waiting for a slot and pages.
@@ -261,12 +262,11 @@ class AdapterPool:
         """Queue a staged adapter for a slot and pages. Returns an error message if the adapter needs more pages than
         are unpinned.
         """
-        if self._divide is not None:
-            staged = self._divide(staged)
         load.staged = staged
-        load.num_pages = staged.packed.num_pages
-        load.vocab_size = staged.packed.layout.rows.vocab_size
-        load.num_labels = staged.packed.layout.rows.num_labels
+        packed = staged.packed
+        load.num_pages = packed.num_pages if self._num_pages_of is None else self._num_pages_of(packed)
+        load.vocab_size = packed.layout.rows.vocab_size
+        load.num_labels = packed.layout.rows.num_labels
         if self._fits_beside_pins(load):
             load.phase = AdapterPhase.STAGED
             self._staged.append(load)

@@ -213,13 +213,14 @@ def _assemble(
     stager = stager or open_stager(config, base.whole_target, accelerator, host, wake)
     copier: Copier = PageCopier(views.raw, accelerator, wake, stager.figures)
     executor = _make_executor(base, tables, kernels, base.decoder)
-    divide = None
+    num_pages_of = None
     if workers is not None:
         workers.join()
-        executor, copier = ParallelExecutor(executor, workers), ParallelCopier(copier, workers)
         size = config.tensor_parallel_size
         shards = [module_shards(model, size, worker) for worker in range(size)]
-        divide = AdapterDivider(base.whole_target, base.target, shards).divide
+        divider = AdapterDivider(base.whole_target, base.target, shards)
+        executor, copier = ParallelExecutor(executor, workers), ParallelCopier(copier, workers, divider)
+        num_pages_of = divider.num_pages
     adapters = AdapterPool(
         pages,
         config.max_resident_adapters,
@@ -228,7 +229,7 @@ def _assemble(
         tables,
         policy,
         on_residency=queue.set_resident,
-        divide=divide,
+        num_pages_of=num_pages_of,
     )
     _warm_up(executor, base)
     reads = _reads(base, views, weight_bytes)

@@ -12,8 +12,11 @@ from torch import distributed
 # torch's type stubs lack parts of these classes.
 _distributed: Any = distributed
 
-TIMEOUT = timedelta(minutes=30)
-"""Longest wait for another worker. The supervisor ends an engine whose steps take much less time."""
+JOIN_TIMEOUT = timedelta(seconds=30)
+"""Longest wait for another worker while the workers connect."""
+
+EXCHANGE_TIMEOUT = timedelta(minutes=30)
+"""Longest wait for another worker in an exchange. The supervisor ends an engine whose steps take much less time."""
 
 
 class GlooGroup:
@@ -38,13 +41,14 @@ class GlooGroup:
         return self._worker
 
     def join(self) -> None:
-        """Connect to all other workers, and wait for them."""
+        """Connect to all other workers. Raises RuntimeError if one of them does not join within JOIN_TIMEOUT."""
         gloo = _distributed.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = TIMEOUT
+        options._timeout = JOIN_TIMEOUT
         store = _distributed.FileStore(str(self._meeting), self._size)
         self._group = gloo(store, self._worker, self._size, options)
+        self._group._set_default_timeout(EXCHANGE_TIMEOUT)
 
     def close(self) -> None:
         """End the threads that exchange tensors. Otherwise, they would abort the process when it exits."""

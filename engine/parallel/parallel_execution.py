@@ -5,7 +5,7 @@ from __future__ import annotations
 from loramux.engine.adapters.adapter_load import AdapterLoad
 from loramux.engine.adapters.page_copier import Copier
 from loramux.engine.execution.executor import Executor, Forward
-from loramux.engine.parallel.sharded_adapters import DividedAdapter
+from loramux.engine.parallel.sharded_adapters import AdapterDivider
 from loramux.engine.parallel.worker_messages import PlaceAdapter, RunStep
 from loramux.engine.parallel.workers import Workers
 from loramux.engine.sequences.batch import Batch
@@ -37,19 +37,21 @@ class ParallelExecutor:
 
 
 class ParallelCopier:
-    """Copies the share of worker 0 with `copier`, and sends the others theirs.
+    """Divides adapters with `divider`, copies the share of worker 0 with `copier`, and sends the others theirs.
 
     A worker copies and publishes an adapter before it reads further messages. Worker 0 may publish it later. No step
     reads the adapter before that.
     """
 
-    def __init__(self, copier: Copier, workers: Workers) -> None:
+    def __init__(self, copier: Copier, workers: Workers, divider: AdapterDivider) -> None:
         self._copier = copier
         self._workers = workers
+        self._divider = divider
 
     def copy(self, load: AdapterLoad) -> None:
-        assert isinstance(load.staged, DividedAdapter)
-        self._workers.send_each([PlaceAdapter.of(load.slot, load.pages, share) for share in load.staged.others])
+        assert load.staged is not None
+        load.staged = divided = self._divider.divide(load.staged)
+        self._workers.send_each([PlaceAdapter.of(load.slot, load.pages, share) for share in divided.others])
         self._copier.copy(load)
 
     def poll(self) -> list[tuple[AdapterLoad, str | None]]:

@@ -40,6 +40,10 @@ class AdapterDivider:
     own: PackTarget
     shards: Sequence[Sequence[Shard]]
 
+    def num_pages(self, packed: PackedAdapter) -> int:
+        """Number of pages of each worker's share."""
+        return self._layout(packed).num_pages
+
     def divide(self, staged: StagedAdapter) -> DividedAdapter:
         """Divide a staged adapter, and release it. All shares have the same layout."""
         shares = [self.share_of(staged.packed, worker) for worker in range(len(self.shards))]
@@ -48,8 +52,7 @@ class AdapterDivider:
 
     def share_of(self, packed: PackedAdapter, worker: int) -> PackedAdapter:
         """The pages of worker `worker`. The outer modules and trained rows are the same for each worker."""
-        own, old = self.own, packed.layout
-        layout = own.layout(old.ranks, old.outer_ranks, old.has_affines, old.rows)
+        own, old, layout = self.own, packed.layout, self._layout(packed)
         num_layers, first, page_elements = (
             own.geometry.num_layers,
             layout.num_outer_pages,
@@ -65,6 +68,10 @@ class AdapterDivider:
                 self._copy_share(whole, old, stream, layout, layer, index, shard, has_shift=worker == 0)
             pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
         return PackedAdapter(packed.digest, layout, packed.scales, payload, packed.outer_scales, packed.base)
+
+    def _layout(self, packed: PackedAdapter) -> AdapterLayout:
+        old = packed.layout
+        return self.own.layout(old.ranks, old.outer_ranks, old.has_affines, old.rows)
 
     def _copy_share(
         self,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -13,19 +16,23 @@ from pathlib import Path
 
 import msgspec
 
+from loramux.engine.device.device_faults import reason_of
 from loramux.engine.parallel.gloo_group import GlooGroup
 from loramux.engine.parallel.worker_messages import ToWorker
 from loramux.engine.protocol.errors import EngineError
 
 WORKER_COMMAND = (sys.executable, "-m", "loramux.engine.server.worker_process")
-"""A worker's command line, without the file descriptor of its connection, the path of the meeting and its number."""
+"""A worker's command line, without its arguments (see `worker_process.py`)."""
+
+JOIN = b"join"
+"""Tells a worker that all workers have loaded their share of the model, so that it joins the group."""
 
 END_S = 5.0
-"""How long a worker may take to end once its connection is closed, in seconds."""
+"""How long workers may take to end once their connections are closed, in seconds. Then they are killed."""
 
 
 class WorkerLost(EngineError):
-    """A worker of a tensor-parallel engine has ended, so the engine cannot run steps any more."""
+    """A worker of a tensor-parallel engine did not start, or has ended, so the engine cannot run steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,23 +48,20 @@ class _Worker:
             raise self.lost() from error
 
     def await_signal(self) -> None:
-        """Wait until the worker has loaded its share of the model or, the second time, has joined the group."""
+        """Wait until the worker has loaded its share of the model or, the second time, has joined the group.
+
+        The signal is empty, or the reason why the worker cannot load its share.
+        """
         try:
-            self.connection.recv_bytes()
+            reason = self.connection.recv_bytes().decode()
         except (EOFError, OSError) as error:
             raise self.lost() from error
+        if reason:
+            raise WorkerLost(f"tensor-parallel worker {self.number} did not start: {reason}")
 
     def lost(self) -> WorkerLost:
-        self.end()
+        _end([self])
         return WorkerLost(f"tensor-parallel worker {self.number} has ended with exit status {self.process.returncode}")
-
-    def end(self) -> None:
-        self.connection.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(END_S)
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
 
 
 class Workers:
@@ -73,22 +77,29 @@ class Workers:
         self.group = GlooGroup(meeting, size, 0)
         self._encoder = msgspec.msgpack.Encoder()
         self._workers: list[_Worker] = []
-        for number in range(1, size):
-            ours, theirs = Pipe()
-            with theirs:
-                process = subprocess.Popen(  # noqa: S603 - our own program
-                    (*WORKER_COMMAND, str(theirs.fileno()), str(meeting), str(number)),
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                )
-            self._workers.append(_Worker(number, process, ours))
-            self._workers[-1].send(configuration)
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            for number in range(1, size):
+                self._workers.append(_start(meeting, number))
+                self._workers[-1].send(configuration)
+            stack.pop_all()
 
     def join(self) -> None:
-        """Wait until all workers have loaded their share of the model, and connect them."""
+        """Wait until all workers have loaded their share of the model, and connect them.
+
+        Raises WorkerLost with the worker's reason if it cannot load its share.
+        """
         for worker in self._workers:
             worker.await_signal()
-        self.group.join()
+        for worker in self._workers:
+            worker.send(JOIN)
+        try:
+            self.group.join()
+        except RuntimeError as error:
+            for worker in self._workers:
+                if worker.process.poll() is not None:
+                    raise worker.lost() from error
+            raise WorkerLost(f"the tensor-parallel workers cannot connect: {reason_of(error)}") from error
         # The others may still be reading the file through which they meet.
         for worker in self._workers:
             worker.await_signal()
@@ -122,9 +133,30 @@ class Workers:
 
     def close(self) -> None:
         """End all workers."""
-        for worker in self._workers:
-            worker.connection.close()
-        for worker in self._workers:
-            worker.end()
+        _end(self._workers)
         self.group.close()
         self._directory.cleanup()
+
+
+def _start(meeting: Path, number: int) -> _Worker:
+    ours, theirs = Pipe()
+    with theirs:
+        arguments = theirs.fileno(), meeting, number, os.getpid()
+        process = subprocess.Popen(  # noqa: S603 - our own program
+            (*WORKER_COMMAND, *map(str, arguments)), stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
+        )
+    return _Worker(number, process, ours)
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+    """Close the workers' connections, and kill those that have not ended after END_S seconds."""
+    for worker in workers:
+        worker.connection.close()
+    deadline_s = time.monotonic() + END_S
+    for worker in workers:
+        with suppress(subprocess.TimeoutExpired):
+            worker.process.wait(max(0.0, deadline_s - time.monotonic()))
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.wait()

@@ -1,49 +1,64 @@
-"""A worker of a tensor-parallel engine: `python -m loramux.engine.server.worker_process SOCKET MEETING NUMBER`.
+"""A worker of a tensor-parallel engine.
 
-SOCKET is the file descriptor of the connection to worker 0, the engine process, from which the configuration comes as
-JSON. MEETING is the file through which the workers find each other, and NUMBER is this worker's. The process ends when
-the engine process does, however that ends.
+The command line is `python -m loramux.engine.server.worker_process SOCKET MEETING NUMBER ENGINE`. SOCKET is the file
+descriptor of the connection to worker 0, the engine process, from which the configuration comes as JSON. MEETING is the
+file through which the workers find each other, NUMBER is this worker's, and ENGINE is the PID of the engine process.
+The process ends when the engine process does, however that ends.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import msgspec
-
 from loramux.adapter_store.sandbox.confinement import end_with_parent
-from loramux.engine.loop.assembly import assemble_worker
-from loramux.engine.loop.config import EngineConfig
-from loramux.engine.parallel.gloo_group import GlooGroup
-from loramux.engine.protocol.errors import EngineError
-from loramux.engine.server.gc_freeze import freeze_gc
-from loramux.engine.server.process import EXIT_REFUSED
 
 
 def main() -> None:
     end_with_parent()
+    if os.getppid() != int(sys.argv[4]):
+        # The engine process ended before the call above, so no signal will come.
+        return
     # Ctrl-C is sent to the whole process group. The engine process decides when the workers exit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
+    with Connection(int(sys.argv[1])) as connection:
+        try:
+            _work(connection, Path(sys.argv[2]), int(sys.argv[3]))
+        except (EOFError, ConnectionError):
+            # The engine process has closed the connection.
+            return
+
+
+def _work(connection: Connection, meeting: Path, number: int) -> None:
+    # Imported here because torch takes seconds to import, and the process must end with the engine process before that.
+    import msgspec
+
+    from loramux.engine.loop.assembly import assemble_worker
+    from loramux.engine.loop.config import EngineConfig
+    from loramux.engine.parallel.gloo_group import GlooGroup
+    from loramux.engine.protocol.errors import EngineError
+    from loramux.engine.server.gc_freeze import freeze_gc
+
     try:
         config = msgspec.json.decode(connection.recv_bytes(), type=EngineConfig)
-        group = GlooGroup(Path(sys.argv[2]), config.tensor_parallel_size, int(sys.argv[3]))
+        group = GlooGroup(meeting, config.tensor_parallel_size, number)
         worker = assemble_worker(config, group)
-    except EOFError:
-        # The engine process ended.
-        return
     except (EngineError, ValueError) as error:
-        print(str(error), file=sys.stderr)
-        sys.exit(EXIT_REFUSED)
-    connection.send_bytes(b"loaded")
+        connection.send_bytes(str(error).encode())
+        return
+    connection.send_bytes(b"")
+    # All workers wait here, because those that join wait only briefly for the others.
+    connection.recv_bytes()
     group.join()
-    connection.send_bytes(b"joined")
+    connection.send_bytes(b"")
     freeze_gc()
-    worker.serve(connection)
-    group.close()
+    try:
+        worker.serve(connection)
+    finally:
+        group.close()
 
 
 if __name__ == "__main__":

@@ -64,6 +64,11 @@ def test_workers_are_planned_only_for_a_base_that_they_can_share(demo_base: Path
         plan(demo_base, **settings, quantization="int8")
     with pytest.raises(StartRefused, match="4 workers need a thread each, but num_threads is 2"):
         plan(demo_base, **{**settings, "num_threads": 2})
+    both = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+    assert [one.num_threads for one in plan(demo_base, **both, num_threads=4)] == [2, 2]
+    said = "the 2 workers of each of 2 engines need a thread each, but num_threads is 3: lower data_parallel_size"
+    with pytest.raises(StartRefused, match=said):
+        plan(demo_base, **both, num_threads=3)
 
 
 def test_more_engines_than_threads_are_refused(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

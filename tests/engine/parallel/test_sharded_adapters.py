@@ -65,10 +65,11 @@ def test_each_worker_gets_its_share_of_each_part(family: dict[str, Any], size: i
     shards = [module_shards(model, size, worker) for worker in range(size)]
     packed = filled(whole, np.random.default_rng(3))
     released: list[str] = []
-    divided = AdapterDivider(whole, own, shards).divide(StagedAdapter(packed, released.append))
+    divider = AdapterDivider(whole, own, shards)
+    divided = divider.divide(StagedAdapter(packed, released.append))
     assert released == ["digest"]
     shares = [divided.packed, *divided.others]
-    assert {one.num_pages for one in shares} == {shares[0].layout.num_pages}
+    assert {one.num_pages for one in shares} == {divider.num_pages(packed)}
     for worker, share in enumerate(shares):
         assert share.payload.shape == (share.num_pages, 2, own.geometry.page_bytes)
         np.testing.assert_array_equal(share.scales, packed.scales)

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
+from loramux.engine.parallel import gloo_group
 from loramux.engine.parallel import workers as workers_module
 from loramux.engine.parallel.worker_messages import RunStep
 from loramux.engine.parallel.workers import WorkerLost, Workers
@@ -13,13 +17,16 @@ from loramux.engine.sequences.batch import NO_ROWS
 
 READ = "import sys; from multiprocessing.connection import Connection; link = Connection(int(sys.argv[1])); "
 CONFIGURED = READ + "assert link.recv_bytes() == b'settings'; "
-WAIT_S = 20.0
+LOADED = CONFIGURED + "link.send_bytes(b''); assert link.recv_bytes() == b'join'; "
+UNTIL_CLOSED = "exec('try:\\n while True: link.recv_bytes()\\nexcept EOFError: sys.exit(0)')"
+WAIT_S = 120.0
 
 
 @contextmanager
-def workers(program: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
+def workers(program: str, monkeypatch: pytest.MonkeyPatch, size: int = 2, end_s: float = WAIT_S) -> Iterator[Workers]:
     monkeypatch.setattr(workers_module, "WORKER_COMMAND", (sys.executable, "-c", program))
-    found = Workers(b"settings", 2)
+    monkeypatch.setattr(workers_module, "END_S", end_s)
+    found = Workers(b"settings", size)
     try:
         yield found
     finally:
@@ -30,6 +37,58 @@ def test_a_worker_that_ends_while_it_loads_the_model_is_named(monkeypatch: pytes
     said = "tensor-parallel worker 1 has ended with exit status 3"
     with workers(CONFIGURED + "sys.exit(3)", monkeypatch) as started, pytest.raises(WorkerLost, match=said):
         started.join()
+
+
+def test_a_worker_that_refuses_its_share_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "^tensor-parallel worker 1 did not start: the pool is too small$"
+    program = CONFIGURED + "link.send_bytes(b'the pool is too small'); " + UNTIL_CLOSED
+    with workers(program, monkeypatch) as started, pytest.raises(WorkerLost, match=said):
+        started.join()
+
+
+@pytest.mark.parametrize(
+    ("is_killed", "said"),
+    [
+        (True, f"^tensor-parallel worker 1 has ended with exit status -{signal.SIGKILL}$"),
+        (False, "^the tensor-parallel workers cannot connect: "),
+    ],
+    ids=["killed", "stuck"],
+)
+def test_a_worker_that_does_not_join_the_others_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, is_killed: bool, said: str
+) -> None:
+    monkeypatch.setattr(gloo_group, "JOIN_TIMEOUT", timedelta(seconds=0.2))
+    with workers(LOADED + UNTIL_CLOSED, monkeypatch) as started:
+        [process] = [worker.process for worker in started._workers]
+        join = started.group.join
+
+        def kill_and_join() -> None:
+            process.kill()
+            process.wait()
+            join()
+
+        if is_killed:
+            monkeypatch.setattr(started.group, "join", kill_and_join)
+        with pytest.raises(WorkerLost, match=said):
+            started.join()
+
+
+def test_a_failed_start_leaves_no_process_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = workers_module._start, []
+
+    def start_one(meeting: Path, number: int) -> workers_module._Worker:
+        if number == 2:
+            raise OSError("no more processes")
+        started.append((meeting, start(meeting, number)))
+        return started[-1][1]
+
+    monkeypatch.setattr(workers_module, "_start", start_one)
+    with pytest.raises(OSError, match="no more processes"), workers(CONFIGURED + UNTIL_CLOSED, monkeypatch, size=3):
+        pass
+    [(meeting, worker)] = started
+    assert worker.process.returncode == 0
+    assert worker.connection.closed
+    assert not meeting.parent.exists()
 
 
 def test_a_worker_that_ends_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +107,17 @@ def test_a_message_to_a_worker_that_has_ended_fails(monkeypatch: pytest.MonkeyPa
             started.send(RunStep.of(NO_ROWS))
 
 
+def test_workers_that_do_not_end_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = CONFIGURED + "link.send_bytes(b''); import signal; signal.pause()"
+    with workers(stuck, monkeypatch, size=3, end_s=0.1) as started:
+        processes = [worker.process for worker in started._workers]
+        for worker in started._workers:
+            worker.await_signal()
+    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
+
+
 def test_a_worker_ends_once_its_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = "exec('try:\\n while True: link.recv_bytes()\\nexcept EOFError: sys.exit(0)')"
-    with workers(CONFIGURED + loop, monkeypatch) as started:
+    with workers(CONFIGURED + UNTIL_CLOSED, monkeypatch) as started:
         [process] = [worker.process for worker in started._workers]
         assert process.poll() is None
     assert process.returncode == 0
