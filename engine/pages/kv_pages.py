@@ -72,9 +72,7 @@ class KvPages:
         self._checkpoints: StateCheckpoints | None = None
         if layout.num_state_pages:
             assert copy_page is not None
-            self._checkpoints = StateCheckpoints(
-                pages, reclaimer.policy, cache, layout.num_state_pages, copy_page
-            )
+            self._checkpoints = StateCheckpoints(pages, reclaimer.policy, cache, layout.num_state_pages, copy_page)
         # Stored rather than computed, because most steps read these values several times.
         self._page_tokens = tuple(group.page_tokens for group in layout.groups)
         self._has_windows = any(group.window is not None for group in layout.groups)
