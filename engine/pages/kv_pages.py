@@ -72,7 +72,7 @@ class KvPages:
         self._checkpoints: StateCheckpoints | None = None
         if layout.num_state_pages:
             assert copy_page is not None
-            self._checkpoints = StateCheckpoints(pages, reclaimer, cache, layout.num_state_pages, copy_page)
+            self._checkpoints = StateCheckpoints(pages, reclaimer.policy, cache, layout.num_state_pages, copy_page)
         # Stored rather than computed, because most steps read these values several times.
         self._page_tokens = tuple(group.page_tokens for group in layout.groups)
         self._has_windows = any(group.window is not None for group in layout.groups)
@@ -172,6 +172,7 @@ class KvPages:
         if self._checkpoints is not None:
             self._checkpoints.acquire(prefix.checkpoint)
             sequence.checkpoints = self._planned_checkpoints(sequence, prefix)
+            sequence.used_checkpoints = [prefix.pages[0][-1].key] if prefix.checkpoint else []
 
     def restore_state(self, sequence: Sequence, prefix: Prefix) -> None:
         """Copy the state after the prefix into the pages that the sequence has got since `attach`."""
@@ -248,16 +249,21 @@ class KvPages:
 
     def detach(self, sequence: Sequence) -> None:
         """Free all pages. Cached pages stay available to other sequences. Pages at the end of a prefix are evicted
-        first.
+        first, and before the checkpoints that the sequence started from or left.
         """
         for cached in self._cached_from_the_end(sequence):
             if cached is not None:
                 self._cache.release(cached)
+        if self._checkpoints is not None:
+            # Otherwise, a checkpoint would be evicted long before K and V, which are of no use without it.
+            for key in reversed(sequence.used_checkpoints):
+                self._checkpoints.touch(key)
         for group, table in zip(self._groups, sequence.tables, strict=True):
             self._pages.free(self._pages_of(table.blocks, group))
         self._pages.free(sequence.state_pages)
         sequence.state_pages = block_list()
         sequence.checkpoints = []
+        sequence.used_checkpoints = []
         sequence.tables = [PageTable() for _ in self._groups]
         sequence.num_computed = sequence.num_room = 0
 
@@ -279,6 +285,7 @@ class KvPages:
             last_block = (page + 1) * self._groups[0].num_blocks - 1
             key, digest = self._key(sequence, 0, page), self._digest(sequence, last_block)
             if key is not None and not sequence.is_tainted and checkpoints.save(key, digest, sequence.state_pages):
+                sequence.used_checkpoints.append(key)
                 self._offer(sequence, 0, sequence.num_computed)
         sequence.next_offer = planned[0] if planned else sys.maxsize
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from loramux.engine.pages.eviction import AFTER_ALL, Reclaimer
+from loramux.engine.pages.eviction import EvictionPolicy
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.sequences.cached_page import CachedPage
@@ -13,16 +13,17 @@ from loramux.engine.sequences.cached_page import CachedPage
 CopyPage = Callable[[int, int], None]
 """Copies the first page to the second, after the steps that have been submitted."""
 
-PAGES_BEFORE_END = (0, 1, 3, 7)
-"""Numbers of pages between a prompt's checkpoints and the end of its last full page.
+DISTANCE = 16
+"""A prompt leaves a checkpoint before the last `1 / DISTANCE` of its full pages, rounded down, or before the last page.
 
-The next prompt usually differs only in its last message, whose length is not known in advance. With distances that
-double, the part that is computed again is at most about as long as the part that differs.
+The next prompt usually differs only in its last message. If the message is shorter than that, the next prompt starts
+from the checkpoint and computes about `1 / DISTANCE` of its tokens.
 """
 
 MIN_PAGES = 4
-"""Minimum number of pages of K and V between the cached prefix with which a prompt starts and its checkpoints. A
-checkpoint adds a step to a prompt and takes as many pages as a state, which pays only if it saves enough computation.
+"""Minimum number of pages of K and V between the cached prefix with which a prompt starts and its first checkpoint, and
+between its checkpoints. A checkpoint adds a step to a prompt and takes as many pages as a state, which pays only if it
+saves enough computation.
 """
 
 
@@ -33,8 +34,11 @@ def checkpoint_pages(first: int, end: int, num_known: int) -> list[int]:
     K and V of its first `num_known` pages are already cached. It differs from an earlier prompt after these pages, and
     so may later prompts.
     """
-    wanted = {num_known, *(end - distance for distance in PAGES_BEFORE_END)}
-    return sorted(page for page in wanted if page >= first + MIN_PAGES)
+    planned: list[int] = []
+    for page in sorted((num_known, end - max(1, end // DISTANCE))):
+        if page >= (planned[-1] if planned else first) + MIN_PAGES:
+            planned.append(page)
+    return planned
 
 
 class StateCheckpoints:
@@ -46,11 +50,11 @@ class StateCheckpoints:
     """
 
     def __init__(
-        self, pages: PagePool, reclaimer: Reclaimer, cache: PrefixCache, num_pages: int, copy_page: CopyPage
+        self, pages: PagePool, policy: EvictionPolicy, cache: PrefixCache, num_pages: int, copy_page: CopyPage
     ) -> None:
         """A state takes `num_pages` pages."""
         self._pages = pages
-        self._reclaimer = reclaimer
+        self._policy = policy
         self._cache = cache
         self._num_pages = num_pages
         self._copy_page = copy_page
@@ -69,19 +73,20 @@ class StateCheckpoints:
         """Copy a sequence's state into a checkpoint, unless there is one already. `digest` is that of the adapter on
         which the state depends.
 
-        Returns False if the copy needs pages that are in use or that waiting sequences need.
+        Returns False if there is no room: see `_make_room`.
         """
         if self.find(key):
             return True
-        if not self._reclaimer.make_room(self._num_pages, AFTER_ALL):
+        # The rest of an incomplete checkpoint comes from another computation, and rounding can differ between the two.
+        self.forget(key)
+        if not self._make_room():
             return False
         targets = self._pages.alloc(self._num_pages, PageOwner.KV)
         for index, (source, target) in enumerate(zip(state_pages, targets, strict=True)):
+            self._copy_page(source, target)
             cached = self._cache.insert(_key(key, index), target, digest)
-            # Other pages of an incomplete checkpoint with this key may still be cached.
-            if cached is not None:
-                self._copy_page(source, target)
-                self._cache.release(cached)
+            assert cached is not None
+            self._cache.release(cached)
         self._pages.free(targets)
         return True
 
@@ -94,8 +99,13 @@ class StateCheckpoints:
         """Copy an acquired checkpoint into a sequence's state, and release it."""
         for cached, target in zip(checkpoint, state_pages, strict=True):
             self._copy_page(cached.page, target)
-            self._cache.release(cached)
-            self._pages.free([cached.page])
+        self._release(checkpoint)
+
+    def touch(self, key: bytes) -> None:
+        """Record that a checkpoint, if it is still complete, has been used until now."""
+        checkpoint = self.find(key)
+        self.acquire(checkpoint)
+        self._release(checkpoint)
 
     def forget(self, key: bytes) -> None:
         """Remove a checkpoint, even an incomplete one, from the cache."""
@@ -103,6 +113,26 @@ class StateCheckpoints:
             cached = self._cache.find(_key(key, index))
             if cached is not None:
                 self._cache.forget(cached)
+
+    def _make_room(self) -> bool:
+        """Evict cached prefixes and other checkpoints until the pages of a checkpoint are free. If they cannot be freed
+        without evicting an adapter, evict nothing and return False.
+        """
+        if self._pages.can_alloc(self._num_pages):
+            return True
+        if self._pages.num_free + self._cache.num_idle < self._num_pages:
+            return False
+        while not self._pages.can_alloc(self._num_pages):
+            item = self._policy.take(lambda one: not one.has_slot)
+            if item is None:
+                return False
+            item.evict()
+        return True
+
+    def _release(self, checkpoint: tuple[CachedPage, ...]) -> None:
+        for cached in checkpoint:
+            self._cache.release(cached)
+            self._pages.free([cached.page])
 
 
 def _key(key: bytes, index: int) -> bytes:

@@ -495,7 +495,7 @@ class Scheduler:
                 if sequence.num_reserved > self.max_tokens(entry.num_pages, entry.digest):
                     self._unfit.append(sequence)
                     continue
-            prefix = self._kv.find_prefix(sequence)
+            prefix = self._find_prefix(sequence, entry, position, budget)
             if is_midway and sequence.num_tokens - prefix.num_tokens > budget:
                 continue
             if num_free_slots == 0 and (victim := self._vacate(sequence.rank, is_active=True)) is not None:
@@ -513,9 +513,6 @@ class Scheduler:
                     while item is None and (victim := self._vacate(sequence.rank)) is not None:
                         scheduled.pop(victim, None)
                         item = self._begin(sequence, entry, prefix, position, budget)
-            if item is None and prefix.checkpoint and not self.running:
-                # The checkpoint is in the pool beside the state until it is copied. That may not fit.
-                item = self._begin(sequence, entry, NO_PREFIX, position, budget)
             if item is None:
                 self._short_of_pages = self._short_of_pages or sequence
                 if has_first and sequence.rank and self._num_yielding_to_first():
@@ -525,6 +522,21 @@ class Scheduler:
             budget -= item.num_tokens
             num_free_slots -= 1
         return admitted
+
+    def _find_prefix(self, sequence: Sequence, entry: AdapterLoad | None, position: int, budget: int) -> Prefix:
+        """The cached prefix with which a waiting sequence begins.
+
+        A checkpoint is in the pool beside the state until it is copied. If both do not fit, the prefix is not used
+        where beginning without it takes fewer pages.
+        """
+
+        def num_pages(prefix: Prefix) -> int:
+            return self._num_pages_to_begin(sequence, entry, prefix, position, budget)
+
+        prefix = self._kv.find_prefix(sequence)
+        if prefix.checkpoint and not self._adapters.can_spare(num_pages(prefix), position):
+            return min(prefix, NO_PREFIX, key=num_pages)
+        return prefix
 
     def _begin(
         self, sequence: Sequence, entry: AdapterLoad | None, prefix: Prefix, position: int, budget: int

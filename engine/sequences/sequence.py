@@ -88,6 +88,8 @@ class Sequence:
     """The positions, in ascending order, at which steps must end because a checkpoint of the state is wanted there: see
     `StateCheckpoints`. Empty unless the decoder is hybrid.
     """
+    used_checkpoints: list[bytes] = field(default_factory=list)
+    """The keys of the checkpoints that the running sequence started from or left, by position."""
     next_offer: int = 0
     """Number of tokens that must be computed and committed before another page can be cached or freed: see
     `KvPages.offer`.

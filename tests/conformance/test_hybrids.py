@@ -85,7 +85,7 @@ def test_a_mixed_batch_in_a_pool_that_preempts_equals_transformers_and_peft(
 
 
 KINDS = {"first": 0, "second": 128, "no cache": 0}
-"""Numbers of cached tokens of prompts that share 130 tokens. A page holds K and V of 32 tokens."""
+"""Numbers of cached tokens of prompts that share 150 tokens. A page holds K and V of 32 tokens."""
 
 
 def ask_with_a_shared_prefix(
@@ -99,7 +99,7 @@ def ask_with_a_shared_prefix(
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, 320, (count,), generator=generator).tolist())
 
-    system, last_messages = tokens(130), {"first": tokens(20), "second": tokens(30)}
+    system, last_messages = tokens(150), {"first": tokens(20), "second": tokens(30)}
     last_messages["no cache"] = last_messages["second"]
     asked = {
         f"{kind} {name}": (

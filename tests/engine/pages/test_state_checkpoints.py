@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
@@ -16,24 +18,27 @@ PAGE_TOKENS = 4
 NUM_STATE_PAGES = 3
 OWNER = b"owner"
 TOKENS = tuple(range(100, 160))
+OTHER_TOKENS = tuple(range(200, 260))
 
 
 @pytest.mark.parametrize(
     ("first", "end", "num_known", "expected"),
     [
-        (0, 3, 0, []),
-        (0, 4, 0, [4]),
-        (0, 5, 0, [4, 5]),
-        (0, 32, 0, [25, 29, 31, 32]),
-        (0, 32, 20, [20, 25, 29, 31, 32]),
-        (0, 32, 3, [25, 29, 31, 32]),
-        (0, 32, 31, [25, 29, 31, 32]),
-        (20, 32, 20, [25, 29, 31, 32]),
-        (25, 32, 26, [29, 31, 32]),
-        (29, 32, 31, []),
+        (0, 4, 0, []),
+        (0, 5, 0, [4]),
+        (0, 31, 0, [30]),
+        (0, 32, 0, [30]),
+        (0, 128, 0, [120]),
+        (0, 32, 20, [20, 30]),
+        (0, 32, 3, [30]),
+        (0, 32, 28, [28]),
+        (0, 32, 31, [30]),
+        (20, 32, 20, [30]),
+        (25, 32, 30, [30]),
+        (27, 32, 30, []),
     ],
 )
-def test_checkpoints_are_near_the_end_and_where_prompts_differ(
+def test_a_checkpoint_is_near_the_end_and_one_where_prompts_differ(
     first: int, end: int, num_known: int, expected: list[int]
 ) -> None:
     assert checkpoint_pages(first, end, num_known) == expected
@@ -49,6 +54,7 @@ class Bench:
         self.reclaimer = Reclaimer(self.pages, LeastRecentlyUsed())
         self.cache = PrefixCache(self.pages, self.reclaimer.policy, PAGE_TOKENS)
         self.contents: dict[int, object] = {}
+        self.copied: list[int] = []
         layout = CacheLayout(2, (CacheGroup((1,), None, block_tokens=PAGE_TOKENS),), NUM_STATE_PAGES)
         self.kv = KvPages(self.pages, self.reclaimer, self.cache, layout, 64, self._copy)
 
@@ -94,6 +100,7 @@ class Bench:
 
     def _copy(self, source: int, target: int) -> None:
         self.contents[target] = self.contents[source]
+        self.copied.append(target)
 
     def _state_of(self, sequence: Sequence) -> list[object]:
         return [self.contents[page] for page in sequence.state_pages]
@@ -104,15 +111,28 @@ class Bench:
         return [(digest, known, index) for index in range(NUM_STATE_PAGES)]
 
 
-def test_steps_of_a_prompt_end_at_its_checkpoints() -> None:
+@dataclass(slots=True, eq=False)
+class IdleAdapter:
+    key: str = "adapter"
+    num_pages: int = NUM_STATE_PAGES
+    has_slot: bool = True
+    cost: float = 1.0
+    is_waited_for: bool = False
+    is_evicted: bool = False
+
+    def evict(self) -> None:
+        self.is_evicted = True
+
+
+def test_a_step_of_a_prompt_ends_at_its_checkpoint() -> None:
     bench = Bench()
-    assert bench.begin(bench.sequence(TOKENS[:50])) == [20, 36, 44, 48, 50]
+    assert bench.begin(bench.sequence(TOKENS[:50])) == [44, 50]
     assert bench.begin(bench.sequence(TOKENS[:50])) == [50]
     assert bench.begin(bench.sequence(TOKENS[:50], isolation_key=b"")) == [50]
 
 
-@pytest.mark.parametrize(("num_shared", "found"), [(50, 48), (47, 44), (38, 36), (35, 20), (19, 0)])
-def test_a_prompt_starts_at_the_last_checkpoint_that_it_shares(num_shared: int, found: int) -> None:
+@pytest.mark.parametrize(("num_shared", "found"), [(50, 44), (44, 44), (43, 0)])
+def test_a_prompt_starts_at_a_checkpoint_that_it_shares(num_shared: int, found: int) -> None:
     bench = Bench()
     bench.run(TOKENS[:50])
     prompt = (*TOKENS[:num_shared], *range(10))
@@ -132,7 +152,7 @@ def test_prompts_that_differ_leave_a_checkpoint_where_they_do() -> None:
 def test_states_are_found_only_by_the_same_owner_adapter_and_tokens() -> None:
     bench = Bench()
     bench.run(TOKENS, "a")
-    assert bench.find(TOKENS, "a").num_tokens == 56
+    assert bench.find(TOKENS, "a").num_tokens == 52
     assert bench.find(TOKENS, "b") == bench.find(TOKENS) == NO_PREFIX
     assert bench.find(TOKENS, "a", isolation_key=b"another") == NO_PREFIX
     assert bench.find((0, *TOKENS[1:]), "a") == NO_PREFIX
@@ -140,38 +160,29 @@ def test_states_are_found_only_by_the_same_owner_adapter_and_tokens() -> None:
 
 def test_the_state_before_an_activation_is_that_of_the_base() -> None:
     bench = Bench(num_pages=128)
-    bench.run(TOKENS, "a", activation=45)
-    # The checkpoints at 28 and 44 precede the activation, those at 52 and 56 do not.
-    assert bench.find(TOKENS).num_tokens == bench.find(TOKENS, "b", activation=44).num_tokens == 44
-    assert bench.find(TOKENS, "a", activation=45).num_tokens == 56
-    assert bench.find(TOKENS, "a").num_tokens == 0
+    tokens = tuple(range(100))
+    bench.run(tokens[:50])
+    # The checkpoint of the base at 44 precedes the activation. The prompt's own checkpoint at 92 does not.
+    bench.run(tokens, "a", activation=45)
+    assert bench.find(tokens).num_tokens == bench.find(tokens, "b", activation=44).num_tokens == 44
+    assert bench.find(tokens, "a", activation=45).num_tokens == 92
+    assert bench.find(tokens, "a").num_tokens == 0
     bench.cache.purge("a")
-    # The pages of K and V before the activation, and the two checkpoints among them.
-    assert len(bench.cache) == 11 + 2 * NUM_STATE_PAGES
-    assert bench.find(TOKENS, "a", activation=45).num_tokens == 44
-    assert bench.find(TOKENS).num_tokens == 44
+    assert bench.find(tokens, "a", activation=45).num_tokens == 44
+    assert bench.find(tokens).num_tokens == 44
 
 
-def test_a_checkpoint_without_one_of_its_pages_is_not_used() -> None:
+@pytest.mark.parametrize("missing", range(NUM_STATE_PAGES))
+def test_an_incomplete_checkpoint_is_not_used_and_is_saved_again_as_a_whole(missing: int) -> None:
     bench = Bench()
     bench.run(TOKENS)
-    bench.cache.forget(bench.find(TOKENS).checkpoint[1])
-    assert bench.find(TOKENS).num_tokens == 52
-    # The sequence starts only a page before the lost checkpoint, so it does not save it again.
-    assert bench.begin(bench.sequence(TOKENS)) == [60]
-
-
-def test_an_incomplete_checkpoint_is_completed() -> None:
-    bench = Bench()
+    bench.cache.forget(bench.find(TOKENS).checkpoint[missing])
+    assert bench.find(TOKENS) == Prefix(num_known=52)
+    bench.copied.clear()
     bench.run(TOKENS)
-    for position in (56, 52, 44):
-        prefix = bench.find(TOKENS)
-        assert prefix.num_tokens == position
-        bench.cache.forget(prefix.checkpoint[0])
-    assert bench.find(TOKENS).num_tokens == 28
-    bench.run(TOKENS)
-    assert bench.find(TOKENS).num_tokens == 56
-    bench.run(TOKENS)
+    # All its pages come from one computation.
+    assert bench.copied == [cached.page for cached in bench.find(TOKENS).checkpoint]
+    assert len(bench.cache) == 13 + NUM_STATE_PAGES
 
 
 def test_a_state_is_not_saved_if_that_needs_pages_in_use() -> None:
@@ -183,17 +194,46 @@ def test_a_state_is_not_saved_if_that_needs_pages_in_use() -> None:
     assert bench.pages.num_free == bench.pages.num_pages
 
 
-def test_the_least_recently_used_checkpoint_is_evicted_for_another() -> None:
-    bench = Bench(num_pages=15 + 2 * NUM_STATE_PAGES)
+def test_a_checkpoint_is_saved_over_older_prefixes_but_not_over_adapters() -> None:
+    """The adapter has been idle longest. Next to it and the prefix, there is room for the prompt and its state."""
+    adapter = IdleAdapter()
+    bench = Bench(num_pages=adapter.num_pages + (4 + NUM_STATE_PAGES) + (15 + NUM_STATE_PAGES))
+    bench.pages.alloc(adapter.num_pages, PageOwner.ADAPTER)
+    bench.reclaimer.policy.add(adapter)
+    bench.run(OTHER_TOKENS[:24])
+    assert bench.find(OTHER_TOKENS[:24]).num_tokens == 16
+    bench.run(TOKENS)
+    assert bench.find(OTHER_TOKENS[:24]).num_tokens == 0
+    assert bench.find(TOKENS).num_tokens == 52
+    assert not adapter.is_evicted
+
+
+def test_a_checkpoint_is_not_saved_if_only_an_adapter_could_make_room() -> None:
+    adapter = IdleAdapter()
+    bench = Bench(num_pages=adapter.num_pages + 15 + NUM_STATE_PAGES)
+    bench.pages.alloc(adapter.num_pages, PageOwner.ADAPTER)
+    bench.reclaimer.policy.add(adapter)
+    bench.run(TOKENS)
+    assert len(bench.cache) == 0
+    assert not adapter.is_evicted
+
+
+@pytest.mark.parametrize("is_cached", [False, True], ids=["left", "started from"])
+def test_a_checkpoint_is_evicted_after_the_k_and_v_that_need_it(is_cached: bool) -> None:
+    bench = Bench()
+    if is_cached:
+        bench.run(TOKENS)
     sequence = bench.sequence(TOKENS)
     bench.begin(sequence)
-    # There is room for one checkpoint at a time.
-    assert len(bench.cache) == 14 + NUM_STATE_PAGES
+    bench.run(OTHER_TOKENS)
     bench.kv.detach(sequence)
-    assert bench.pages.num_owned(PageOwner.KV) == len(bench.cache) == bench.cache.num_idle
-    assert bench.find(TOKENS).num_tokens == 56
-    assert bench.reclaimer.make_room(bench.pages.num_free + 1, 0)
-    assert bench.find(TOKENS) == Prefix(num_known=56)
+    bench.pages.check_integrity()
+    # The other prefix has been idle longer.
+    assert bench.reclaimer.make_room(bench.pages.num_free + 13 + NUM_STATE_PAGES, 0)
+    assert bench.find(OTHER_TOKENS) == NO_PREFIX
+    assert bench.find(TOKENS).num_tokens == 52
+    assert bench.reclaimer.make_room(bench.pages.num_free + 13, 0)
+    assert len(bench.cache) == NUM_STATE_PAGES
 
 
 @pytest.mark.parametrize("is_broken", [False, True], ids=["tainted", "broken"])
@@ -213,6 +253,6 @@ def test_a_sequence_counts_the_pages_of_a_checkpoint_until_it_is_restored() -> N
     bench = Bench()
     bench.run(TOKENS)
     prefix = bench.find(TOKENS)
-    assert prefix.num_idle == 14 + NUM_STATE_PAGES
+    assert prefix.num_idle == 13 + NUM_STATE_PAGES
     # The prefix, the checkpoint, the state, and one more page of K and V.
-    assert bench.kv.num_pages_to_begin(prefix, 4) == 14 + NUM_STATE_PAGES + NUM_STATE_PAGES + 1
+    assert bench.kv.num_pages_to_begin(prefix, 4) == 13 + NUM_STATE_PAGES + NUM_STATE_PAGES + 1
