@@ -33,10 +33,10 @@ _YIELDING = [[other for other in _RANKS if makes_room(other, rank)] for rank in 
 _YIELDED_TO = [[other for other in _RANKS if makes_room(rank, other)] for rank in _RANKS]
 """For each rank, the ranks whose waiting requests all begin before its own."""
 
-_Column = NDArray[np.float64]
-# Rows of `MirroredQueue._columns`.
+_Array = NDArray[np.float64]
+# Rows of `MirroredQueue._columns`. `Ahead.asked` relies on the order of four of them.
 _SERVED, _PART, _LEAD, _RANK, _RUNNING, _TOKENS, _SEQUENCES, _TOKENS_PER_S, _SEQUENCES_PER_S, _PROMPT_PRICE = range(10)
-_NUM_COLUMNS = 10
+_NUM_FIGURES = 10
 _LEAST_PRICE = 1e-9
 """Less than the price of any request. Prevents divisions by 0."""
 
@@ -128,16 +128,18 @@ class _Request:
 class Ahead:
     """What begins before a request.
 
-    `growing` has the columns of the shares that can begin more than what waits now, and `most` has the price of all
-    that each of them can begin. `arrivals` are the requests of further shares that will arrive per second.
-    `answer_price` is the usual price of an answer.
+    `now` has what begins however long the request waits. `arrivals` are the requests of further shares that will arrive
+    per second. The arrays are about the shares that can begin more than what waits now: `asked` has their prompt tokens
+    and sequences, those that wait and those that arrive per second. `price` and `price_per_s` have the prices of the
+    same, and `most` has the price of all that a share can begin.
     """
 
     now: Amount
     arrivals: Amount
-    growing: _Column  # [_NUM_COLUMNS, num_growing]
-    most: _Column  # [num_growing]
-    answer_price: float
+    asked: _Array  # [4, num_growing]
+    price: _Array  # [num_growing]
+    price_per_s: _Array  # [num_growing]
+    most: _Array  # [num_growing]
 
     @property
     def grows(self) -> bool:
@@ -148,11 +150,10 @@ class Ahead:
         """What begins before the request if it waits for so long, and requests go on arriving meanwhile."""
         found = Amount(self.now.prompt_tokens, self.now.sequences)
         found.add(self.arrivals, seconds)
-        rows, most = self.growing, self.most
-        tokens = rows[_TOKENS] + seconds * rows[_TOKENS_PER_S]
-        sequences = rows[_SEQUENCES] + seconds * rows[_SEQUENCES_PER_S]
-        price = rows[_PROMPT_PRICE] * tokens + self.answer_price * sequences
-        found.add(_sum(tokens, sequences, _part(most, price)))
+        tokens, sequences, tokens_per_s, sequences_per_s = (
+            self.asked @ _part(self.most, self.price + seconds * self.price_per_s)
+        ).tolist()
+        found.add(Amount(tokens + seconds * tokens_per_s, sequences + seconds * sequences_per_s))
         return found
 
 
@@ -169,7 +170,7 @@ class MirroredQueue:
         # The shares with requests now or in the last seconds. Only the counters of the others matter.
         self._active: list[_Asking] = []
         # The same shares as columns: see `_Asking.values`. There is room for more of them.
-        self._columns: _Column = np.zeros((_NUM_COLUMNS, 64))
+        self._columns: _Array = np.zeros((_NUM_FIGURES, 64))
         self.running = [0.0] * BACKGROUND_RANK
         """Number of running sequences of each rank."""
         self.waiting = [Amount() for _ in _RANKS]
@@ -233,8 +234,8 @@ class MirroredQueue:
         self._store(asking)
 
     def remove(self, request_id: str, num_tokens: int = 0, cached_tokens: int = 0) -> None:
-        """Note that a request has ended with this number of output tokens, and that so many tokens of its prompts were
-        cached, or that it was refused. Has no effect on unknown requests.
+        """Note that a request has ended with these numbers of output tokens and of cached prompt tokens, or that it was
+        refused. Has no effect on unknown requests.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -309,13 +310,17 @@ class MirroredQueue:
         lead[(lead == 0) & (columns[_RUNNING] > num_running)] = -np.inf
         if asking is not None and asking.index is not None:
             lead[asking.index] = -np.inf
-        tokens, sequences, answer_price = columns[_TOKENS], columns[_SEQUENCES], OUTPUT_PRICE * self._answer_tokens
-        price = columns[_PROMPT_PRICE] * tokens + answer_price * sequences
+        prompt_prices, answer_price = columns[_PROMPT_PRICE], OUTPUT_PRICE * self._answer_tokens
+        price = prompt_prices * columns[_TOKENS] + answer_price * columns[_SEQUENCES]
         # The request with which the counter reaches the turn begins, too.
-        most = np.where(lead >= 0, lead * columns[_PART] + price / np.maximum(sequences, 1), 0)
+        most = np.where(lead >= 0, lead * columns[_PART] + price / np.maximum(columns[_SEQUENCES], 1), 0)
         grows = (most > price) & (columns[_SEQUENCES_PER_S] > 0)
-        now.add(_sum(tokens, sequences, np.where(grows, 0, _part(most, price))))
-        return Ahead(now, arrivals, columns[:, grows], most[grows], answer_price)
+        part = np.where(grows, 0, _part(most, price))
+        now.add(Amount(*(columns[_TOKENS : _SEQUENCES + 1] @ part).tolist()))
+        growing = columns[:, grows]
+        price_per_s = growing[_PROMPT_PRICE] * growing[_TOKENS_PER_S] + answer_price * growing[_SEQUENCES_PER_S]
+        asked = growing[_TOKENS : _SEQUENCES_PER_S + 1]
+        return Ahead(now, arrivals, asked, price[grows], price_per_s, most[grows])
 
     def _least_served(self) -> float:
         """The counter to which that of a share is raised when it begins to wait, so that it saves up no credit."""
@@ -337,10 +342,6 @@ class MirroredQueue:
         self._columns[:, asking.index] = asking.values()
 
 
-def _part(most: _Column, price: _Column) -> _Column:
+def _part(most: _Array, price: _Array) -> _Array:
     """The part of what has these prices that begins if no more than `most` does."""
     return np.minimum(most, price) / np.maximum(price, _LEAST_PRICE)
-
-
-def _sum(tokens: _Column, sequences: _Column, parts: _Column) -> Amount:
-    return Amount(float(tokens @ parts), float(sequences @ parts))
