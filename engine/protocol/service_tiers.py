@@ -20,10 +20,11 @@ OUTPUT_PRICE = 2.0
 share one pass.
 """
 
-FIRST_TIER_LEAD = 4096.0
-"""How far the counters of the first tier's shares can be ahead of others before those go first, in prices of tokens.
-Requests of this tier are few and urgent. Without a lead, a share that has just had more than its part waits until all
-others have had theirs.
+FIRST_TIER_LEAD = 16_384.0
+"""How much more than its part a share of the first tier can have had before others go first, in prices of its tokens.
+The lead of its counter is this, divided by the share's weight, so a heavy share has no larger lead. Requests of this
+tier are few and urgent. Without a lead, a share that has just had more than its part waits until all others have had
+theirs.
 """
 
 BACKGROUND_RANK = len(SERVICE_TIERS)

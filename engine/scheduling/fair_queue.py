@@ -65,9 +65,9 @@ class FairQueue:
     factor. The bound does not hold for tiers that make room for others, because the scheduler keeps them back while
     those wait.
 
-    The order of the first tier uses counters that are lower by FIRST_TIER_LEAD, as in borrowed virtual time (Duda and
-    Cheriton, "Borrowed-Virtual-Time scheduling", 1999). Such a share can be served earlier than others with the same
-    counter. In the long run, it gets no more than its weight allows.
+    The order of the first tier uses counters that are lower by FIRST_TIER_LEAD, divided by the share's weight, as in
+    borrowed virtual time (Duda and Cheriton, "Borrowed-Virtual-Time scheduling", 1999). Such a share can be served
+    earlier than others with the same counter. In the long run, it gets no more than its weight allows.
 
     Background sequences come after all others. If their share has waited too long, its next sequence is no longer a
     background sequence.
@@ -422,8 +422,10 @@ class FairQueue:
             self._active[key] = share
             self._least_active.update(share)
         weight = max(1, sequence.add.weight) * TIER_FACTORS[sequence.add.service_tier]
-        if share.is_waiting:
+        if share.is_waiting and weight != share.weight:
             self._waiting_weight += weight - share.weight
+            # The lead of the first tier depends on the weight.
+            self._changed[share] = None
         share.weight = weight
         return share
 
@@ -442,17 +444,17 @@ def _served(share: FairShare) -> TurnKey:
 
 
 def _ready_turn(share: FairShare) -> TurnKey:
-    return _turn(share.ready[0], share.served, share.num_running)
+    return _turn(share.ready[0], share.served, share.num_running, share.weight)
 
 
 def _cold_turn(share: FairShare) -> TurnKey:
-    return _turn(share.cold[0], share.served, share.num_running)
+    return _turn(share.cold[0], share.served, share.num_running, share.weight)
 
 
-def _turn(sequence: Sequence, served: float, num_running: int) -> TurnKey:
+def _turn(sequence: Sequence, served: float, num_running: int, weight: float) -> TurnKey:
     # A share whose counter was raised ties with another share. The share with fewer running sequences goes first.
     if sequence.share_key[1] == 0:
-        served -= FIRST_TIER_LEAD
+        served -= FIRST_TIER_LEAD / weight
     return 2 if sequence.is_background else 1, served, num_running, sequence.arrival
 
 
@@ -477,7 +479,7 @@ def _turns(share: FairShare, is_ready: bool, rounds: int) -> Iterator[tuple[Turn
         if rounds:
             yield (0, -rounds, 0, sequence.arrival), sequence
         else:
-            yield _turn(sequence, served, num_running), sequence
+            yield _turn(sequence, served, num_running, weight), sequence
         served += INPUT_PRICE * sequence.num_tokens / weight
         num_running += 1
         rounds = 0

@@ -1,4 +1,4 @@
-"""Clears a gateway's caches after any process changes a key, a tenant or a policy, and keeps them until then."""
+"""Clears a gateway's caches after any process changes a key, a tenant or a policy, and confirms them until then."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class CacheInvalidation:
     """A thread that calls every function in `forget` after a change.
 
     The thread is notified of a change or notices it within POLL_INTERVAL_S. If the database cannot be watched, cache
-    entries expire within five seconds. A read that began before a change can cache the old value, also for at most five
-    seconds. `note_heard` is called after each successful poll. So is every function in `confirm`, with a time in
+    entries expire within five seconds. A change that the database does not announce takes effect within a minute: see
+    `change_watch`. `note_heard` is called after each successful poll. So is every function in `confirm`, with a time in
     microseconds: all changes before it have been told.
     """
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 MAX_STALE_US = 5_000_000
 """How long a cached value is trusted without hearing from the database, in microseconds."""
 
+MAX_AGE_US = 60_000_000
+"""How long a cached value is used at most, in microseconds. The database announces no changes that bypass its triggers,
+such as a restore with `--disable-triggers`.
+"""
+
 
 class ChangeWatch:
     """What `CacheInvalidation` has told a cache. The cache must drop all values at a change and call `note_change`.
@@ -28,4 +33,4 @@ class ChangeWatch:
         """True if a value that was read at `read_us`, or that was still right at the last `confirm`, can be used."""
         since_us = self._confirmed_us if read_us <= self._confirmed_us <= now_us else read_us
         # Setting the clock back must not extend a value's life.
-        return read_us <= now_us < since_us + max_stale_us
+        return read_us <= now_us < min(since_us + max_stale_us, read_us + MAX_AGE_US)

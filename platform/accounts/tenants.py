@@ -117,11 +117,20 @@ class TenantShare:
     """The service tiers of its requests."""
 
 
+@dataclass(frozen=True, slots=True)
+class _CachedShare:
+    """A share as it was read at `read_us`, after `num_changes` changes had been noted."""
+
+    share: TenantShare
+    read_us: int
+    num_changes: int
+
+
 class Tenants:
     def __init__(self, database: Database) -> None:
         self._database = database
-        # Shares by tenant id, with the time of each read. Entries are replaced as a whole, so threads need no lock.
-        self._shares: dict[str, tuple[int, TenantShare]] = {}
+        # Entries are replaced as a whole, so threads need no lock.
+        self._shares: dict[str, _CachedShare] = {}
         self._watch = ChangeWatch()
 
     def create(self, slug: str, display_name: str | None = None, timezone: str = "UTC") -> Tenant:
@@ -291,16 +300,18 @@ class Tenants:
         share = TenantShare(tenant_id, row.weight, isolation_key, row.host_floor_bytes, row.response_days, rights)
         if len(self._shares) >= MAX_SHARES:
             self._shares.clear()
-        if num_changes == self._watch.num_changes:
-            self._shares[tenant_id] = (read_us, share)
+        self._shares[tenant_id] = _CachedShare(share, read_us, num_changes)
         return share
 
     def recent_share(self, tenant_id: str, max_stale_us: int = MAX_STALE_US) -> TenantShare | None:
         """Return the tenant's share, or None if it is not known to have been right within the last five seconds, or
         `max_stale_us`. Does not block.
         """
-        read_us, share = self._shares.get(tenant_id, (0, None))
-        return share if self._watch.is_fresh(read_us, self._database.now_us(), max_stale_us) else None
+        cached = self._shares.get(tenant_id)
+        # A share that was read before a change may have been stored after `forget_recent`.
+        if cached is None or cached.num_changes != self._watch.num_changes:
+            return None
+        return cached.share if self._watch.is_fresh(cached.read_us, self._database.now_us(), max_stale_us) else None
 
     def forget_recent(self) -> None:
         self._watch.note_change()

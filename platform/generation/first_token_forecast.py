@@ -31,11 +31,12 @@ _LAST = BACKGROUND_RANK - 1
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds until a request's first token. `own_s` would be the time if no other tenant had any requests. `is_next`
-    is True if no request waits and a slot is free.
+    """Seconds until a request's first token. Of these, the queue explains `queued_s`. `own_s` would be the time if no
+    other tenant had any requests. `is_next` is True if no request waits for its first token and a slot is free.
     """
 
     seconds: float
+    queued_s: float
     own_s: float
     is_next: bool
 
@@ -61,8 +62,8 @@ class FirstTokenForecast:
       slots of running sequences of the last tier, whatever else waits.
 
     Both rates are measured while they are the limit: see `Stats.prefill_s` for the first. Before anything has been
-    measured, the forecast is 0. While no sequence ends, the second rate falls. `correct` adds what requests of the tier
-    have lately waited for in addition, such as their adapters or a busy gateway.
+    measured, the forecast is 0. While no sequence ends, the second rate falls. Unless slots are free for all that
+    waits, the mean time by which requests of the tier have lately waited for longer is added: see `correct`.
 
     `note` takes the engine's reports. `queue` must know this gateway's own requests, which it follows in between. Thus
     requests that arrive together do not all see the same short queue. What the engine reports beyond them belongs to
@@ -108,7 +109,7 @@ class FirstTokenForecast:
             self._counted_since_s = now_s
         self._max_sequences = stats.max_sequences
         for rank, load in enumerate(stats.service_tiers[:BACKGROUND_RANK]):
-            own = self.queue.waiting_at(rank)
+            own = self.queue.waiting[rank]
             num_own = own.sequences + self.queue.running[rank]
             # A sequence that the engine runs may not have sent a token yet, so it counts as waiting here.
             num_foreign = max(0.0, load.num_running + load.num_waiting - num_own)
@@ -117,27 +118,39 @@ class FirstTokenForecast:
                 max(0.0, load.prompt_tokens - own.prompt_tokens), num_foreign - self._foreign_running[rank]
             )
 
-    def correct(self, rank: int, forecast_s: float, waited_s: float) -> None:
-        """Learn from a request that has got its first token after `waited_s`, instead of `forecast_s`, in seconds."""
-        self._excess_s[rank] = max(0.0, self._excess_s[rank] + (waited_s - forecast_s) / NUM_ERRORS)
+    def correct(self, rank: int, queued_s: float, waited_s: float) -> None:
+        """Learn from a request that has got its first token after `waited_s`, while its `Forecast` had this `queued_s`.
+
+        Both are in seconds. A wait for something other than the engine's queue, such as an adapter, teaches nothing.
+        """
+        self._excess_s[rank] += (max(0.0, waited_s - queued_s) - self._excess_s[rank]) / NUM_ERRORS
 
     def forecast(self, share: Share, prompt_tokens: int) -> Forecast:
         """Return when the first sequence of a new request, with this prompt, would have its first token."""
         rank, new = share.rank, Amount(prompt_tokens, 1)
         running = [own + foreign for own, foreign in zip(self.queue.running, self._foreign_running, strict=True)]
-        num_held = sum([number for other, number in enumerate(running) if not makes_room(other, rank)])
+        num_waiting = [
+            one.sequences + foreign.sequences for one, foreign in zip(self.queue.waiting, self._foreign, strict=True)
+        ]
+        counting = [other for other in range(BACKGROUND_RANK) if not makes_room(other, rank)]
+        num_held = sum([running[other] for other in counting])
+        has_slot = num_held + sum([num_waiting[other] for other in counting]) < self._max_sequences
         own, own_held = self.queue.of_tenant(share)
         own.add(new)
-        seconds = self._until_turn(share, new, num_held)
+        queued_s = self._until_turn(share, new, num_held)
         if rank == 0 and running[_LAST]:
-            first = self.queue.waiting_at(0)
+            first = Amount(prompt_tokens, 1)
+            first.add(self.queue.waiting[0])
             first.add(self._foreign[0])
-            first.add(new)
             if first.sequences <= running[_LAST]:
-                seconds = min(seconds, self._seconds(first, 0.0))
+                queued_s = min(queued_s, self._seconds(first, 0.0))
         has_waiting = self.queue.has_waiting or any(amount.sequences for amount in self._foreign)
-        is_next = not has_waiting and num_held < self._max_sequences
-        return Forecast(seconds=seconds + self._excess_s[rank], own_s=self._seconds(own, own_held), is_next=is_next)
+        return Forecast(
+            seconds=queued_s if has_slot else queued_s + self._excess_s[rank],
+            queued_s=queued_s,
+            own_s=self._seconds(own, own_held),
+            is_next=has_slot and not has_waiting,
+        )
 
     def _until_turn(self, share: Share, new: Amount, num_held: float) -> float:
         """Seconds until a new request of a share has begun, if it gets a slot on its turn and other requests keep

@@ -32,11 +32,13 @@ MAX_RETRY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """A request without a first token: its tier, when it entered, and how long it was to wait, both in seconds."""
+    """A request without a first token: its tier, when it entered, and how long it was to wait in the queue, both in
+    seconds. `queued_s` is None if it also waits for its adapter.
+    """
 
     tier: str
     entered_s: float
-    forecast_s: float
+    queued_s: float | None
 
 
 class FirstTokenGate:
@@ -60,12 +62,14 @@ class FirstTokenGate:
         self._forecast = FirstTokenForecast(clock)
         self._awaited: dict[str, _Awaited] = {}
         """The requests without a first token whose tiers have an objective."""
+        self._resident: frozenset[str] = frozenset()
+        """The adapters that the last report shows to be loaded."""
 
     def check(self, share: Share, prompt_tokens: int = 0) -> float:
         """Raise RateLimited if the tenant's own requests would delay a request's first token beyond the objective of
         its tier, and Unavailable if those of all tenants together would. Without `prompt_tokens`, the prompt counts as
-        empty, so that a request can be refused before it is tokenised. Returns the forecast in seconds, which is 0 for
-        a tier without an objective.
+        empty, so that a request can be refused before it is tokenised. Returns the wait in the queue that is forecast,
+        in seconds, which is 0 for a tier without an objective.
 
         A request that would be the next to run is not refused. After one slow step, it shows that the engine is fast.
         """
@@ -77,7 +81,7 @@ class FirstTokenGate:
             refusal = _refusal(forecast, share.service_tier, objective_s)
             self._metrics.overload_refusals.labels(share.service_tier, str(refusal.status)).inc()
             raise refusal
-        return forecast.seconds
+        return forecast.queued_s
 
     def enter(self, plan: Plan) -> None:
         """Let a request in. Raises what `check` raises."""
@@ -86,10 +90,13 @@ class FirstTokenGate:
         tier, share = plan.service_tier, plan.target.share_in(plan.service_tier)
         if plan.pooling is None:
             # The objective is about the first token of any choice.
-            forecast_s = self.check(share, min(map(len, plan.prompts)))
+            queued_s = self.check(share, min(map(len, plan.prompts)))
             if tier in self._objectives:
-                self._awaited[plan.request_id] = _Awaited(tier, self._clock(), forecast_s)
-        self._forecast.queue.add(plan.request_id, share, plan.prompt_tokens, plan.num_sequences)
+                adapter = plan.adapter_to_load
+                is_loaded = adapter is None or adapter.digest in self._resident
+                self._awaited[plan.request_id] = _Awaited(tier, self._clock(), queued_s if is_loaded else None)
+        is_pooled = plan.pooling is not None
+        self._forecast.queue.add(plan.request_id, share, plan.prompt_tokens, plan.num_sequences, is_pooled)
 
     def begin(self, request_id: str) -> None:
         """Note that a request has got its first token."""
@@ -97,14 +104,17 @@ class FirstTokenGate:
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None:
             waited_s = self._clock() - awaited.entered_s
-            rank = rank_of(awaited.tier, is_background=False)
-            self._forecast.correct(rank, awaited.forecast_s, waited_s)
+            if awaited.queued_s is not None:
+                rank = rank_of(awaited.tier, is_background=False)
+                self._forecast.correct(rank, awaited.queued_s, waited_s)
             is_late = waited_s > self._objectives[awaited.tier]
             self._metrics.first_tokens.labels(awaited.tier, "late" if is_late else "in_time").inc()
 
-    def leave(self, request_id: str, num_tokens: int = 0) -> None:
-        """Note that a request has ended after `num_tokens` output tokens, or that nothing was reserved for it."""
-        self._forecast.queue.remove(request_id, num_tokens)
+    def leave(self, request_id: str, num_tokens: int = 0, cached_tokens: int = 0) -> None:
+        """Note that a request has ended after `num_tokens` output tokens, with `cached_tokens` tokens of its prompts
+        from the prefix cache, or that nothing was reserved for it.
+        """
+        self._forecast.queue.remove(request_id, num_tokens, cached_tokens)
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None and self._clock() - awaited.entered_s > self._objectives[awaited.tier]:
             self._metrics.first_tokens.labels(awaited.tier, "late").inc()
@@ -112,9 +122,11 @@ class FirstTokenGate:
     async def look(self) -> None:
         """Ask the engine for a report. If the engine does not answer, keep the last report."""
         try:
-            self._forecast.note(await self._engine.call(StatsRequest(), REPORT_WAIT_S))
+            stats = await self._engine.call(StatsRequest(), REPORT_WAIT_S)
         except (EngineUnavailable, TimeoutError):
             return
+        self._resident = frozenset(adapter.digest for adapter in stats.adapters)
+        self._forecast.note(stats)
 
     async def follow(self) -> None:
         """Loop forever, asking for reports. Returns at once without objectives."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from loramux.engine.protocol.service_tiers import (
     BACKGROUND_RANK,
@@ -19,15 +21,24 @@ from loramux.engine.protocol.service_tiers import (
 NUM_ANSWERS = 64
 """Number of requests over which the length of answers is averaged."""
 
+NUM_PROMPTS = 8
+"""Number of requests of a share over which the cached part of its prompts is averaged."""
+
 MAX_IDLE_SHARES = 10_000
 """Maximum number of idle shares whose counters are kept."""
 
 _RANKS = range(BACKGROUND_RANK)
-_LEADS = [FIRST_TIER_LEAD if rank == 0 else 0.0 for rank in _RANKS]
-_YIELDING = [frozenset(other for other in _RANKS if makes_room(other, rank)) for rank in _RANKS]
+_YIELDING = [[other for other in _RANKS if makes_room(other, rank)] for rank in _RANKS]
 """For each rank, the ranks whose waiting requests it never waits for."""
-_YIELDED_TO = [frozenset(other for other in _RANKS if makes_room(rank, other)) for rank in _RANKS]
+_YIELDED_TO = [[other for other in _RANKS if makes_room(rank, other)] for rank in _RANKS]
 """For each rank, the ranks whose waiting requests all begin before its own."""
+
+_Array = NDArray[np.float64]
+# Rows of `MirroredQueue._columns`. `Ahead.asked` relies on the order of four of them.
+_SERVED, _PART, _LEAD, _RANK, _RUNNING, _TOKENS, _SEQUENCES, _TOKENS_PER_S, _SEQUENCES_PER_S, _PROMPT_PRICE = range(10)
+_NUM_FIGURES = 10
+_LEAST_PRICE = 1e-9
+"""Less than the price of any request. Prevents divisions by 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,10 @@ class Share:
     def part(self) -> float:
         return max(1, self.weight) * TIER_FACTORS[self.service_tier]
 
+    @property
+    def lead(self) -> float:
+        return FIRST_TIER_LEAD / self.part if self.rank == 0 else 0.0
+
 
 @dataclass(slots=True)
 class Amount:
@@ -67,15 +82,20 @@ class Amount:
 
 @dataclass(slots=True, eq=False)
 class _Asking:
-    """The requests of one share. `share`, `rank` and `part` never change."""
+    """The requests of one share. `share`, `rank`, `part` and `lead` never change."""
 
     share: Share
     rank: int
     part: float
+    lead: float
+    index: int | None = None
+    """Place in `MirroredQueue._active`, or None if it is not there."""
     served: float = 0.0
-    """The share's counter: see `FairShare.served`. An answer is charged when it begins, by the usual length of answers,
-    and corrected when it ends.
+    """The share's counter: see `FairShare.served`. A request is charged when it begins, by the usual length of answers
+    and the usual price of the share's prompts. The charge is corrected when it ends.
     """
+    prompt_price: float = INPUT_PRICE
+    """Usual price of a prompt token. The engine charges nothing for cached tokens."""
     waiting: Amount = field(default_factory=Amount)
     num_running: float = 0.0
     arrived: Amount = field(default_factory=Amount)
@@ -87,66 +107,76 @@ class _Asking:
     def is_idle(self) -> bool:
         return not (self.waiting.sequences or self.num_running or self.arrivals.sequences)
 
+    def values(self) -> tuple[float, ...]:
+        """The share's column of `MirroredQueue._columns`."""
+        waiting, arrivals = self.waiting, self.arrivals
+        amounts = (waiting.prompt_tokens, waiting.sequences, arrivals.prompt_tokens, arrivals.sequences)
+        return self.served, self.part, self.lead, self.rank, self.num_running, *amounts, self.prompt_price
+
 
 @dataclass(slots=True)
 class _Request:
     asking: _Asking
     needs: Amount
+    is_pooled: bool
     has_begun: bool = False
-    answer_tokens: float = 0.0
-    """Output tokens that the share was charged for when the request began."""
+    charged: float = 0.0
+    """The price that the share was charged when the request began."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ahead:
     """What begins before a request.
 
-    `growing` has the shares that can begin more than what waits now, each with the price of all that it can begin.
-    `arrivals` are the requests of further shares that will arrive per second. `answer_price` is the usual price of an
-    answer.
+    `now` has what begins however long the request waits. `arrivals` are the requests of further shares that will arrive
+    per second. The arrays are about the shares that can begin more than what waits now: `asked` has their prompt tokens
+    and sequences, those that wait and those that arrive per second. `price` and `price_per_s` have the prices of the
+    same, and `most` has the price of all that a share can begin.
     """
 
     now: Amount
     arrivals: Amount
-    growing: list[tuple[_Asking, float]]
-    answer_price: float
+    asked: _Array  # [4, num_growing]
+    price: _Array  # [num_growing]
+    price_per_s: _Array  # [num_growing]
+    most: _Array  # [num_growing]
 
     @property
     def grows(self) -> bool:
         """True if what begins before the request depends on how long it waits."""
-        return bool(self.growing or self.arrivals.sequences)
+        return bool(self.most.size or self.arrivals.sequences)
 
     def within(self, seconds: float) -> Amount:
         """What begins before the request if it waits for so long, and requests go on arriving meanwhile."""
-        tokens = self.now.prompt_tokens + seconds * self.arrivals.prompt_tokens
-        sequences = self.now.sequences + seconds * self.arrivals.sequences
-        answer_price = self.answer_price
-        for asking, most in self.growing:
-            # Calling methods here would double the time that a forecast takes.
-            waiting, arrivals = asking.waiting, asking.arrivals
-            asked_tokens = waiting.prompt_tokens + seconds * arrivals.prompt_tokens
-            asked = waiting.sequences + seconds * arrivals.sequences
-            price = INPUT_PRICE * asked_tokens + answer_price * asked
-            part = most / price if price > most else 1.0
-            tokens += part * asked_tokens
-            sequences += part * asked
-        return Amount(tokens, sequences)
+        found = Amount(self.now.prompt_tokens, self.now.sequences)
+        found.add(self.arrivals, seconds)
+        tokens, sequences, tokens_per_s, sequences_per_s = (
+            self.asked @ _part(self.most, self.price + seconds * self.price_per_s)
+        ).tolist()
+        found.add(Amount(tokens + seconds * tokens_per_s, sequences + seconds * sequences_per_s))
+        return found
 
 
 class MirroredQueue:
     """The shares with requests of this gateway, with counters like those of `FairQueue`. The engine's own counters also
-    depend on other gateways and on cached prompts, but the order of this gateway's shares is nearly the same.
+    depend on other gateways, but the order of this gateway's shares is nearly the same.
+
+    What a forecast needs of each share is also kept in an array, because thousands of shares can have requests.
     """
 
     def __init__(self) -> None:
         self._requests: dict[str, _Request] = {}
         self._shares: dict[Share, _Asking] = {}
-        # The shares with requests now or in the last seconds, and those of them whose requests wait. Only the counters
-        # of the others matter.
-        self._active: dict[_Asking, None] = {}
-        self._waiting: dict[_Asking, None] = {}
+        # The shares with requests now or in the last seconds. Only the counters of the others matter.
+        self._active: list[_Asking] = []
+        # The same shares as columns: see `_Asking.values`. There is room for more of them.
+        self._columns: _Array = np.zeros((_NUM_FIGURES, 64))
         self.running = [0.0] * BACKGROUND_RANK
         """Number of running sequences of each rank."""
+        self.waiting = [Amount() for _ in _RANKS]
+        """What waits at each rank."""
+        # Number of waiting sequences that will have a first token.
+        self._num_awaited = 0.0
         # As in `FairQueue`.
         self._floor = 0.0
         # Counter of the last share that had no more requests.
@@ -164,23 +194,31 @@ class MirroredQueue:
 
     @property
     def has_waiting(self) -> bool:
-        return bool(self._waiting)
+        """True if a request waits for its first token. A pooled request, which has none, waits until its end."""
+        return bool(self._num_awaited)
 
-    def add(self, request_id: str, share: Share, prompt_tokens: int, num_sequences: int) -> None:
+    def add(
+        self, request_id: str, share: Share, prompt_tokens: int, num_sequences: int, is_pooled: bool = False
+    ) -> None:
         """Note that a request is on its way to the engine."""
         asking = self._shares.get(share)
         if asking is None:
-            asking = self._shares[share] = _Asking(share, share.rank, share.part)
+            asking = self._shares[share] = _Asking(share, share.rank, share.part, share.lead)
         needs = Amount(prompt_tokens, num_sequences)
-        if asking not in self._waiting:
+        if not asking.waiting.sequences:
             least = self._floor = self._least_served()
-            if asking.served <= least and asking not in self._active:
-                self._new_arrived.add(needs)
+            if asking.index is None:
+                if asking.served <= least:
+                    self._new_arrived.add(needs)
+                asking.index = len(self._active)
+                self._active.append(asking)
+                if asking.index == self._columns.shape[1]:
+                    self._columns = np.pad(self._columns, ((0, 0), (0, asking.index)))
             asking.served = max(asking.served, least)
-            self._waiting[asking] = self._active[asking] = None
-        self._requests[request_id] = _Request(asking, needs)
-        asking.waiting.add(needs)
+        request = self._requests[request_id] = _Request(asking, needs, is_pooled)
+        self._count_waiting(request, 1)
         asking.arrived.add(needs)
+        self._store(asking)
 
     def begin(self, request_id: str) -> None:
         """Note that a request has got its first token. Has no effect on unknown requests."""
@@ -188,52 +226,53 @@ class MirroredQueue:
         if request is None or request.has_begun:
             return
         asking, needs = request.asking, request.needs
-        request.has_begun, request.answer_tokens = True, self._answer_tokens * needs.sequences
-        self._end_wait(request)
+        request.has_begun, request.charged = True, self._price(needs, asking.prompt_price)
+        self._count_waiting(request, -1)
         asking.num_running += needs.sequences
         self.running[asking.rank] += needs.sequences
-        asking.served += self._price(needs) / asking.part
+        asking.served += request.charged / asking.part
+        self._store(asking)
 
-    def remove(self, request_id: str, num_tokens: int = 0) -> None:
-        """Note that a request has ended with this number of output tokens, or was refused. Has no effect on unknown
-        requests.
+    def remove(self, request_id: str, num_tokens: int = 0, cached_tokens: int = 0) -> None:
+        """Note that a request has ended with these numbers of output tokens and of cached prompt tokens, or that it was
+        refused. Has no effect on unknown requests.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        asking, num_sequences = request.asking, request.needs.sequences
+        asking, prompt_tokens, num_sequences = request.asking, request.needs.prompt_tokens, request.needs.sequences
         if request.has_begun:
             asking.num_running -= num_sequences
             self.running[asking.rank] -= num_sequences
-            asking.served += OUTPUT_PRICE * (num_tokens - request.answer_tokens) / asking.part
+            prompt_price = INPUT_PRICE * (prompt_tokens - cached_tokens)
+            asking.served += (prompt_price + OUTPUT_PRICE * num_tokens - request.charged) / asking.part
+            if prompt_tokens:
+                asking.prompt_price += (prompt_price / prompt_tokens - asking.prompt_price) / NUM_PROMPTS
             self._num_answers = min(self._num_answers + 1, NUM_ANSWERS)
             self._answer_tokens += (num_tokens / num_sequences - self._answer_tokens) / self._num_answers
         else:
-            self._end_wait(request)
+            self._count_waiting(request, -1)
+        self._store(asking)
         if not asking.num_running and not asking.waiting.sequences:
             self._last_served = asking.served
 
     def count_arrivals(self, seconds: float) -> None:
         """Count the requests that have arrived since the last call, which was this many seconds ago."""
         self._new_arrivals, self._new_arrived = self._new_arrived.per(seconds), Amount()
-        for asking in list(self._active):
+        active, self._active = self._active, []
+        for asking in active:
             asking.arrivals, asking.arrived = asking.arrived.per(seconds), Amount()
-            if asking.is_idle:
-                del self._active[asking]
+            asking.index = None if asking.is_idle else len(self._active)
+            if asking.index is not None:
+                self._active.append(asking)
+        if self._active:
+            self._columns[:, : len(self._active)] = np.array([asking.values() for asking in self._active]).T
         # A counter that would be raised says nothing.
         least = self._least_served()
-        idle = [asking for asking in self._shares.values() if asking not in self._active]
+        idle = [asking for asking in self._shares.values() if asking.index is None]
         for asking in idle:
             if asking.served <= least or len(idle) > MAX_IDLE_SHARES:
                 del self._shares[asking.share]
-
-    def waiting_at(self, rank: int) -> Amount:
-        """What waits at a rank."""
-        found = Amount()
-        for asking in self._waiting:
-            if asking.rank == rank:
-                found.add(asking.waiting)
-        return found
 
     def waiting_of(self, share: Share) -> Amount:
         """What waits in a share."""
@@ -253,47 +292,56 @@ class MirroredQueue:
 
     def ahead_of(self, share: Share) -> Ahead:
         """Return what begins before a new request of a share: what already waits in the share, and what other shares
-        can begin until their counters reach the one that the share then has. Most of a forecast's time is spent here.
+        can begin until their counters reach the one that the share then has.
         """
         rank, asking, least = share.rank, self._shares.get(share), self._least_served()
-        now, served, num_running = self.waiting_of(share), least, 0.0
+        now, served, num_running, prompt_price = self.waiting_of(share), least, 0.0, INPUT_PRICE
         if asking is not None:
-            served, num_running = max(asking.served, least), asking.num_running
-        answer_price = OUTPUT_PRICE * self._answer_tokens
-        turn = served + self._price(now) / share.part - _LEADS[rank]
-        never, always = _YIELDING[rank], _YIELDED_TO[rank]
-        growing: list[tuple[_Asking, float]] = []
-        for other in self._active:
-            waiting, other_rank = other.waiting, other.rank
-            if other_rank in never or other is asking:
-                continue
-            price, most = INPUT_PRICE * waiting.prompt_tokens + answer_price * waiting.sequences, math.inf
-            if other_rank not in always:
-                lead = turn + _LEADS[other_rank] - (other.served if other.served > least else least)
-                if lead < 0 or (lead == 0 and other.num_running > num_running):
-                    continue
-                # The request with which the counter reaches the turn begins, too.
-                most = lead * other.part + (price / waiting.sequences if price else 0.0)
-            if most > price and other.arrivals.sequences:
-                growing.append((other, most))
-            elif price:
-                now.add(waiting, most / price if price > most else 1.0)
+            served, num_running, prompt_price = max(asking.served, least), asking.num_running, asking.prompt_price
+        turn = served + self._price(now, prompt_price) / share.part - share.lead
         # The counter of a share without requests is raised to the lowest one. It is then behind shares that wait there.
         arrivals = self._new_arrivals if turn > least else Amount()
-        return Ahead(now, arrivals, growing, answer_price)
+        columns = self._columns[:, : len(self._active)]
+        lead = turn - (np.maximum(columns[_SERVED], least) - columns[_LEAD])
+        for other in _YIELDED_TO[rank]:
+            lead[columns[_RANK] == other] = np.inf
+        for other in _YIELDING[rank]:
+            lead[columns[_RANK] == other] = -np.inf
+        lead[(lead == 0) & (columns[_RUNNING] > num_running)] = -np.inf
+        if asking is not None and asking.index is not None:
+            lead[asking.index] = -np.inf
+        prompt_prices, answer_price = columns[_PROMPT_PRICE], OUTPUT_PRICE * self._answer_tokens
+        price = prompt_prices * columns[_TOKENS] + answer_price * columns[_SEQUENCES]
+        # The request with which the counter reaches the turn begins, too.
+        most = np.where(lead >= 0, lead * columns[_PART] + price / np.maximum(columns[_SEQUENCES], 1), 0)
+        grows = (most > price) & (columns[_SEQUENCES_PER_S] > 0)
+        part = np.where(grows, 0, _part(most, price))
+        now.add(Amount(*(columns[_TOKENS : _SEQUENCES + 1] @ part).tolist()))
+        growing = columns[:, grows]
+        price_per_s = growing[_PROMPT_PRICE] * growing[_TOKENS_PER_S] + answer_price * growing[_SEQUENCES_PER_S]
+        asked = growing[_TOKENS : _SEQUENCES_PER_S + 1]
+        return Ahead(now, arrivals, asked, price[grows], price_per_s, most[grows])
 
     def _least_served(self) -> float:
         """The counter to which that of a share is raised when it begins to wait, so that it saves up no credit."""
-        if self._waiting:
-            return max(self._floor, min([one.served for one in self._waiting]))
-        running = min((one.served for one in self._active if one.num_running), default=self._last_served)
-        return max(self._floor, running)
+        columns = self._columns[:, : len(self._active)]
+        has_waiting = any(amount.sequences for amount in self.waiting)
+        served = columns[_SERVED][columns[_SEQUENCES if has_waiting else _RUNNING] > 0]
+        return max(self._floor, float(served.min()) if served.size else self._last_served)
 
-    def _price(self, amount: Amount) -> float:
-        return INPUT_PRICE * amount.prompt_tokens + OUTPUT_PRICE * self._answer_tokens * amount.sequences
+    def _price(self, amount: Amount, prompt_price: float) -> float:
+        return prompt_price * amount.prompt_tokens + OUTPUT_PRICE * self._answer_tokens * amount.sequences
 
-    def _end_wait(self, request: _Request) -> None:
-        asking = request.asking
-        asking.waiting.add(request.needs, -1)
-        if not asking.waiting.sequences:
-            del self._waiting[asking]
+    def _count_waiting(self, request: _Request, sign: int) -> None:
+        request.asking.waiting.add(request.needs, sign)
+        self.waiting[request.asking.rank].add(request.needs, sign)
+        if not request.is_pooled:
+            self._num_awaited += sign * request.needs.sequences
+
+    def _store(self, asking: _Asking) -> None:
+        self._columns[:, asking.index] = asking.values()
+
+
+def _part(most: _Array, price: _Array) -> _Array:
+    """The part of what has these prices that begins if no more than `most` does."""
+    return np.minimum(most, price) / np.maximum(price, _LEAST_PRICE)

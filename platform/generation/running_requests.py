@@ -224,7 +224,7 @@ class RunningRequests:
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         generation = self._tasks.pop(task)
-        self._gate.leave(generation.plan.request_id, generation.num_received)
+        self._gate.leave(generation.plan.request_id, generation.num_received, generation.usage.cached_tokens)
         for late in generation.late:
             self._late.add(late)
             late.add_done_callback(self._late.discard)

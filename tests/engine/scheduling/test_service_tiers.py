@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from msgspec import structs
 
 from loramux.engine.protocol.service_tiers import FIRST_TIER_LEAD, SERVICE_TIERS, TIER_FACTORS
 from loramux.engine.scheduling.fair_queue import FairQueue
-from loramux.engine.sequences.sequence import SequenceState
+from loramux.engine.sequences.sequence import Sequence, SequenceState
 from tests.engine.scheduling.test_fairness import admit_next, waiting
 from tests.engine.scheduling.test_scheduler import Bench
 from tests.engine.simulated_engine import Simulate, Simulation, stats_of
@@ -31,14 +32,29 @@ def use_lead(queue: FairQueue) -> int:
     return num_first
 
 
-def test_first_tier_goes_first_until_its_lead_is_used() -> None:
+@pytest.mark.parametrize("weight", [1, 1000])
+def test_first_tier_goes_first_until_its_lead_is_used(weight: int) -> None:
     queue = FairQueue()
     for arrival in range(100):
         waiting(queue, arrival, "default", num_prompt=1000)
     for arrival in range(100, 200):
-        waiting(queue, arrival, "priority", num_prompt=1000, service_tier="priority")
-    # Each of its requests raises its counter by a quarter of the price.
-    assert use_lead(queue) == 1 + FIRST_TIER_LEAD // 250
+        waiting(queue, arrival, "priority", num_prompt=1000, service_tier="priority", weight=weight)
+    assert use_lead(queue) == 1 + FIRST_TIER_LEAD // 1000
+
+
+def test_lead_follows_a_weight_that_comes_with_a_parked_sequence() -> None:
+    queue = FairQueue()
+    for arrival in range(40):
+        waiting(queue, arrival, "default", num_prompt=1000)
+        waiting(queue, 100 + arrival, "priority", num_prompt=1000, service_tier="priority", weight=1000)
+    for _ in range(1 + int(FIRST_TIER_LEAD) // 1000):
+        admit_next(queue)
+    assert queue.order(1, 0)[0].add.service_tier == "default", "the lead of a heavy share is used"
+    add = structs.replace(queue.order(1, 0)[0].add, sequence_id="parked", share_key="priority", service_tier="priority")
+    parked = Sequence(add=add, owner=b"", arrival=200, seed=0)
+    parked.num_reserved = parked.num_tokens
+    queue.add(parked)
+    assert queue.order(1, 0)[0].add.service_tier == "priority", "a light share has a larger lead of its counter"
 
 
 def test_service_is_proportional_to_the_factor_of_the_tier() -> None:
@@ -46,7 +62,7 @@ def test_service_is_proportional_to_the_factor_of_the_tier() -> None:
     for arrival in range(400):
         for number, tier in enumerate(SERVICE_TIERS):
             waiting(queue, 10 * arrival + number, tier, num_prompt=1000, service_tier=tier)
-    num_first = 1 + int(FIRST_TIER_LEAD) // 250
+    num_first = 1 + int(FIRST_TIER_LEAD) // 1000
     admitted = Counter(admit_next(queue).add.service_tier for _ in range(num_first + 105))
     admitted["priority"] -= num_first
     assert {tier: admitted[tier] / 20 for tier in SERVICE_TIERS} == TIER_FACTORS

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.platform.accounts.change_watch import MAX_STALE_US
+from loramux.platform.accounts.change_watch import MAX_AGE_US, MAX_STALE_US
 from loramux.platform.accounts.principals import Principal, PrincipalCache
 
 FOR_EVER_US = 1 << 62
@@ -21,6 +21,14 @@ def test_entry_is_trusted_again_after_each_confirmation() -> None:
     cache.watch.confirm(1000)
     assert is_cached(cache, 1000 + MAX_STALE_US - 1)
     assert not is_cached(cache, 1000 + MAX_STALE_US)
+
+
+def test_no_confirmation_keeps_an_entry_for_longer_than_a_minute() -> None:
+    cache = PrincipalCache()
+    cache.put(b"secret", CALLER, 100, FOR_EVER_US, num_changes=0)
+    cache.watch.confirm(100 + MAX_AGE_US - 1)
+    assert is_cached(cache, 100 + MAX_AGE_US - 1)
+    assert not is_cached(cache, 100 + MAX_AGE_US)
 
 
 def test_confirmation_does_not_outlast_the_key_or_a_token_that_nobody_watches() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from loramux.migrations.database import Database
@@ -69,3 +71,20 @@ def test_isolation_keys_are_stable_and_differ_between_tenants(clocked: Database)
     assert tenants.share(acme.id) == tenants.share(acme.id)
     assert tenants.share(acme.id).isolation_key != tenants.share(other.id).isolation_key
     assert tenants.share(acme.id).weight == 1
+
+
+def test_share_that_was_read_before_a_change_is_not_used_even_if_it_is_stored_afterwards(clocked: Database) -> None:
+    tenants = Tenants(clocked)
+    acme = tenants.create("acme")
+
+    class ChangedMeanwhile(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            tenants.forget_recent()
+            super().__setitem__(key, value)
+
+    tenants._shares = ChangedMeanwhile()
+    share = tenants.share(acme.id)
+    tenants.confirm_recent(clocked.now_us())
+    assert tenants.recent_share(acme.id) is None
+    tenants._shares = {}
+    assert tenants.share(acme.id) == tenants.recent_share(acme.id) == share

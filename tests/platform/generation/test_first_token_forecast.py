@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 
 from loramux.engine.protocol.messages import Stats, TierLoad
+from loramux.engine.protocol.service_tiers import FIRST_TIER_LEAD
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.generation.first_token_forecast import NUM_ERRORS, PREFILL_AGE_S, FirstTokenForecast
 from loramux.platform.generation.first_token_gate import USED_PART
@@ -78,6 +79,22 @@ def test_request_is_next_if_nothing_waits_and_a_slot_is_free() -> None:
     assert not lab.forecast.forecast(ACME, 10).is_next
     lab.note(TierLoad(), TierLoad(num_running=1, num_waiting=1))
     assert not lab.forecast.forecast(ACME, 10).is_next
+
+
+def test_embeddings_take_slots_but_do_not_wait_for_a_first_token() -> None:
+    lab = Lab()
+    lab.note()
+    lab.forecast.queue.add("pooled", GLOBEX, 10, MAX_SEQUENCES - 1, is_pooled=True)
+    assert lab.forecast.forecast(ACME, 10).is_next
+    assert lab.seconds(ACME) > 0.1, "their prompts count"
+    lab.forecast.queue.add("also pooled", GLOBEX, 10, 1, is_pooled=True)
+    assert not lab.forecast.forecast(ACME, 10).is_next
+    lab.forecast.queue.remove("also pooled")
+    lab.forecast.queue.add("other", GLOBEX, 10, 1)
+    assert not lab.forecast.forecast(ACME, 10).is_next
+    lab.forecast.queue.begin("other")
+    lab.forecast.queue.remove("other")
+    assert lab.forecast.forecast(ACME, 10).is_next
 
 
 def test_old_rate_of_prompts_no_longer_counts() -> None:
@@ -217,6 +234,43 @@ def test_long_answers_count_more_than_short_ones() -> None:
     assert waits[1] > 10, "one answer costs as much as more than ten requests of globex"
 
 
+def test_cached_prompts_are_not_charged() -> None:
+    lab = Lab(drain=1.0, prefill=1e9)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    for number in range(40):
+        lab.forecast.queue.add(f"{number}", GLOBEX, 1000, 1)
+        lab.forecast.queue.add(f"cached {number}", INITECH, 1000, 1)
+        for name in (f"{number}", f"cached {number}"):
+            lab.forecast.queue.begin(name)
+        lab.forecast.queue.remove(f"{number}", 10)
+        lab.forecast.queue.remove(f"cached {number}", 10, cached_tokens=900)
+    for number in range(10):
+        lab.forecast.queue.add(f"waits {number}", GLOBEX, 1000, 1)
+        lab.forecast.queue.add(f"cached waits {number}", INITECH, 1000, 1)
+    # Its ten requests cost as much as little more than one of globex.
+    seconds = 1 + 10 + 1 + 10 * 120 / 1020
+    assert lab.seconds(INITECH, 1000) == pytest.approx(seconds, rel=0.01)
+    assert lab.seconds(GLOBEX, 1000) == pytest.approx(1 + 10 + 10)
+    lab.forecast.queue.begin("cached waits 0")
+    assert lab.seconds(INITECH, 1000) == pytest.approx(seconds, rel=0.01), "the usual part of its prompt is cached"
+
+
+@pytest.mark.parametrize("weight", [1, 1000])
+def test_lead_of_the_first_tier_does_not_grow_with_the_weight(weight: int) -> None:
+    lab = Lab(drain=1.0, prefill=1e9)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    first = Share("acme", "priority", weight)
+    ask(lab, GLOBEX, num_waiting=50)
+    num_served = 0
+    while lab.seconds(first) == 1:
+        lab.forecast.queue.add("served", first, 1000, 1)
+        lab.forecast.queue.begin("served")
+        lab.forecast.queue.remove("served")
+        num_served += 1
+        assert num_served < 100
+    assert num_served == 1 + FIRST_TIER_LEAD // 1000
+
+
 @pytest.mark.parametrize(("tier", "num_before"), [("priority", 0), ("default", 100), ("flex", 100)])
 def test_new_shares_wait_for_one_request_of_each_equal_before_them(tier: str, num_before: int) -> None:
     lab = Lab(drain=1.0, prefill=1e9)
@@ -333,7 +387,7 @@ def test_forecast_learns_from_requests_that_waited_for_longer() -> None:
     lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
     assert lab.seconds(ACME) == 1
     for _ in range(10 * NUM_ERRORS):
-        lab.forecast.correct(ACME.rank, lab.seconds(ACME), waited_s=3.0)
+        lab.forecast.correct(ACME.rank, lab.forecast.forecast(ACME, 10).queued_s, waited_s=3.0)
     assert lab.seconds(ACME) == pytest.approx(3.0, rel=0.01)
     assert lab.seconds(Share("acme", "priority")) == 1, "another tier"
     lab.clock.now += 30
@@ -341,8 +395,22 @@ def test_forecast_learns_from_requests_that_waited_for_longer() -> None:
     lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
     assert lab.seconds(ACME) == pytest.approx(1, rel=0.1), "a tier whose requests are all refused is tried again"
     for _ in range(10 * NUM_ERRORS):
-        lab.forecast.correct(ACME.rank, lab.seconds(ACME), waited_s=0.1)
-    assert lab.seconds(ACME) == 1, "it is never less than the queue explains"
+        lab.forecast.correct(ACME.rank, lab.forecast.forecast(ACME, 10).queued_s, waited_s=0.1)
+    assert lab.seconds(ACME) == pytest.approx(1, rel=0.01), "it is never less than the queue explains"
+
+
+def test_forecast_exceeds_no_wait_that_it_learned_from_and_is_not_raised_while_slots_are_free() -> None:
+    lab = Lab(drain=2.0)
+    lab.note()
+    queued_s = lab.forecast.forecast(ACME, 10).queued_s
+    for _ in range(10 * NUM_ERRORS):
+        lab.forecast.correct(ACME.rank, queued_s, waited_s=queued_s + 6.0)
+    assert lab.seconds(ACME) == queued_s, "all slots are free"
+    lab.forecast.queue.add("one", GLOBEX, 10, MAX_SEQUENCES - 1)
+    assert lab.seconds(ACME) < 1, "one slot is free"
+    lab.forecast.queue.add("other", GLOBEX, 10, 1)
+    found = lab.forecast.forecast(ACME, 10)
+    assert found.seconds == pytest.approx(found.queued_s + 6.0, rel=0.01)
 
 
 OBJECTIVES = {"priority": 0.5, "default": 2.0, "flex": 2.0}
@@ -365,7 +433,7 @@ def test_ten_times_the_capacity() -> None:
     shares += [Share(f"cheap {number}", "flex") for number in range(8)]
     rates = [4.0, *[28.0] * 8, *[22.0] * 8]
     assert sum(rates) >= 10 * 40
-    entered: dict[str, tuple[Share, float]] = {}
+    entered: dict[str, tuple[Share, float, float]] = {}
     waits: defaultdict[str, list[float]] = defaultdict(list)
     refused: Counter[str] = Counter()
     retries: list[float] = []
@@ -376,12 +444,12 @@ def test_ten_times_the_capacity() -> None:
             for _ in range(int(choose.random() < (expected := rate * (clock.now - before)) % 1) + int(expected)):
                 num_asked += 1
                 found = forecast.forecast(share, 5)
-                if found.seconds > USED_PART * OBJECTIVES[share.service_tier]:
+                if found.seconds > USED_PART * OBJECTIVES[share.service_tier] and not found.is_next:
                     refused[share.service_tier] += clock.now > 8
                     retries.append(found.seconds - USED_PART * OBJECTIVES[share.service_tier])
                     continue
                 name = f"{num_asked}"
-                entered[name] = share, clock.now
+                entered[name] = share, clock.now, found.queued_s
                 forecast.queue.add(name, share, 5, 1)
                 tenant = {"share_key": share.tenant_id, "service_tier": share.service_tier}
                 simulation.add(name, max_tokens=ANSWER_TOKENS, **tenant)
@@ -391,11 +459,12 @@ def test_ten_times_the_capacity() -> None:
         for name in [name for name in simulation.tokens if name not in begun]:
             begun.add(name)
             forecast.queue.begin(name)
-            share, entered_s = entered[name]
+            share, entered_s, queued_s = entered[name]
+            forecast.correct(share.rank, queued_s, clock.now - entered_s)
             if entered_s > 8:
                 waits[share.service_tier].append(clock.now - entered_s)
         for name in [name for name in simulation.finished if name in entered]:
-            forecast.queue.remove(name)
+            forecast.queue.remove(name, ANSWER_TOKENS)
             del entered[name]
         if clock.now >= next_report_s:
             forecast.note(stats_of(simulation))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from loramux.engine.protocol.messages import TierLoad
+from loramux.engine.protocol.messages import ResidentAdapter, TierLoad
 from loramux.migrations.database import Database
 from loramux.migrations.schema import reservations
 from loramux.platform.accounts.tenants import TenantChanges
@@ -24,6 +25,7 @@ from loramux.platform.service_tiers import parse_objectives
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.engine.simulated_engine import Clock
 from tests.platform.gateways import Gateway, open_gateway
+from tests.platform.ready_adapters import digest_of
 from tests.platform.test_service_tiers import CHAT, COMPLETIONS, HEADERS, MESSAGES, RESPONSES
 
 pytestmark = pytest.mark.anyio
@@ -52,13 +54,14 @@ async def gated(
         yield gateway
 
 
-async def look(gateway: Gateway, num_ended: int = 10, **load: int) -> None:
+async def look(gateway: Gateway, num_ended: int = 10, adapters: tuple[ResidentAdapter, ...] = (), **load: int) -> None:
     """Let the engine report a load of requests of the tier `default` of other gateways."""
     gateway.engine.figures = {
         "service_tiers": (TierLoad(), TierLoad(**load), TierLoad(), TierLoad()),
         "max_sequences": MAX_SEQUENCES,
         "num_running": load.get("num_running", 0),
         "num_ended": num_ended,
+        "adapters": adapters,
     }
     await gateway.services.run.gate.look()
 
@@ -113,8 +116,8 @@ async def test_known_tenant_is_refused_without_the_database(gated: Gateway, monk
     assert await status(gated, *CHAT) == 503
     monkeypatch.setattr(request_life, "resolve", None)
     shares = gated.services.callers.tenants._shares
-    read_us, share = shares[gated.tenant.id]
-    shares[gated.tenant.id] = read_us - REFUSED_STALE_US // 2, share
+    cached = shares[gated.tenant.id]
+    shares[gated.tenant.id] = replace(cached, read_us=cached.read_us - REFUSED_STALE_US // 2)
     assert await status(gated, *CHAT) == 503
     assert value(gated, "loramux_overload_refusals_total", tier="default", status="503") == 2
 
@@ -190,6 +193,29 @@ async def test_goodput_counts_first_tokens_within_the_objective(gated: Gateway, 
         ("default", "in_time"): 2,
         ("default", "late"): 1,
     }
+
+
+@pytest.mark.parametrize(("is_loaded", "expected"), [(False, 200), (True, 503)])
+async def test_only_waits_for_something_other_than_an_adapter_delay_the_forecast(
+    gated: Gateway, clock: Clock, is_loaded: bool, expected: int
+) -> None:
+    gated.add_adapter("acme", "support")
+    digest = digest_of("acme/support@1")
+    resident = ResidentAdapter(digest=digest, slot=0, num_pages=1, num_users=0)
+    await look(gated, adapters=(resident,) if is_loaded else ())
+
+    def slow(add: Any) -> Script:
+        clock.now += 1
+        return Script(token_ids=(5, 6))
+
+    gated.engine.script = slow
+    for _ in range(3):
+        response = await gated.http.post(CHAT[0], json={"model": "acme/support", **CHAT[1]}, headers=HEADERS)
+        assert response.status_code == 200, response.text
+    assert {add.digest for add in gated.engine.adds} == {digest}
+    # With six requests before it, the forecast of a request is as long as it can be.
+    await look(gated, num_running=MAX_SEQUENCES, num_waiting=6)
+    assert await status(gated, *CHAT) == expected
 
 
 async def test_request_that_ends_without_a_first_token_is_late(gated: Gateway, clock: Clock) -> None:
