@@ -13,7 +13,8 @@ def forced_tokens(sequence: Sequence) -> tuple[int, ...]:
 
     A token in flight is the first that the grammar forces, and is left out.
     """
-    if sequence.grammar is None:
+    # Each row of a sequence with penalties would copy the counts of all its tokens.
+    if sequence.grammar is None or sequence.add.sampling.has_penalties:
         return ()
     begin = sequence.num_in_flight
     return sequence.grammar.forced[begin : begin + max_drafts(sequence)]

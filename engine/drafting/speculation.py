@@ -21,6 +21,15 @@ MAX_ROWS = 32
 LENGTHS = (15, 10, 7, 5, 3, 2, 1)
 """Lengths of drafts to choose from. A step's drafts have one length, unless fewer tokens were proposed."""
 
+MAX_FORCED_BESIDE_OTHERS = 4
+"""Maximum number of rows for forced tokens in a step with sequences of several shares."""
+
+MIN_FORCED_GAIN = 0.5
+"""Minimum number of forced rows for each sequence of a step, if the step has to wait until the one before is committed.
+
+The device is idle meanwhile, which costs each sequence a part of a step. Each forced row saves a step of one sequence.
+"""
+
 MIN_GAIN = 1.1
 """Drafts are verified if the step then probably yields this many times the tokens in the same time."""
 
@@ -70,14 +79,17 @@ class Speculation:
 
     def _forced(self, scheduled: list[ScheduledSequence], room: DraftRoom) -> dict[Sequence, Draft]:
         num_rows = self._max_rows - len(scheduled)
-        if num_rows <= 0:
-            return {}
         forced = {item.sequence: tokens for item in scheduled if (tokens := forced_tokens(item.sequence))}
-        if not forced or any(item.num_tokens != 1 for item in scheduled):
+        if not forced or num_rows <= 0 or any(item.num_tokens != 1 for item in scheduled):
             return {}
+        if not all(item.sequence.is_background for item in scheduled):
+            forced = {one: tokens for one, tokens in forced.items() if not one.is_background}
+        if len({item.sequence.share_key for item in scheduled}) > 1:
+            num_rows = min(num_rows, MAX_FORCED_BESIDE_OTHERS)
         if any(one.num_in_flight for one in forced):
             # This step chooses the first of them.
-            self._is_promising = any(len(tokens) > 1 for tokens in forced.values())
+            num_saved = min(num_rows, sum(len(tokens) - 1 for tokens in forced.values()))
+            self._is_promising = num_saved > 0 and num_saved >= MIN_FORCED_GAIN * len(scheduled)
             return {}
         return forced_drafts(forced, room, num_rows)
 
