@@ -23,7 +23,7 @@ def forced_tokens(sequence: Sequence) -> tuple[int, ...]:
 def forced_drafts(forced: Mapping[Sequence, tuple[int, ...]], room: DraftRoom, num_rows: int) -> dict[Sequence, Draft]:
     """Divide `num_rows` rows equally among the sequences with forced tokens.
 
-    A forced token takes no more time than without a draft: it has a row in this step instead of one in a later step.
+    A forced token has a row in this step instead of one in a later step.
     """
     drafts: dict[Sequence, Draft] = {}
     # Rows that sequences with few forced tokens leave go to those with more.

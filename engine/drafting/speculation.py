@@ -37,8 +37,9 @@ MIN_GAIN = 1.1
 class Speculation:
     """Adds drafts to steps of few decode rows.
 
-    Tokens that grammars force come first, because they are never wrong. If there are none, and with `guesses`, tokens
-    are guessed from the text and from predictions, as long as this makes no sequence of the step slower.
+    Tokens that grammars force come first, because they are never wrong. They get few rows beside other shares, because
+    they make the step longer. If there are none, and with `guesses`, tokens are guessed from the text and from
+    predictions, as long as this makes no sequence of the step slower.
 
     It compares how long steps with and without the additional rows have taken with how often each sequence's drafts
     are accepted. Beside a sequence without drafts, or with rejected drafts, only rows that take no time are added.

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import math
+import signal
 
 import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from loramux.engine.constraints import grammar_process
 from loramux.engine.constraints.grammar import Grammar, Mask
 from loramux.engine.constraints.grammar_messages import Follow
 from loramux.engine.constraints.grammar_process import MAX_FORCED, Follower
@@ -138,7 +138,7 @@ def test_a_fork_does_not_look_ahead_without_time_or_permission(ahead_cpu_s: floa
 
 def test_the_time_to_look_ahead_does_not_grow_with_the_forced_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
-    monkeypatch.setattr(grammar_process.signal, "setitimer", lambda timer, limit_s: limits.append(limit_s))
+    monkeypatch.setattr(signal, "setitimer", lambda timer, limit_s: limits.append(limit_s))
     follower = Follower(byte_vocabulary(), math.inf)
     assert len(follower.follow(Follow(0, (), FORCING["one text"])).forced) == MAX_FORCED
     assert limits == [COMPILE_CPU_S + TOKEN_CPU_S, TOKEN_CPU_S, 0]
