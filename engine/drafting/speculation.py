@@ -25,8 +25,9 @@ MAX_FORCED_BESIDE_OTHERS = 4
 """Maximum number of rows for forced tokens in a step with sequences of several shares."""
 
 MIN_FORCED_GAIN = 0.5
-"""Minimum number of forced rows for each sequence of a step, if the step has to wait until the one before is committed.
+"""Minimum number of forced rows for each sequence of a step, with lookahead.
 
+A step with drafts is committed before the next one is submitted, and often submitted after the one before is committed.
 The device is idle meanwhile, which costs each sequence a part of a step. Each forced row saves a step of one sequence.
 """
 
@@ -45,8 +46,9 @@ class Speculation:
     are accepted. Beside a sequence without drafts, or with rejected drafts, only rows that take no time are added.
     """
 
-    def __init__(self, max_rows: int = MAX_ROWS, *, guesses: bool = True) -> None:
+    def __init__(self, max_rows: int = MAX_ROWS, *, guesses: bool = True, lookahead: bool = False) -> None:
         self._max_rows = max_rows
+        self._lookahead = lookahead
         self.guesses = guesses
         self._drafters: dict[Sequence, Drafter] = {}
         self._times = StepTimes()
@@ -87,10 +89,12 @@ class Speculation:
             forced = {one: tokens for one, tokens in forced.items() if not one.is_background}
         if len({item.sequence.share_key for item in scheduled}) > 1:
             num_rows = min(num_rows, MAX_FORCED_BESIDE_OTHERS)
+        # If a token is in flight, this step chooses the first forced token, and the next step can have the others.
+        num_forced = sum(len(tokens) - one.num_in_flight for one, tokens in forced.items())
+        if self._lookahead and min(num_rows, num_forced) < MIN_FORCED_GAIN * len(scheduled):
+            return {}
         if any(one.num_in_flight for one in forced):
-            # This step chooses the first of them.
-            num_saved = min(num_rows, sum(len(tokens) - 1 for tokens in forced.values()))
-            self._is_promising = num_saved > 0 and num_saved >= MIN_FORCED_GAIN * len(scheduled)
+            self._is_promising = True
             return {}
         return forced_drafts(forced, room, num_rows)
 

@@ -120,7 +120,8 @@ def test_sequences_without_forced_tokens() -> None:
 )
 def test_tokens_in_flight_are_waited_for_only_if_it_pays(num_forced: int, neighbours: str, wants: bool) -> None:
     """One letter of `neighbours` is the share of one sequence without forced tokens."""
-    speculation, sequence = Speculation(guesses=False), forcing(*range(1, num_forced + 1), share_key="a")
+    speculation = Speculation(guesses=False, lookahead=True)
+    sequence = forcing(*range(1, num_forced + 1), share_key="a")
     # The first token is in flight, and the step chooses the second.
     sequence.num_in_flight += 1
     sequence.num_tokens += 1
@@ -128,6 +129,16 @@ def test_tokens_in_flight_are_waited_for_only_if_it_pays(num_forced: int, neighb
     others = [decoding(NEW, share_key=share) for share in neighbours]
     assert not any(drafted(speculation, sequence, *others))
     assert speculation.wants_known_tokens is wants
+
+
+@pytest.mark.parametrize(("num_others", "expected"), [(3, (1, 2)), (4, ())])
+def test_with_lookahead_few_forced_tokens_are_not_worth_a_step_with_drafts(
+    num_others: int, expected: tuple[int, ...]
+) -> None:
+    """All tokens are known, for example after a late mask."""
+    speculation, others = Speculation(guesses=False, lookahead=True), [decoding(NEW) for _ in range(num_others)]
+    assert drafted(speculation, forcing(1, 2), *others)[0] == expected
+    assert drafted(Speculation(guesses=False), forcing(1, 2), *others)[0] == (1, 2)
 
 
 def test_forced_tokens_count_as_no_guesses() -> None:
