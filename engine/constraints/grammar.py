@@ -59,6 +59,8 @@ class Grammar:
         self._forced: deque[int] = deque()
         self._end_token_ids: Collection[int] = ()
         self._eos_token_ids: Collection[int] = ()
+        self.looks_ahead = True
+        """True if the process may follow forced tokens before they are committed."""
         self.compile_s: float | None = None
         """Time to compile the grammar, in seconds. None if it was compiled already, or not yet."""
         self.tokens: list[int] = []

@@ -20,6 +20,8 @@ class Follow(msgspec.Struct, frozen=True, tag=True):
     """Identifies the sequence."""
     tokens: tuple[int, ...] = ()
     grammar: str | None = None
+    looks_ahead: bool = True
+    """True if forced tokens after `tokens` may be followed, too."""
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):

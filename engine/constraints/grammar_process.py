@@ -38,15 +38,19 @@ MAX_COMPILED = 32
 MAX_FORCED = 15
 """Maximum number of forced tokens that a fork follows at once."""
 
+AHEAD_CPU_S = 1e-3
+"""Processor time after which a fork begins to follow no further forced token, in seconds."""
+
 NICENESS = 10
 """Niceness of a fork, so that the engine and the gateway get the CPU first."""
 
 
 class Follower:
-    """Follows the grammars of one tenant's sequences."""
+    """Follows the grammars of one tenant's sequences. It looks ahead for about `ahead_cpu_s` after each message."""
 
-    def __init__(self, vocabulary: LLTokenizer) -> None:
+    def __init__(self, vocabulary: LLTokenizer, ahead_cpu_s: float = AHEAD_CPU_S) -> None:
         self._vocabulary = vocabulary
+        self._ahead_cpu_s = ahead_cpu_s
         self._end_token_ids = frozenset(vocabulary.eos_tokens)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._matchers: dict[int, LLMatcher] = {}
@@ -66,15 +70,28 @@ class Follower:
             matcher.consume_tokens(list(message.tokens))
         mask = _mask_of(matcher)
         forced: list[int] = []
-        while len(forced) < MAX_FORCED and (token := self._forced_by(mask)) is not None and not matcher.is_error():
+        if message.looks_ahead:
+            # One limit for all forced tokens. A fork that is killed here is replaced by one that does not look ahead.
             signal.setitimer(signal.ITIMER_PROF, TOKEN_CPU_S)
-            matcher.consume_token(token)
-            forced.append(token)
-            mask = _mask_of(matcher)
+            mask = self._look_ahead(matcher, mask, forced)
         signal.setitimer(signal.ITIMER_PROF, 0)
         failure = problem_of(matcher) if matcher.is_error() else None
         cpu_s = time.process_time() - started_s
         return Followed(message.number, tuple(forced), None if failure else mask, failure, cpu_s, compile_s)
+
+    def _look_ahead(self, matcher: LLMatcher, mask: bytes | None, forced: list[int]) -> bytes | None:
+        """Follow the tokens that can only come next, and add them to `forced`. Returns the mask after them."""
+        end_s = time.process_time() + self._ahead_cpu_s
+        while (
+            len(forced) < MAX_FORCED
+            and time.process_time() < end_s
+            and (token := self._forced_by(mask)) is not None
+            and not matcher.is_error()
+        ):
+            matcher.consume_token(token)
+            forced.append(token)
+            mask = _mask_of(matcher)
+        return mask
 
     def _forced_by(self, mask: bytes | None) -> int | None:
         """The only token that a mask allows. None if it allows several, or the end of the answer.
@@ -111,7 +128,7 @@ def _mask_of(matcher: LLMatcher) -> bytes | None:
     return None if matcher.is_stopped() else matcher.compute_bitmask()
 
 
-def serve(vocabulary: LLTokenizer) -> None:
+def serve(vocabulary: LLTokenizer, ahead_cpu_s: float = AHEAD_CPU_S) -> None:
     """Fork for each socket received on standard input, until the engine closes its end."""
     link = socket.socket(fileno=os.dup(0))
     # Otherwise, the socket would stay open in the forks, and the engine would not notice that this process has ended.
@@ -129,7 +146,7 @@ def serve(vocabulary: LLTokenizer) -> None:
             link.close()
             _limit()
             with open(files[0], "rb", closefd=False) as received, open(files[0], "wb", closefd=False) as sent:
-                _serve_tenant(received, sent, Follower(vocabulary))
+                _serve_tenant(received, sent, Follower(vocabulary, ahead_cpu_s))
             os._exit(0)
         os.close(files[0])
 

@@ -52,8 +52,9 @@ class Grammars:
 
     Each isolation key has its own fork. The operating system divides the processor between the forks, so a tenant's
     costly grammars delay only the tenant's own sequences. No two tenants share a compiled grammar, so a fast answer
-    does not reveal which grammars another tenant uses. If a fork runs out of time or memory, the grammar that it works
-    on fails, and a new fork takes over the tenant's other grammars.
+    does not reveal which grammars another tenant uses. If a fork runs out of time or memory, a new fork takes over the
+    tenant's grammars. It follows the one that the old fork was working on without looking ahead. If it runs out again
+    on this grammar, the grammar fails.
 
     Only `wait` and `close` block. The descriptor `fileno` becomes readable when `receive` has something to do.
     """
@@ -84,7 +85,8 @@ class Grammars:
         self._queue: OrderedDict[Grammar, None] = OrderedDict()
         # Grammars of tenants whose budget for processor time is exhausted, by isolation key.
         self._held: dict[bytes, OrderedDict[Grammar, None]] = {}
-        self._settled: list[Grammar] = []
+        # In the order in which they became ready.
+        self._settled: dict[Grammar, None] = {}
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._num_compiled = self._num_reused = self._num_masks = 0
         self._compile_s = self._mask_s = self._wait_s = 0.0
@@ -123,10 +125,10 @@ class Grammars:
             return
         number = self._numbers[grammar]
         if number in fork.grammars:
-            message = Follow(number, (grammar.tokens[-1],))
+            message = Follow(number, (grammar.tokens[-1],), looks_ahead=grammar.looks_ahead)
         else:
             fork.grammars[number] = grammar
-            message = Follow(number, tuple(grammar.tokens), grammar.text)
+            message = Follow(number, tuple(grammar.tokens), grammar.text, grammar.looks_ahead)
         self._forks.move_to_end(fork.isolation_key)
         try:
             fork.send(message)
@@ -138,7 +140,7 @@ class Grammars:
             self._watch(fork)
 
     def note_settled(self, grammar: Grammar) -> None:
-        self._settled.append(grammar)
+        self._settled[grammar] = None
 
     def leave(self, grammar: Grammar) -> None:
         """Forget a grammar, because its sequence has ended."""
@@ -170,19 +172,21 @@ class Grammars:
     def poll(self) -> list[Grammar]:
         """Return the grammars that have become ready, or have failed, since the last call."""
         self.receive()
-        settled, self._settled = self._settled, []
-        return settled
+        settled, self._settled = self._settled, {}
+        # Others have accepted another token since then, and become ready again later.
+        return [grammar for grammar in settled if grammar.is_ready]
 
-    def wait(self, grammars: Iterable[Grammar], free_s: float) -> None:
+    def wait(self, grammars: Iterable[Grammar], free_s: float, *, is_patient: bool = True) -> None:
         """Wait until the grammars are ready, or until the budgets of those that are not ready are exhausted.
 
-        The first `free_s` seconds are not charged to the budgets.
+        The first `free_s` seconds are not charged to the budgets. Without `is_patient`, wait no longer than that.
         """
         pending = [one for one in grammars if not one.is_ready and self.is_awaited(one)]
         started_s = self._clock()
         while pending:
             waited_s = self._clock() - started_s
-            left_s = free_s - waited_s + max(self._patience.left(one.share_key) for one in pending)
+            patience_s = max(self._patience.left(one.share_key) for one in pending) if is_patient else 0.0
+            left_s = free_s - waited_s + patience_s
             forks = {fork.end: fork for one in pending if (fork := self._forks.get(one.isolation_key)) is not None}
             if left_s <= 0 or not forks:
                 break
@@ -288,7 +292,7 @@ class Grammars:
             self._compile_s += answer.compile_s
         grammar.compile_s = answer.compile_s
         grammar.settle(answer.mask, answer.forced, answer.failure)
-        self._settled.append(grammar)
+        self._settled[grammar] = None
 
     def _watch(self, fork: TenantFork) -> None:
         """Have the epoll object report when an unsent message can be sent."""
@@ -329,6 +333,9 @@ class Grammars:
             # The fork ran out of time or memory, or crashed.
             failed = unanswered[:1] if fork.unanswered and fork.unanswered[0] in fork.grammars else []
             reason = TOO_COSTLY
+            if failed and failed[0].looks_ahead:
+                # The answer may end before the tokens that were too costly.
+                failed.pop().looks_ahead = False
         else:
             # The process has ended, which ends its forks, or has never started.
             reason = self._stop() if fork.process is self._process else NOT_RUNNING
@@ -341,7 +348,7 @@ class Grammars:
     def _fail(self, grammars: Sequence[Grammar], reason: str) -> None:
         for grammar in grammars:
             grammar.failure = reason
-            self._settled.append(grammar)
+            self._settled[grammar] = None
         if grammars:
             # Later grammars may have the process started again.
             self._num_starts = 0

@@ -13,7 +13,8 @@ def forced_tokens(sequence: Sequence) -> tuple[int, ...]:
 
     A token in flight is the first that the grammar forces, and is left out.
     """
-    if sequence.grammar is None:
+    # Each row of a sequence with penalties would copy the counts of all its tokens.
+    if sequence.grammar is None or sequence.add.sampling.has_penalties:
         return ()
     begin = sequence.num_in_flight
     return sequence.grammar.forced[begin : begin + max_drafts(sequence)]
@@ -22,7 +23,7 @@ def forced_tokens(sequence: Sequence) -> tuple[int, ...]:
 def forced_drafts(forced: Mapping[Sequence, tuple[int, ...]], room: DraftRoom, num_rows: int) -> dict[Sequence, Draft]:
     """Divide `num_rows` rows equally among the sequences with forced tokens.
 
-    Forced tokens are verified at any cost, because each row replaces one of a later step.
+    A forced token has a row in this step instead of one in a later step.
     """
     drafts: dict[Sequence, Draft] = {}
     # Rows that sequences with few forced tokens leave go to those with more.

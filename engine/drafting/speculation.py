@@ -21,6 +21,16 @@ MAX_ROWS = 32
 LENGTHS = (15, 10, 7, 5, 3, 2, 1)
 """Lengths of drafts to choose from. A step's drafts have one length, unless fewer tokens were proposed."""
 
+MAX_FORCED_BESIDE_OTHERS = 4
+"""Maximum number of rows for forced tokens in a step with sequences of several shares."""
+
+MIN_FORCED_GAIN = 0.5
+"""Minimum number of forced rows for each sequence of a step, with lookahead.
+
+A step with drafts is committed before the next one is submitted, and often submitted after the one before is committed.
+The device is idle meanwhile, which costs each sequence a part of a step. Each forced row saves a step of one sequence.
+"""
+
 MIN_GAIN = 1.1
 """Drafts are verified if the step then probably yields this many times the tokens in the same time."""
 
@@ -28,15 +38,17 @@ MIN_GAIN = 1.1
 class Speculation:
     """Adds drafts to steps of few decode rows.
 
-    Tokens that grammars force come first, because they are never wrong. If there are none, and with `guesses`, tokens
-    are guessed from the text and from predictions, as long as this makes no sequence of the step slower.
+    Tokens that grammars force come first, because they are never wrong. They get few rows beside other shares, because
+    they make the step longer. If there are none, and with `guesses`, tokens are guessed from the text and from
+    predictions, as long as this makes no sequence of the step slower.
 
     It compares how long steps with and without the additional rows have taken with how often each sequence's drafts
     are accepted. Beside a sequence without drafts, or with rejected drafts, only rows that take no time are added.
     """
 
-    def __init__(self, max_rows: int = MAX_ROWS, *, guesses: bool = True) -> None:
+    def __init__(self, max_rows: int = MAX_ROWS, *, guesses: bool = True, lookahead: bool = False) -> None:
         self._max_rows = max_rows
+        self._lookahead = lookahead
         self.guesses = guesses
         self._drafters: dict[Sequence, Drafter] = {}
         self._times = StepTimes()
@@ -70,16 +82,21 @@ class Speculation:
 
     def _forced(self, scheduled: list[ScheduledSequence], room: DraftRoom) -> dict[Sequence, Draft]:
         num_rows = self._max_rows - len(scheduled)
-        if num_rows <= 0:
-            return {}
         # Most sequences have no grammar.
         constrained = [item.sequence for item in scheduled if item.sequence.grammar is not None]
         forced = {one: tokens for one in constrained if (tokens := forced_tokens(one))}
-        if not forced or any(item.num_tokens != 1 for item in scheduled):
+        if not forced or num_rows <= 0 or any(item.num_tokens != 1 for item in scheduled):
+            return {}
+        if not all(item.sequence.is_background for item in scheduled):
+            forced = {one: tokens for one, tokens in forced.items() if not one.is_background}
+        if len({item.sequence.share_key for item in scheduled}) > 1:
+            num_rows = min(num_rows, MAX_FORCED_BESIDE_OTHERS)
+        # If a token is in flight, this step chooses the first forced token, and the next step can have the others.
+        num_forced = sum(len(tokens) - one.num_in_flight for one, tokens in forced.items())
+        if self._lookahead and min(num_rows, num_forced) < MIN_FORCED_GAIN * len(scheduled):
             return {}
         if any(one.num_in_flight for one in forced):
-            # This step chooses the first of them.
-            self._is_promising = any(len(tokens) > 1 for tokens in forced.values())
+            self._is_promising = True
             return {}
         return forced_drafts(forced, room, num_rows)
 

@@ -246,7 +246,7 @@ def _assemble(
         scheduler,
         executor,
         grammars,
-        _speculation(config, executor),
+        _speculation(config, executor, backend.runs_ahead),
         host.protect,
     )
     traces = None if spans is None else SequenceTraces(spans)
@@ -339,10 +339,11 @@ def _stats(parts: EngineParts, stager: Stager, views: PoolViews, reads: ReadsPer
     )
 
 
-def _speculation(config: EngineConfig, executor: Executor) -> Speculation:
+def _speculation(config: EngineConfig, executor: Executor, lookahead: bool) -> Speculation:
     # On a GPU, a step samples at most one token for each sequence that can run.
     most = config.max_sequences if isinstance(executor, GraphExecutor) else MAX_ROWS
-    return Speculation(min(MAX_ROWS, most, config.max_batch_tokens), guesses=config.speculate == "text")
+    max_rows = min(MAX_ROWS, most, config.max_batch_tokens)
+    return Speculation(max_rows, guesses=config.speculate == "text", lookahead=lookahead)
 
 
 def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:

@@ -55,7 +55,7 @@ FREE_WAIT_S = 250e-6
 """Time that each step waits for masks without charging it to a budget, in seconds."""
 
 FREE_WAIT_PART = {False: 0.05, True: 0.5}
-"""The same as a part of the last step, without and with lookahead. With lookahead, the device computes meanwhile."""
+"""The same as a part of the last step, by whether the device computes meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +302,7 @@ class Engine:
         if in_flight is not None:
             self._in_flight = None
             self._commit_counted(in_flight, started_s)
-            self._await_masks(constrained)
+            self._await_masks(constrained, is_computing=True)
         late = {row: one for row, one in enumerate(sampling) if one is not None and one.is_running and not one.has_mask}
         for sequence in late.values():
             sequence.take_back()
@@ -521,21 +521,23 @@ class Engine:
 
     def _follow_grammars(self) -> None:
         """Collect masks, and charge shares for the time to compute them. Without a step in flight, wait for running
-        sequences' masks.
+        sequences' masks. A sequence whose mask is late then takes no part in the next step.
         """
         if self._scheduler.queue.num_active > 1:
             self._grammars.note_sharing()
         self._settle_grammars()
         if self._in_flight is None:
-            self._await_masks([one for one in self._constrained.values() if one.is_running and not one.has_mask])
+            awaited = [one for one in self._constrained.values() if one.is_running and not one.has_mask]
+            self._await_masks(awaited, is_computing=False)
         for share_key, seconds in self._grammars.take_spent().items():
             self._scheduler.queue.charge_time(share_key, seconds)
 
-    def _await_masks(self, sequences: list[Sequence]) -> None:
-        free_s = max(FREE_WAIT_S, FREE_WAIT_PART[self._lookahead] * self._last_step_s)
+    def _await_masks(self, sequences: list[Sequence], *, is_computing: bool) -> None:
+        free_s = max(FREE_WAIT_S, FREE_WAIT_PART[is_computing] * self._last_step_s)
         grammars = [one.grammar for one in sequences if one.grammar is not None and one.is_running]
         if grammars:
-            self._grammars.wait(grammars, free_s)
+            # With lookahead, a device that computes nothing does not wait for late masks.
+            self._grammars.wait(grammars, free_s, is_patient=is_computing or not self._lookahead)
             self._settle_grammars()
 
     def _settle_grammars(self) -> None:

@@ -176,7 +176,7 @@ def simulate_engine(
     limits = EngineLimits(vocab_size, max_model_len, eos, 16, **waiting)
     clock = Clock()
     grammars = Grammars(grammar_process, os.environ, vocab_size, clock if grammar_clock is None else grammar_clock)
-    speculation = Speculation(min(MAX_ROWS, max_batch_tokens), guesses=speculates)
+    speculation = Speculation(min(MAX_ROWS, max_batch_tokens), guesses=speculates, lookahead=lookahead)
     parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars, speculation)
     observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads, drafts=speculation.counts))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)

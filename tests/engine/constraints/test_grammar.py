@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import math
+import signal
+
 import numpy as np
+import pytest
 from llguidance import LLMatcher
 
 from loramux.engine.constraints.grammar import Grammar, Mask
 from loramux.engine.constraints.grammar_messages import Follow
 from loramux.engine.constraints.grammar_process import MAX_FORCED, Follower
-from loramux.engine.constraints.limits import parser_limits
+from loramux.engine.constraints.limits import COMPILE_CPU_S, TOKEN_CPU_S, parser_limits
 from tests.engine.byte_vocabulary import EOS, byte_vocabulary, ids, text
 from tests.engine.constraints.forcing_grammars import FORCING
 from tests.engine.constraints.masks import allowed_tokens
@@ -100,7 +104,7 @@ def test_forced_tokens_are_those_that_masks_of_one_token_allow() -> None:
     """A fork that looks ahead finds the same masks as a matcher that follows one token at a time."""
     vocabulary, num_forced = byte_vocabulary(), 0
     for number, text_of_grammar in enumerate(FORCING.values()):
-        follower = Follower(vocabulary)
+        follower = Follower(vocabulary, math.inf)
         matcher = LLMatcher(vocabulary, text_of_grammar, log_level=0, limits=parser_limits())
         message = Follow(number, (), text_of_grammar)
         for step in range(200):
@@ -124,8 +128,24 @@ def test_forced_tokens_are_those_that_masks_of_one_token_allow() -> None:
     assert num_forced > 100
 
 
+@pytest.mark.parametrize(("ahead_cpu_s", "looks_ahead"), [(0.0, True), (math.inf, False)])
+def test_a_fork_does_not_look_ahead_without_time_or_permission(ahead_cpu_s: float, looks_ahead: bool) -> None:
+    follower = Follower(byte_vocabulary(), ahead_cpu_s)
+    answer = follower.follow(Follow(0, (), FORCING["one text"], looks_ahead))
+    assert answer.forced == ()
+    assert allowed_tokens(np.frombuffer(answer.mask or b"", np.uint8)) == ids("T")
+
+
+def test_the_time_to_look_ahead_does_not_grow_with_the_forced_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(signal, "setitimer", lambda timer, limit_s: limits.append(limit_s))
+    follower = Follower(byte_vocabulary(), math.inf)
+    assert len(follower.follow(Follow(0, (), FORCING["one text"])).forced) == MAX_FORCED
+    assert limits == [COMPILE_CPU_S + TOKEN_CPU_S, TOKEN_CPU_S, 0]
+
+
 def test_no_more_tokens_are_followed_at_once_than_allowed() -> None:
-    follower = Follower(byte_vocabulary())
+    follower = Follower(byte_vocabulary(), math.inf)
     sentence = "There is nothing to choose in this answer."
     answer = follower.follow(Follow(0, (), FORCING["one text"]))
     assert text(list(answer.forced)) == sentence[:MAX_FORCED]

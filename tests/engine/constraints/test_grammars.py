@@ -15,6 +15,7 @@ import pytest
 from llguidance import LLMatcher
 
 from loramux.engine.constraints import grammars as grammars_module
+from loramux.engine.constraints.grammar import Grammar
 from loramux.engine.constraints.grammars import TOO_COSTLY
 from loramux.engine.constraints.process_link import NOT_RUNNING, UNUSABLE
 from loramux.engine.constraints.time_budgets import TimeBudgets
@@ -42,7 +43,7 @@ def test_answers_do_not_depend_on_when_masks_come(
     def answers(*, waits: bool) -> dict[str, list[int]]:
         made = simulate(eos=(EOS,))
         if not waits:
-            monkeypatch.setattr(made.grammars, "wait", lambda grammars, free_s: None)
+            monkeypatch.setattr(made.grammars, "wait", lambda *_, **__: None)
             monkeypatch.setattr(made.grammars, "is_awaited", lambda grammar: is_patient)
         for number in range(6):
             sampling = SamplingParams(seed=number, presence_penalty=0.5)
@@ -113,16 +114,7 @@ def test_other_sequences_run_while_a_mask_is_computed(simulation: Simulation) ->
 
 def test_a_grammar_that_runs_out_of_time_ends_its_sequence_alone(simulation: Simulation) -> None:
     """A fork that is killed stands for one that runs out of time or memory."""
-    for name in ("first", "second"):
-        simulation.engine.add(b"", add(name, FIFTY, max_tokens=60))
-    until(simulation, lambda: len(simulation.tokens["second"]) > 5)
-    os.kill(fork_of(simulation), signal.SIGSTOP)
-    (fork,) = simulation.grammars._forks.values()
-    for _ in range(10):
-        simulation.step()
-    assert len(fork.unanswered) == 2
-    os.kill(fork_of(simulation), signal.SIGKILL)
-    until(simulation, lambda: len(simulation.finished) == 2)
+    kill_a_fork_with_two_sequences(simulation, looks_ahead=False)
     failed, ended = sorted(simulation.finished.values(), key=lambda end: end.reason)
     assert (failed.reason, failed.code, failed.message) == ("error", "grammar_failed", TOO_COSTLY)
     assert failed.completion_tokens == len(simulation.tokens[failed.sequence_id])
@@ -262,6 +254,25 @@ def test_shares_divide_the_refill() -> None:
     assert all(budgets.left(share) > 0 for share in "abcde")
 
 
+def kill_a_fork_with_two_sequences(simulation: Simulation, *, looks_ahead: bool) -> list[Grammar]:
+    """Kill a fork that works on a grammar while a second one waits, and run both sequences to their ends.
+
+    Returns the grammars that are no longer followed ahead.
+    """
+    for name in ("first", "second"):
+        simulation.engine.add(b"", add(name, FIFTY, max_tokens=60))
+    grammars = list(simulation.engine._constrained)
+    until(simulation, lambda: len(simulation.tokens["second"]) > 5)
+    for grammar in grammars:
+        grammar.looks_ahead = looks_ahead
+    os.kill(fork_of(simulation), signal.SIGSTOP)
+    (fork,) = simulation.grammars._forks.values()
+    until(simulation, lambda: len(fork.unanswered) == 2)
+    os.kill(fork_of(simulation), signal.SIGKILL)
+    until(simulation, lambda: len(simulation.finished) == 2)
+    return [grammar for grammar in grammars if not grammar.looks_ahead]
+
+
 def until(simulation: Simulation, holds: Callable[[], object]) -> None:
     deadline_s = time.monotonic() + 60
     while not holds():
@@ -275,3 +286,13 @@ def fork_of(simulation: Simulation) -> int:
     assert process is not None
     (fork,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return int(fork)
+
+
+def test_without_patience_a_wait_lasts_no_longer_than_its_free_time(simulate: Simulate) -> None:
+    # The clock stands still, so that patience would never end.
+    grammars = simulate(eos=(EOS,)).grammars
+    grammar = grammars.request(b"", FIFTY)
+    grammars.wait([grammar], 0.0, is_patient=False)
+    assert not grammar.is_ready
+    grammars.wait([grammar], 0.0)
+    assert grammar.is_ready

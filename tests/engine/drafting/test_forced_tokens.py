@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from loramux.engine.constraints.grammar import Grammar
 from loramux.engine.drafting.draft import Draft
 from loramux.engine.drafting.forced_tokens import forced_drafts, forced_tokens
-from loramux.engine.drafting.speculation import MAX_SEQUENCES, Speculation
+from loramux.engine.drafting.speculation import MAX_FORCED_BESIDE_OTHERS, MAX_SEQUENCES, Speculation
+from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.sequences.batch import ScheduledSequence
 from loramux.engine.sequences.sequence import Sequence, block_list
 from tests.engine.constraints.test_grammar import ALLOWED, VOCAB_SIZE, Followed
@@ -56,6 +58,35 @@ def test_sequences_share_the_rows_of_a_step() -> None:
     assert [len(one) for one in drafted(Speculation(4), long, longer, short)] == [0, 1, 0]
 
 
+def test_beside_other_shares_forced_tokens_get_few_rows() -> None:
+    one, neighbour = forcing(*range(1, 10), share_key="one"), decoding(NEW, share_key="other")
+    assert [len(tokens) for tokens in drafted(Speculation(), one, neighbour)] == [MAX_FORCED_BESIDE_OTHERS, 0]
+    both = drafted(Speculation(), one, forcing(*range(1, 10), share_key="other"))
+    assert sum(len(tokens) for tokens in both) == MAX_FORCED_BESIDE_OTHERS
+    assert [len(tokens) for tokens in drafted(Speculation(), one, decoding(NEW, share_key="one"))] == [9, 0]
+
+
+def test_background_sequences_have_no_forced_rows_beside_others() -> None:
+    background = forcing(1, 2, is_background=True)
+    assert drafted(Speculation(), background, decoding(NEW, is_background=True)) == [(1, 2), ()]
+    assert drafted(Speculation(), background, decoding(NEW)) == [(), ()]
+    assert drafted(Speculation(), background, forcing(1, 2)) == [(), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (SamplingParams(logit_bias=((3, 1.0),)), (1, 2)),
+        (SamplingParams(repetition_penalty=1.1), ()),
+        (SamplingParams(frequency_penalty=0.1), ()),
+    ],
+)
+def test_sequences_with_penalties_have_no_forced_rows(sampling: SamplingParams, expected: tuple[int, ...]) -> None:
+    sequence = forcing(1, 2)
+    sequence.add = msgspec.structs.replace(sequence.add, sampling=sampling)
+    assert forced_tokens(sequence) == expected
+
+
 def test_forced_tokens_are_cut_to_the_room_in_pages() -> None:
     sequence = forcing(1, 2, 3)
     assert forced_drafts({sequence: (1, 2, 3)}, lambda one, count: 2, 20) == {sequence: Draft((1, 2), "grammar")}
@@ -74,15 +105,40 @@ def test_sequences_without_forced_tokens() -> None:
     assert [forced_tokens(one) for one in (hybrid, scored, forcing(1, 2, speculates=False), decoding())] == [()] * 4
 
 
-def test_tokens_in_flight_are_waited_for_only_if_drafts_would_follow() -> None:
-    for tokens, wants in (((1, 2, 3), True), ((1, 2), False)):
-        speculation, sequence = Speculation(guesses=False), forcing(*tokens)
-        # The first token is in flight, and the step chooses the second.
-        sequence.num_in_flight += 1
-        sequence.num_tokens += 1
-        sequence.num_computed += 1
-        assert drafted(speculation, sequence) == [()]
-        assert speculation.wants_known_tokens is wants
+@pytest.mark.parametrize(
+    ("num_forced", "neighbours", "wants"),
+    [
+        (2, "", False),
+        (3, "", True),
+        (3, "a", True),
+        (3, "aa", False),
+        (9, "a" * 13, True),
+        (9, "a" * 14, False),
+        (9, "ab" + "a" * 5, True),
+        (9, "ab" + "a" * 6, False),
+    ],
+)
+def test_tokens_in_flight_are_waited_for_only_if_it_pays(num_forced: int, neighbours: str, wants: bool) -> None:
+    """One letter of `neighbours` is the share of one sequence without forced tokens."""
+    speculation = Speculation(guesses=False, lookahead=True)
+    sequence = forcing(*range(1, num_forced + 1), share_key="a")
+    # The first token is in flight, and the step chooses the second.
+    sequence.num_in_flight += 1
+    sequence.num_tokens += 1
+    sequence.num_computed += 1
+    others = [decoding(NEW, share_key=share) for share in neighbours]
+    assert not any(drafted(speculation, sequence, *others))
+    assert speculation.wants_known_tokens is wants
+
+
+@pytest.mark.parametrize(("num_others", "expected"), [(3, (1, 2)), (4, ())])
+def test_with_lookahead_few_forced_tokens_are_not_worth_a_step_with_drafts(
+    num_others: int, expected: tuple[int, ...]
+) -> None:
+    """All tokens are known, for example after a late mask."""
+    speculation, others = Speculation(guesses=False, lookahead=True), [decoding(NEW) for _ in range(num_others)]
+    assert drafted(speculation, forcing(1, 2), *others)[0] == expected
+    assert drafted(Speculation(guesses=False), forcing(1, 2), *others)[0] == (1, 2)
 
 
 def test_forced_tokens_count_as_no_guesses() -> None:

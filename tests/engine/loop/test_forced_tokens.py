@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import select
-import signal
+import socket
 import time
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 import pytest
 
+from loramux.engine.constraints.constraint_grammar import constraint_grammar
+from loramux.engine.constraints.grammar import Grammar
 from loramux.engine.drafting.speculation import MAX_ROWS
+from loramux.engine.loop.engine import FREE_WAIT_PART
 from loramux.engine.protocol.messages import Abort, Add, Extend, SamplingParams, ThinkingBudget
 from tests.engine.byte_vocabulary import EOS, ids, text
 from tests.engine.constraints.forcing_grammars import FORCING
@@ -77,7 +79,7 @@ def test_answers_are_the_same_with_forced_tokens(simulate: Simulate) -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), (20, 20), (20, None)], ids=["whole", "sliding", "mixed"])
-def test_forced_tokens_take_fewer_steps(simulate: Simulate, windows: tuple[int | None, ...]) -> None:
+def test_forced_tokens_take_fewer_steps(simulate: Simulate, lookahead: bool, windows: tuple[int | None, ...]) -> None:
     simulation = simulate(eos=(EOS,), windows=windows)
     add = request("one", FORCING["one text"])
     plain_answer = run(simulation, plain([add]))
@@ -85,8 +87,9 @@ def test_forced_tokens_take_fewer_steps(simulate: Simulate, windows: tuple[int |
     assert run(simulation, [add]) == plain_answer
     num_tokens = len(plain_answer["one"].tokens)
     assert num_plain >= num_tokens > 40
-    # Each answer of the grammar's process brings up to 15 forced tokens.
-    assert stats_of(simulation).num_steps - num_plain < 12
+    # One step for the prompt, and one for each answer of the grammar's process, which brings up to 15 forced tokens.
+    # With lookahead, another step is submitted before the tokens of the first are known.
+    assert stats_of(simulation).num_steps - num_plain == (5 if lookahead else 4)
     assert stats_of(simulation).drafts.accepted_grammar_tokens > 30
 
 
@@ -98,6 +101,68 @@ def test_forced_tokens_end_at_the_limit(simulate: Simulate, max_tokens: int) -> 
     assert len(found["one"].tokens) == max_tokens
     assert found["one"].end is not None
     assert found["one"].end.reason == ("stop" if max_tokens == 42 else "length")
+
+
+@pytest.mark.parametrize(("max_tokens", "reason"), [(14, "length"), (15, "stop"), (16, "stop")])
+def test_a_free_token_at_the_limit_may_complete_the_grammar(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch, max_tokens: int, reason: str
+) -> None:
+    simulation, is_held = simulate(eos=(EOS,)), True
+    receive = simulation.grammars.receive
+
+    def receive_first() -> None:
+        if not is_held or len(simulation.tokens["one"]) < 14:
+            receive()
+
+    monkeypatch.setattr(simulation.grammars, "receive", receive_first)
+    monkeypatch.setattr(simulation.grammars, "wait", lambda *_, **__: None)
+    grammar = constraint_grammar("regex", "The answer is [ab]")
+    simulation.engine.add(b"", request("one", grammar, max_tokens=max_tokens))
+    step_until(simulation, min(max_tokens, 15))
+    for _ in range(5):
+        simulation.step()
+    # The answer about the fifteenth token has not been read yet.
+    assert ("one" in simulation.finished) is (max_tokens == 14)
+    is_held = False
+    finish(simulation)
+    end = simulation.finished["one"]
+    assert (end.reason, end.completion_tokens) == (reason, min(max_tokens, 15))
+
+
+def test_forced_tokens_up_to_the_limit_pause_the_sequence_once(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation, paused = simulate(eos=(EOS,)), []
+    grants = simulation.engine._grants
+    pauses = grants.pauses
+    monkeypatch.setattr(grants, "pauses", lambda sequence: paused.append(sequence) or pauses(sequence))
+    simulation.engine.add(b"", request("one", FORCING["one text"], max_tokens=10, pause_s=5.0))
+    step_until(simulation, 10)
+    for _ in range(5):
+        simulation.step()
+    assert len(paused) == 1
+
+
+def test_late_masks_delay_no_device_that_computes_nothing(
+    simulate: Simulate, lookahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = simulate(eos=(EOS,))
+    engine, executor, waits = simulation.engine, simulation.executor, set()
+    wait = simulation.grammars.wait
+
+    def noted(grammars: Collection[Grammar], free_s: float, *, is_patient: bool = True) -> None:
+        waits.add((len(executor.batches) > num_batches, free_s, is_patient))
+        wait(grammars, free_s, is_patient=is_patient)
+
+    monkeypatch.setattr(simulation.grammars, "wait", noted)
+    engine.add(b"", request("one", FORCING["schema"]))
+    while engine.has_work:
+        num_batches, engine._last_step_s = len(executor.batches), 1.0
+        if not engine.step():
+            select.select([simulation.grammars], [], [], 0.01)
+    assert stats_of(simulation).drafts.accepted_grammar_tokens > 0
+    idle = (False, FREE_WAIT_PART[False], not lookahead)
+    assert waits == ({idle, (True, FREE_WAIT_PART[True], True)} if lookahead else {idle})
 
 
 def test_a_stop_token_among_forced_tokens_ends_the_answer(simulate: Simulate) -> None:
@@ -158,7 +223,7 @@ def test_forced_tokens_beside_many_sequences_fill_a_step_with_drafts(simulate: S
     simulation = simulate(eos=(EOS,), num_pages=400, max_batch_tokens=1024, max_sequences=MAX_ROWS)
     one = request("one", FORCING["one text"])
     greedy = SamplingParams(temperature=0.0, ignore_eos=True)
-    free = [request(f"free {number}", "", greedy, max_tokens=60) for number in range(24)]
+    free = [request(f"free {number}", "", greedy, max_tokens=60) for number in range(19)]
     expected = run(simulation, plain([one, *free]))
     num_batches = len(simulation.executor.batches)
     begin(simulation, [one])
@@ -196,16 +261,18 @@ def test_a_forced_token_beyond_the_adapters_vocabulary_fails_as_without(simulate
 
 
 def test_a_grammar_with_forced_tokens_goes_on_in_a_new_fork(simulate: Simulate) -> None:
-    simulation = simulate(eos=(EOS,), grammar_clock=time.monotonic)
+    simulation = simulate(eos=(EOS,))
     simulation.engine.add(b"", request("one", FORCING["one text"]))
     step_until(simulation, 1)
     (fork,) = simulation.grammars._forks.values()
+    (grammar,) = simulation.engine._constrained
+    # The tokens that the first answer brought are not used up, so the fork has nothing to do.
+    assert grammar.forced
     assert not fork.unanswered
-    process = fork.process.pid
-    (child,) = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    os.kill(int(child), signal.SIGKILL)
-    assert select.select([simulation.grammars], [], [], 60)[0]
-    simulation.run(1_000_000)
+    # The connection ends as if the fork had been killed.
+    fork.end.shutdown(socket.SHUT_RDWR)
+    finish(simulation)
+    assert grammar.looks_ahead
     assert text(simulation.tokens["one"]) == "There is nothing to choose in this answer."
     assert simulation.finished["one"].reason == "stop"
 
@@ -216,6 +283,15 @@ def begin(simulation: Simulation, adds: list[Add]) -> None:
         simulation.engine.add(b"gateway", add)
     while simulation.scheduler.queue.num_waiting:
         simulation.engine.step()
+
+
+def finish(simulation: Simulation) -> None:
+    """Step until the sequence `one` has ended."""
+    deadline_s = time.monotonic() + 60
+    while "one" not in simulation.finished:
+        assert time.monotonic() < deadline_s
+        if not simulation.step():
+            select.select([simulation.grammars], [], [], 0.01)
 
 
 def step_until(simulation: Simulation, num_tokens: int) -> None:
