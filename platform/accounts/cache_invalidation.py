@@ -26,7 +26,7 @@ class CacheInvalidation:
     """A thread that calls every function in `forget` after a change.
 
     The thread is notified of a change or notices it within POLL_INTERVAL_S. If the database cannot be watched, cache
-    entries expire within five seconds. A change that the database does not announce takes effect within a minute: see
+    entries expire within five seconds. A change that the database does not announce takes effect within MAX_AGE_US: see
     `change_watch`. `note_heard` is called after each successful poll. So is every function in `confirm`, with a time in
     microseconds: all changes before it have been told.
     """

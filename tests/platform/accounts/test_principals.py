@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from loramux.platform.accounts.change_watch import MAX_AGE_US, MAX_STALE_US
+from loramux.platform.accounts.change_watch import MAX_AGE_US, MAX_STALE_US, ChangeWatch
 from loramux.platform.accounts.principals import Principal, PrincipalCache
 
 FOR_EVER_US = 1 << 62
@@ -23,12 +25,18 @@ def test_entry_is_trusted_again_after_each_confirmation() -> None:
     assert not is_cached(cache, 1000 + MAX_STALE_US)
 
 
-def test_no_confirmation_keeps_an_entry_for_longer_than_a_minute() -> None:
-    cache = PrincipalCache()
-    cache.put(b"secret", CALLER, 100, FOR_EVER_US, num_changes=0)
-    cache.watch.confirm(100 + MAX_AGE_US - 1)
-    assert is_cached(cache, 100 + MAX_AGE_US - 1)
-    assert not is_cached(cache, 100 + MAX_AGE_US)
+def test_confirmed_entries_that_were_read_together_expire_one_after_another() -> None:
+    # A thousand entries, read within 0.1 s.
+    times_us = range(10**15, 10**15 + 100_000, 100)
+    num_fresh = []
+    for part in range(11):
+        watch, now_us = ChangeWatch(), times_us[-1] + part * MAX_AGE_US // 10
+        watch.confirm(now_us)
+        num_fresh.append(sum(watch.is_fresh(read_us, now_us) for read_us in times_us))
+    assert num_fresh[:6] == [1000] * 6
+    expired = [before - after for before, after in pairwise(num_fresh[5:])]
+    assert all(100 <= number <= 300 for number in expired)
+    assert num_fresh[-1] == 0
 
 
 def test_confirmation_does_not_outlast_the_key_or_a_token_that_nobody_watches() -> None:

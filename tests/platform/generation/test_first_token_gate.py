@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from loramux.engine.protocol.messages import ResidentAdapter, TierLoad
+from loramux.engine.protocol.service_tiers import INPUT_PRICE, OUTPUT_PRICE
 from loramux.migrations.database import Database
 from loramux.migrations.schema import reservations
 from loramux.platform.accounts.tenants import TenantChanges
@@ -136,6 +137,31 @@ async def test_long_prompt_is_refused_where_a_short_one_is_not(gated: Gateway, c
     assert await status(gated, *COMPLETIONS, prompt=[5] * 8) == 200, "on an idle engine, it shows how long it takes"
     assert {len(add.prompt) for add in gated.engine.adds} == {5, 8}
     await nothing_reserved(gated)
+
+
+async def test_running_embedding_does_not_wait_for_a_first_token(gated: Gateway, clock: Clock) -> None:
+    await look(gated)
+    clock.now += 10
+    gated.engine.figures |= {"prefill_tokens": 10, "prefill_s": 10.0}
+    await gated.services.run.gate.look()
+    gated.engine.script = lambda add: Script(token_ids=(), stall_after=0)
+    embedding = asyncio.create_task(gated.http.post("/v1/embeddings", json={"model": "base", "input": "Hi"}))
+    while not gated.engine.adds:  # noqa: ASYNC110 - no event exists
+        await asyncio.sleep(0)
+    gated.engine.script = lambda add: Script(token_ids=(5, 6))
+    assert await status(gated, *COMPLETIONS, prompt=[5] * 8) == 200, "it is the next to run"
+    gated.engine.die()
+    assert (await embedding).status_code == 503
+
+
+async def test_cached_prompt_is_not_charged_to_the_share(gated: Gateway) -> None:
+    await look(gated)
+    gated.engine.script = lambda add: Script(token_ids=(5, 6), cached_tokens=8)
+    assert await status(gated, *COMPLETIONS, prompt=[5] * 10) == 200
+    await nothing_reserved(gated)
+    [asking] = gated.services.run.gate._forecast.queue._shares.values()
+    [event] = gated.usage()
+    assert asking.served == INPUT_PRICE * 2 + OUTPUT_PRICE * event.completion_tokens
 
 
 async def test_better_tiers_are_served_while_worse_ones_are_refused(gated: Gateway) -> None:
