@@ -166,7 +166,7 @@ def start_engine(
 ) -> AssembledEngine:
     """Start an engine that is set up for a GPU but uses host memory."""
     (directory / "config.json").write_text(json.dumps(model))
-    names = "kernels", "sampling", "coded_linear"
+    names = "kernels", "sampling", "linear.coded_linear"
     gpu, sampling, coded_linear = (importlib.import_module(f"loramux.kernels.gpu.{name}") for name in names)
     accelerator = accelerator or HostAccelerator()
     device = accelerator.device

@@ -22,39 +22,38 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 FOR_GPUS: Any = () if HAS_GPU else pytest.mark.campaign
 """The mark of cases that only a GPU runs outside of campaigns, because the interpreter is slow."""
 TRITON_MODULES = (
-    "adapter_pairs",
     "addresses",
-    "affines",
     "attention",
     "attention_plan",
-    "code_values",
-    "coded_linear",
-    "coded_products",
     "contiguous_attention",
     "delta",
-    "dequantized_products",
-    "expand",
     "experts",
     "fused",
-    "gather",
     "kernels",
     "launches",
-    "lora_linear",
     "rotate_and_store",
     "routing",
     "sampling",
-    "scaled_products",
-    "shrink",
     "sigmoid",
-    "trained_rows",
+    "linear.code_values",
+    "linear.coded_linear",
+    "linear.coded_products",
+    "linear.dequantized_products",
+    "linear.scaled_products",
+    "lora.adapter_pairs",
+    "lora.affines",
+    "lora.expand",
+    "lora.gather",
+    "lora.lora_linear",
+    "lora.shrink",
+    "lora.trained_rows",
 )
 
 
 def import_kernels(*names: str) -> list[ModuleType]:
-    """Modules of `loramux.kernels.gpu`, compiled if there is a GPU and interpreted otherwise."""
-    if HAS_GPU:
-        return [importlib.import_module(f"loramux.kernels.gpu.{name}") for name in names]
-    return [_interpreted_modules()[name] for name in names]
+    """Modules of `loramux.kernels.gpu` by file name, compiled if there is a GPU and interpreted otherwise."""
+    modules = _imported_modules() if HAS_GPU else _interpreted_modules()
+    return [modules[name] for name in names]
 
 
 def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +85,12 @@ def _check_overflow(builder: Any, is_checked: bool) -> None:
 def _interpreted_modules() -> dict[str, ModuleType]:
     """All modules with kernels. Tests share them, because another copy of Triton takes over 0.1 s."""
     with _interpreted_triton():
-        return {name: importlib.import_module(f"loramux.kernels.gpu.{name}") for name in TRITON_MODULES}
+        return _imported_modules()
+
+
+def _imported_modules() -> dict[str, ModuleType]:
+    modules = [importlib.import_module(f"loramux.kernels.gpu.{name}") for name in TRITON_MODULES]
+    return {module.__name__.rpartition(".")[2]: module for module in modules}
 
 
 @contextmanager
@@ -99,9 +103,10 @@ def _interpreted_triton() -> Iterator[None]:
     """
 
     def is_ours(name: str) -> bool:
-        folder, _, module = name.rpartition(".")
-        is_kernel = folder == "loramux.kernels.gpu" and module in TRITON_MODULES
-        return is_kernel or (name.split(".")[0] == "triton" and not name.startswith("triton._C"))
+        _, package, module = name.rpartition("loramux.kernels.gpu.")
+        return (bool(package) and module in TRITON_MODULES) or (
+            name.split(".")[0] == "triton" and not name.startswith("triton._C")
+        )
 
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if is_ours(name)}
     switch = os.environ.get("TRITON_INTERPRET")

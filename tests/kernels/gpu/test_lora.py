@@ -510,7 +510,7 @@ def test_outer_modules_compile_for_hopper(
         *((name, name) for name in ("gather", "shrink", "expand")),
         *(("trained_rows", name) for name in ("replace_rows", "replace_columns")),
     ]:
-        module = importlib.import_module(f"loramux.kernels.gpu.{file}")
+        module = importlib.import_module(f"loramux.kernels.gpu.lora.{file}")
         kernels[name] = CompiledForHopper(getattr(module, f"{name}_kernel"))
         monkeypatch.setattr(module, f"{name}_kernel", kernels[name])
     geometry = PageGeometry(32, 8, 128, 2, 2)
