@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from loramux.engine.constraints.grammar import Grammar
 from loramux.engine.constraints.grammar_messages import Follow, Followed, Forget
+from loramux.engine.constraints.limits import TOKEN_CPU_S
 from loramux.engine.constraints.process_link import NOT_RUNNING, ProcessLink
 from loramux.engine.constraints.tenant_fork import TenantFork
 from loramux.engine.constraints.time_budgets import TimeBudgets
@@ -335,7 +336,10 @@ class Grammars:
             reason = TOO_COSTLY
             if failed and failed[0].looks_ahead:
                 # The answer may end before the tokens that were too costly.
-                failed.pop().looks_ahead = False
+                grammar = failed.pop()
+                grammar.looks_ahead = False
+                self._spent[grammar.share_key] += TOKEN_CPU_S
+                self._work.charge(grammar.share_key, TOKEN_CPU_S)
         else:
             # The process has ended, which ends its forks, or has never started.
             reason = self._stop() if fork.process is self._process else NOT_RUNNING

@@ -550,9 +550,8 @@ class Engine:
                 self._traces.compiled(sequence, grammar.failure)
             if grammar.is_complete:
                 self._end(sequence, "stop")
-            elif grammar.tokens and len(sequence.tokens) >= sequence.num_reserved:
-                if not self._grants.pauses(sequence):
-                    self._end(sequence, "length")
+            elif grammar.tokens and len(sequence.tokens) >= sequence.num_reserved and not self._grants.pauses(sequence):
+                self._end(sequence, "length")
             elif grammar.failure is not None:
                 self._end(sequence, "error", "grammar_failed", grammar.failure)
 

@@ -526,16 +526,17 @@ class Scheduler:
     def _find_prefix(self, sequence: Sequence, entry: AdapterLoad | None, position: int, budget: int) -> Prefix:
         """The cached prefix with which a waiting sequence begins.
 
-        A checkpoint is in the pool beside the state until it is copied. If both do not fit, the prefix is not used
-        where beginning without it takes fewer pages.
+        A checkpoint is in the pool beside the state until it is copied. If both do not fit, but the whole sequence fits
+        without the prefix, the prefix is not used.
         """
 
-        def num_pages(prefix: Prefix) -> int:
-            return self._num_pages_to_begin(sequence, entry, prefix, position, budget)
+        def fits(prefix: Prefix, num_tokens: int) -> bool:
+            num_pages = self._num_pages_to_begin(sequence, entry, prefix, position, num_tokens)
+            return self._adapters.can_spare(num_pages, position)
 
         prefix = self._kv.find_prefix(sequence)
-        if prefix.checkpoint and not self._adapters.can_spare(num_pages(prefix), position):
-            return min(prefix, NO_PREFIX, key=num_pages)
+        if prefix.checkpoint and not fits(prefix, budget) and fits(NO_PREFIX, sequence.num_tokens):
+            return NO_PREFIX
         return prefix
 
     def _begin(

@@ -106,7 +106,7 @@ _ALL = (
     Mutant(
         name="tokens-after-the-end",
         fault="a request that was aborted while its step ran still produced a token",
-        path="engine/loop/engine.py",
+        path="engine/loop/step_commits.py",
         changes=(("if sequence is None or sequence.state is finished:", "if sequence is None:"),),
         test="tests/simulation/test_long_life.py::test_random_events_lose_and_leak_nothing",
     ),
@@ -121,7 +121,9 @@ _ALL = (
         name="broken-prefix-is-cached",
         fault="K and V of an adapter that had produced NaN stayed in the prefix cache",
         path="engine/pages/kv_pages.py",
-        changes=(("offers = is_shared and not sequence.is_tainted", "offers = is_shared"),),
+        changes=(
+            ("offers = sequence.shares_prefixes and not sequence.is_tainted", "offers = sequence.shares_prefixes"),
+        ),
         test="tests/engine/pages/test_kv_pages.py::test_possibly_broken_sequence_offers_nothing",
     ),
     Mutant(

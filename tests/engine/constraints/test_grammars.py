@@ -96,6 +96,16 @@ def test_a_sequence_pauses_at_its_limit_and_goes_on(simulation: Simulation) -> N
     assert (simulation.finished["paused"].reason, len(simulation.tokens["paused"])) == ("stop", 50)
 
 
+def test_a_grammar_that_fails_at_a_pause_ends_its_sequence(simulation: Simulation) -> None:
+    simulation.engine.add(b"", add("paused", FIFTY, max_tokens=10, pause_s=5.0))
+    until(simulation, lambda: len(simulation.tokens["paused"]) == 10)
+    (grammar,) = simulation.engine._constrained
+    simulation.grammars._fail([grammar], TOO_COSTLY)
+    simulation.engine.extend(b"", Extend(sequence_id="paused", max_tokens=100))
+    until(simulation, lambda: "paused" in simulation.finished)
+    assert (simulation.finished["paused"].code, len(simulation.tokens["paused"])) == ("grammar_failed", 10)
+
+
 def test_other_sequences_run_while_a_mask_is_computed(simulation: Simulation) -> None:
     simulation.engine.add(b"", add("late", FIFTY, max_tokens=60))
     until(simulation, lambda: len(simulation.tokens["late"]) > 5)
@@ -265,10 +275,16 @@ def kill_a_fork_with_two_sequences(simulation: Simulation, *, looks_ahead: bool)
     until(simulation, lambda: len(simulation.tokens["second"]) > 5)
     for grammar in grammars:
         grammar.looks_ahead = looks_ahead
-    os.kill(fork_of(simulation), signal.SIGSTOP)
+    pid = fork_of(simulation)
+    os.kill(pid, signal.SIGSTOP)
+    until(simulation, lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     (fork,) = simulation.grammars._forks.values()
-    until(simulation, lambda: len(fork.unanswered) == 2)
-    os.kill(fork_of(simulation), signal.SIGKILL)
+    # It may have answered before it stopped.
+    until(
+        simulation,
+        lambda: len(fork.unanswered) == 2 and not select.select([simulation.grammars.fileno()], [], [], 0)[0],
+    )
+    os.kill(pid, signal.SIGKILL)
     until(simulation, lambda: len(simulation.finished) == 2)
     return [grammar for grammar in grammars if not grammar.looks_ahead]
 
