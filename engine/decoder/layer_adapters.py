@@ -91,7 +91,7 @@ class AdaptableLinear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SummedLinear(AdaptableLinear):
-    """A linear layer of which each worker has a share of the inputs. The outputs of all workers, with those of their
+    """A linear layer whose inputs are divided among the workers. The outputs of all workers, with those of their
     adapters, are added up.
     """
 

@@ -52,7 +52,7 @@ class JoinedLinear:
 
 
 class DividedHead:
-    """A head of `vocab_size` tokens, of which `share` is a worker's share. Its outputs are those of all workers."""
+    """A head of `vocab_size` tokens. This worker computes the outputs of `share`, and joins them with the others'."""
 
     def __init__(self, share: Linear, workers: WorkerGroup, vocab_size: int) -> None:
         self._share = share

@@ -34,13 +34,11 @@ class PrefixCache:
         self._by_key: dict[bytes, CachedPage] = {}
         self._by_digest: defaultdict[str, set[CachedPage]] = defaultdict(set)
         self.num_evictions = 0
+        self.num_idle = 0
+        """Number of pages that no sequence uses."""
 
     def __len__(self) -> int:
         return len(self._by_key)
-
-    @property
-    def num_idle(self) -> int:
-        return sum(1 for cached in self._by_key.values() if cached.num_users == 0)
 
     def root(self, isolation_key: bytes) -> bytes | None:
         """Parent key of the first pages of an isolation key and this model, or None if the isolation key is empty."""
@@ -68,6 +66,7 @@ class PrefixCache:
     def acquire(self, cached: CachedPage) -> int:
         if cached.num_users == 0:
             self._policy.discard(cached)
+            self.num_idle -= 1
         cached.num_users += 1
         self._pages.share(cached.page)
         return cached.page
@@ -88,6 +87,7 @@ class PrefixCache:
         cached.num_users -= 1
         if cached.num_users == 0 and self._by_key.get(cached.key) is cached:
             self._policy.add(cached)
+            self.num_idle += 1
 
     def forget(self, cached: CachedPage) -> None:
         """Remove a page from the cache. The page becomes free once no sequence uses it."""
@@ -96,6 +96,7 @@ class PrefixCache:
         del self._by_key[cached.key]
         if cached.num_users == 0:
             self._policy.discard(cached)
+            self.num_idle -= 1
         if cached.digest is not None:
             self._by_digest[cached.digest].discard(cached)
             if not self._by_digest[cached.digest]:

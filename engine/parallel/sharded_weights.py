@@ -27,7 +27,7 @@ class _Part:
 
 
 class ShardedWeights:
-    """The tensors of worker `worker` of `size`, of which only the worker's part is read.
+    """The part of a model's tensors that worker `worker` of `size` needs. No other part is read.
 
     The bias of a layer whose outputs are added up belongs to worker 0, and is zero in other workers. A head that is
     tied to the embedding consists of rows of the embedding. Rows of the head that stand for no token are zero.

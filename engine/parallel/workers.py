@@ -27,8 +27,10 @@ WORKER_COMMAND = (sys.executable, "-m", "loramux.engine.server.worker_process")
 JOIN = b"join"
 """Tells a worker that all workers have loaded their share of the model, so that it joins the group."""
 
-END_S = 5.0
-"""How long workers may take to end once their connections are closed, in seconds. Then they are killed."""
+END_S = 0.5
+"""How long workers may take to end once their connections are closed, in seconds. Then they are killed. It is less than
+`END_GRACE_S` of the engine process, which must still send its last traces.
+"""
 
 
 class WorkerLost(EngineError):

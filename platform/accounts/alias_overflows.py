@@ -46,7 +46,7 @@ class AliasOverflows:
         return self._read[1].get(AdapterName(tenant, name.adapter, alias=alias))
 
     def _refresh(self) -> None:
-        """Read all overflows, on one thread at a time. Meanwhile, other threads use what was read before."""
+        """Read all overflows on one thread at a time. The other threads use the last ones until then."""
         if not self._reading.acquire(blocking=self._read is None):
             return
         try:

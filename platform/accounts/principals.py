@@ -82,7 +82,7 @@ class PrincipalCache:
         num_changes: int,
         is_watched: bool = True,
     ) -> None:
-        """Cache what was read at `read_us`, unless there has been a change since `watch` had seen `num_changes`."""
+        """Cache what was read at `read_us`, unless `watch` has noted more than `num_changes` changes by now."""
         with self._lock:
             if num_changes != self.watch.num_changes:
                 return

@@ -30,15 +30,16 @@ MAX_RETRY_S = 60.0
 """Longest `Retry-After`, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Awaited:
-    """A request without a first token: its tier, when it entered, and how long it was to wait in the queue, both in
-    seconds. `queued_s` is None if it also waits for its adapter.
+    """A request without a first token: its tier, when it entered, how long it was to wait in the queue, and when it was
+    sent to the engine, all in seconds. `queued_s` is None if it also waits for its adapter.
     """
 
     tier: str
     entered_s: float
     queued_s: float | None
+    sent_s: float | None = None
 
 
 class FirstTokenGate:
@@ -98,16 +99,22 @@ class FirstTokenGate:
         is_pooled = plan.pooling is not None
         self._forecast.queue.add(plan.request_id, share, plan.prompt_tokens, plan.num_sequences, is_pooled)
 
+    def send(self, request_id: str) -> None:
+        """Note that a request is sent to the engine, after its reservation."""
+        awaited = self._awaited.get(request_id)
+        if awaited is not None:
+            awaited.sent_s = self._clock()
+
     def begin(self, request_id: str) -> None:
         """Note that a request has got its first token."""
         self._forecast.queue.begin(request_id)
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None:
-            waited_s = self._clock() - awaited.entered_s
-            if awaited.queued_s is not None:
+            now_s = self._clock()
+            if awaited.queued_s is not None and awaited.sent_s is not None:
                 rank = rank_of(awaited.tier, is_background=False)
-                self._forecast.correct(rank, awaited.queued_s, waited_s)
-            is_late = waited_s > self._objectives[awaited.tier]
+                self._forecast.correct(rank, awaited.queued_s, now_s - awaited.sent_s)
+            is_late = now_s - awaited.entered_s > self._objectives[awaited.tier]
             self._metrics.first_tokens.labels(awaited.tier, "late" if is_late else "in_time").inc()
 
     def leave(self, request_id: str, num_tokens: int = 0, cached_tokens: int = 0) -> None:

@@ -171,6 +171,7 @@ class RunningRequests:
     def start(self, plan: Plan, life: Callable[[Generation], Coroutine[Any, Any, None]]) -> Generation:
         """Start `life`, which must run and settle the reserved request, in a separate task."""
         gaps = self._metrics.token_gaps.of(plan.endpoint)
+        self._gate.send(plan.request_id)
         generation = Generation(
             plan,
             self._engine,

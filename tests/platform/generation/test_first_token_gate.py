@@ -16,7 +16,10 @@ from loramux.engine.protocol.service_tiers import INPUT_PRICE, OUTPUT_PRICE
 from loramux.migrations.database import Database
 from loramux.migrations.schema import reservations
 from loramux.platform.accounts.tenants import TenantChanges
+from loramux.platform.admission.records import Reservation
 from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.generation.plan import Plan
+from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.quotas.overview import QuotaCaller, QuotaOverview
 from loramux.platform.requests import request_life
 from loramux.platform.requests.request_life import REFUSED_STALE_US
@@ -242,6 +245,25 @@ async def test_only_waits_for_something_other_than_an_adapter_delay_the_forecast
     # With six requests before it, the forecast of a request is as long as it can be.
     await look(gated, num_running=MAX_SEQUENCES, num_waiting=6)
     assert await status(gated, *CHAT) == expected
+
+
+async def test_a_slow_reservation_does_not_delay_the_forecast(
+    gated: Gateway, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await look(gated)
+    reserve = RunningRequests.reserve
+
+    async def slow(self: RunningRequests, plan: Plan) -> Reservation:
+        reservation = await reserve(self, plan)
+        clock.now += 1
+        return reservation
+
+    monkeypatch.setattr(RunningRequests, "reserve", slow)
+    for _ in range(3):
+        assert await status(gated, *CHAT) == 200
+    monkeypatch.undo()
+    await look(gated, num_running=MAX_SEQUENCES, num_waiting=6)
+    assert await status(gated, *CHAT) == 200
 
 
 async def test_request_that_ends_without_a_first_token_is_late(gated: Gateway, clock: Clock) -> None:
