@@ -75,6 +75,11 @@ class BoundedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._book.leave(self)
         super().connection_lost(exc)
+        # uvicorn leaves the timer running if the client has reset the connection.
+        self._unset_keepalive_if_required()
+        # `_call_app` refers to this object. Without the cycle, its memory is freed at once, not by a garbage collection
+        # that all connections wait for.
+        self.app = self._asked
 
     def data_received(self, data: bytes) -> None:
         begins_head = self._waits_for_request

@@ -192,6 +192,8 @@ class Generation:
         self.status = settlement.status
         if self._watch is not None:
             self._watch.cancel()
+            # The task refers to this object. Without the cycle, the request's memory is freed at once.
+            self._watch = None
         self._events.close()
 
     async def _read(self, choice: Choice) -> None:

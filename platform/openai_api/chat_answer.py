@@ -52,11 +52,7 @@ class ChatAnswer:
     """Number of most likely tokens per position in `prompt_logprobs`. None if the client did not ask for this field."""
     _builders: dict[int, MessageBuilder] = field(default_factory=dict)
     _ids: dict[int, list[str]] = field(default_factory=dict)
-    _templates: ChunkTemplates = field(init=False)
-
-    def __post_init__(self) -> None:
-        templates = ChunkTemplates(lambda index, text: self._chunk(index, {"content": text}, None))
-        object.__setattr__(self, "_templates", templates)
+    _templates: ChunkTemplates = field(default_factory=ChunkTemplates)
 
     def chunks(self, delta: ChoiceDelta, so_far: UsageSoFar | None = None) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -75,7 +71,7 @@ class ChatAnswer:
         logprobs, token_ids = delta.logprobs if self.has_logprobs else (), delta.token_ids
         for shown in builder.feed(delta):
             if shows_only_text and shown.keys() == {"content"}:
-                chunks.append(self._templates.chunk(delta.index, shown["content"]))
+                chunks.append(self._templates.chunk(delta.index, shown["content"], self._text_chunk))
             else:
                 chunks.append(self._chunk(delta.index, shown, usage, logprobs, token_ids=token_ids))
             logprobs, token_ids = (), ()
@@ -143,6 +139,9 @@ class ChatAnswer:
         # As in the OpenAI API, the finish reason is `stop` if the request named the function to call.
         is_call = reason == "stop" and builder.ends_with_calls and self.tool_choice.mode != "named"
         return "tool_calls" if is_call else reason
+
+    def _text_chunk(self, index: int, text: str) -> Document:
+        return self._chunk(index, {"content": text}, None)
 
     def _chunk(
         self,

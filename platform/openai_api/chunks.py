@@ -71,16 +71,17 @@ def fingerprint_field(fingerprint: str | None) -> Document:
 class ChunkTemplates:
     """Encodes chunks that differ only in their text, which is faster than encoding whole documents."""
 
-    def __init__(self, make: Callable[[int, str], Document]) -> None:
-        """`make(index, text)` returns the chunk with this text for the choice."""
-        self._make = make
+    def __init__(self) -> None:
         self._parts: dict[int, tuple[bytes, bytes]] = {}
 
-    def chunk(self, index: int, text: str) -> msgspec.Raw:
+    def chunk(self, index: int, text: str, make: Callable[[int, str], Document]) -> msgspec.Raw:
+        """Return the chunk with this text for the choice. `make(index, text)` makes one, which serves as the template
+        of all later ones.
+        """
         parts = self._parts.get(index)
         if parts is None:
             mark = secrets.token_hex(16)
-            before, after = msgspec.json.encode(self._make(index, mark)).split(msgspec.json.encode(mark))
+            before, after = msgspec.json.encode(make(index, mark)).split(msgspec.json.encode(mark))
             parts = self._parts[index] = (before, after)
         return msgspec.Raw(parts[0] + msgspec.json.encode(text) + parts[1])
 

@@ -58,16 +58,12 @@ class CompletionAnswer:
     _offsets: dict[int, TextOffsets] = field(default_factory=dict)
     _lengths: dict[int, int] = field(default_factory=dict)
     """Number of characters that each choice has shown so far, if log-probabilities are shown."""
-    _templates: ChunkTemplates = field(init=False)
-
-    def __post_init__(self) -> None:
-        templates = ChunkTemplates(lambda index, text: self._chunk(ChoiceDelta(index, text, (), None)))
-        object.__setattr__(self, "_templates", templates)
+    _templates: ChunkTemplates = field(default_factory=ChunkTemplates)
 
     def chunks(self, delta: ChoiceDelta, so_far: UsageSoFar | None = None) -> list[Chunk]:
         shows_only_text = not self.has_logprobs and not self.shows_token_ids and self.num_prompt_logprobs is None
         if shows_only_text and so_far is None and delta.index in self._begun and delta.finish_reason is None:
-            return [self._templates.chunk(delta.index, delta.text)]
+            return [self._templates.chunk(delta.index, delta.text, self._text_chunk)]
         usage = None
         if so_far is not None:
             so_far.add(delta)
@@ -89,6 +85,9 @@ class CompletionAnswer:
         shared = shared_by_choices(merged(deltas), self.num_generated)
         choices = [{**_NOT_ASKED, **self._choice(one, self._logprobs(one))} for one in self._best(shared)]
         return {**self._head(), "choices": choices, "usage": usage_body(usage)}
+
+    def _text_chunk(self, index: int, text: str) -> Document:
+        return self._chunk(ChoiceDelta(index, text, (), None))
 
     def _chunk(self, delta: ChoiceDelta, usage: Document | None = None, logprobs: Document | None = None) -> Document:
         chunk = {**self._head(), "choices": [self._choice(delta, logprobs)]}

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
 
@@ -55,6 +57,22 @@ def test_connection_is_closed_after_the_keep_alive_time() -> None:
         assert answer(connection)[0] == 200
         assert connection.recv(1) == b""
         assert listener.num_refused("no_request") == 0
+
+
+@pytest.mark.parametrize("path", ["/", "/endless"])
+def test_closed_connection_is_freed_without_a_garbage_collection(path: str) -> None:
+    gc.disable()
+    try:
+        with listening() as listener:
+            connection = listener.open(request("GET", path, {}))
+            assert connection.recv(1)
+            [member] = listener.book._members
+            is_there = weakref.ref(member)
+            del member
+            connection.close()
+            listener.wait_until(lambda: is_there() is None)
+    finally:
+        gc.enable()
 
 
 def test_byte_now_and_then_does_not_prolong_a_request_head() -> None:

@@ -8,7 +8,7 @@ PROGRAM = """
 import gc
 import weakref
 
-from loramux.engine.server.gc_freeze import freeze_gc
+from loramux.engine.server.gc_freeze import THRESHOLDS, freeze_gc
 
 
 class Node:
@@ -22,6 +22,7 @@ is_there = weakref.ref(there)
 gone = weakref.ref(Node())
 freeze_gc()
 assert gone() is None, "earlier garbage is not kept"
+assert gc.get_threshold() == THRESHOLDS
 assert gc.get_freeze_count() > 1_000
 del there
 later = weakref.ref(Node())
