@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 
 THRESHOLDS = (10_000, 20, 20)
-"""`gc.set_threshold` in a serving process. With Python's own, a busy server collects fully every few seconds, which takes
-30 to 300 ms on a busy machine. Requests leave no reference cycles, so that little needs to be collected.
+"""For `gc.set_threshold` in a serving process. With Python's own thresholds, a busy server collects fully every few
+seconds, which takes 30 to 300 ms each time. Requests leave no reference cycles, so there is little to collect.
 """
 
 

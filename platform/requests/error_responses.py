@@ -99,6 +99,8 @@ class ErrorResponses:
     async def answer(self, request: Request, error: Exception) -> Response:
         told = error if isinstance(error, ApiError) else _translated(error, self._known)
         request.state.error_code = told.code
+        # A frame of the traceback may refer to the error. Without the cycle, the request's memory is freed at once.
+        error.__traceback__ = None
         return error_response(told, self.form_of(request.scope), request_id_of(request))
 
 

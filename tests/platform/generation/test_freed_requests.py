@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from loramux.platform.errors import ApiError
 from loramux.platform.generation.generation import Generation
+from loramux.platform.requests import error_responses
 
 pytestmark = pytest.mark.anyio
 
@@ -74,4 +76,26 @@ async def test_request_of_a_client_that_has_left_is_freed_without_a_garbage_coll
         await gateway.http.post("/v1/completions", json={"model": "base", **CALLS["/v1/completions"]})
     async with asyncio.timeout(10):
         while begun[0]() is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.usefixtures("no_collections")
+async def test_refused_request_is_freed_without_a_garbage_collection(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, refusals = error_responses.error_response, []
+
+    def noted(error: ApiError, *arguments: Any) -> Any:
+        # Every frame of its traceback, and so the request, lives as long as the error.
+        refusals.append(weakref.ref(error))
+        return make(error, *arguments)
+
+    monkeypatch.setattr(error_responses, "error_response", noted)
+    gateway.limit("requests_per_minute", 1)
+    body = {"model": "base", **CALLS["/v1/completions"]}
+    # The thread that commits keeps the last one until its next commit.
+    found = [(await gateway.http.post("/v1/completions", json=body)).status_code for _ in range(3)]
+    assert found == [200, 429, 429]
+    async with asyncio.timeout(10):
+        while refusals[0]() is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
