@@ -257,6 +257,9 @@ class ModelConfig:
     def load(model_dir: Path) -> ModelConfig:
         """Read `config.json` and, if present, `generation_config.json`. Raises ModelNotSupported with the reason."""
         if not model_dir.is_dir():
+            if model_dir.exists():
+                use = "use a Hugging Face model directory, or a file whose name ends with .gguf"
+                raise ModelNotSupported(f"the model {model_dir} is a file: {use}")
             raise ModelNotSupported(f"the model directory {model_dir} does not exist")
         raw = _read_json(model_dir / "config.json")
         if raw is None:

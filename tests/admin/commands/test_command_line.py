@@ -437,8 +437,16 @@ def test_db_commands_check_and_upgrade_the_database(tmp_path: Path) -> None:
     runner = CliRunner()
     new = runner.invoke(app, ["db", "check", "--data-dir", str(tmp_path / "data")])
     assert new.exit_code == 1
+    assert "there is no database" in new.stderr
     assert "loramux db upgrade" in new.stderr
+    assert list(tmp_path.iterdir()) == []
     for verb in ("upgrade", "check", "upgrade"):
         assert runner.invoke(app, ["db", verb, "--data-dir", str(tmp_path / "data")]).exit_code == 0
     wrong = runner.invoke(app, ["db", "check", "--database-url", "mysql://localhost/x"])
     assert (wrong.exit_code, "not supported" in wrong.stderr) == (2, True)
+    (tmp_path / "file").touch()
+    taken = runner.invoke(app, ["db", "upgrade", "--data-dir", str(tmp_path / "file")])
+    assert (taken.exit_code, taken.stderr) == (
+        2,
+        f"loramux: the data directory {tmp_path / 'file'} cannot be used: File exists\n",
+    )
