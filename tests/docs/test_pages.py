@@ -114,7 +114,8 @@ def test_commands_in_pages_have_known_options_and_no_further_words(page: Path) -
 
 
 def test_unknown_options_and_further_words_are_found() -> None:
-    wrong = list(commands_in("```sh\nKEY=$(loramux keys create --tennant acme)\n```\nThen run `loramux usage\nreport`."))
+    text = "```sh\nKEY=$(loramux keys create --tennant acme)\n```\nThen run `loramux usage\nreport`."
+    wrong = list(commands_in(text))
     assert wrong == [["keys", "create", "--tennant", "acme"], ["usage", "report"]]
     assert all(refusal_of(words) for words in wrong)
     assert len([words for page in PAGES_WITH_LINKS for words in commands_in(page.read_text())]) > 200

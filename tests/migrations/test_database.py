@@ -149,7 +149,7 @@ def _write_once(database: Database) -> None:
 
 
 def test_checking_the_schema_does_not_create_a_database(tmp_path: Path) -> None:
-    with closing(Database(f"sqlite:///{tmp_path / 'mistyped.db'}")) as database:
-        with pytest.raises(NoDatabase, match="there is no database .*mistyped.db"):
-            database.check_schema()
+    url = f"sqlite:///{tmp_path / 'mistyped.db'}"
+    with closing(Database(url)) as database, pytest.raises(NoDatabase, match=r"there is no database .*mistyped\.db"):
+        database.check_schema()
     assert list(tmp_path.iterdir()) == []
