@@ -142,6 +142,8 @@ def test_preloaded_version_appears_in_residency_and_jobs(
     (job,) = printed_json(loramux("jobs", "list", "--tenant", "acme", "--state", "succeeded", "--json"))["data"]
     assert "acme/support@1" in loramux("jobs", "list", "--state", "succeeded").stdout
     assert "acme/support@1" in loramux("jobs", "show", job["id"]).stdout
+    loramux("adapters", "disable", "acme/support")
+    assert loramux("adapters", "unpin", "acme/support@1").stdout == "acme/support@1 is absent\n"
 
 
 def test_requests_in_flight_are_listed_and_cancelled(loramux: Run, admin_side: Any) -> None:
