@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
-from loramux.adapter_store.formats.version_files.pooling_files import base_pooling
+from loramux.adapter_store.formats.version_files.pooling_files import PoolingKind, base_pooling
 from loramux.adapter_store.formats.version_files.tokenizer_files import special_tokens_of
 from loramux.adapter_store.pulling.named_model import model_path
 from loramux.engine.architectures.gguf_model import model_directory
@@ -192,7 +192,8 @@ class LLM:
         (Lark or GBNF) restricts the answers. Raises RequestFailed or EngineClosed, and ValueError or GrammarRefused for
         arguments that cannot be used.
         """
-        options = _Options(max_tokens, _checked(sampling), _stops(stop), _grammar(schema, regex, choice, grammar))
+        constraint = _grammar(schema, regex, choice, grammar)
+        options = _Options(_limit(max_tokens), _checked(sampling), _stops(stop), constraint)
         answers = self._answers(prompts, adapter, options)
         return [answer.generation() for answer in self._finished(answers, show_progress)]
 
@@ -213,7 +214,8 @@ class LLM:
 
         The arguments and errors are those of `generate`.
         """
-        options = _Options(max_tokens, _checked(sampling), _stops(stop), _grammar(schema, regex, choice, grammar))
+        constraint = _grammar(schema, regex, choice, grammar)
+        options = _Options(_limit(max_tokens), _checked(sampling), _stops(stop), constraint)
         answer = self._answer(prompt, adapter, options, is_streamed=True)
         return self._pieces(answer)
 
@@ -247,6 +249,8 @@ class LLM:
         """
         if dimensions is not None and not 1 <= dimensions <= self._model.hidden_size:
             raise ValueError(f"dimensions must be from 1 to {self._model.hidden_size}")
+        if pooling not in ("auto", *get_args(PoolingKind)):
+            raise ValueError(f"pooling must be one of auto, {', '.join(get_args(PoolingKind))}, not {pooling!r}")
         of_base = base_pooling(self._directory, pooling)
         listed, poolings, answers = _listed(prompts), [], []
         for prompt, name in zip(listed, _names(listed, adapter), strict=True):
@@ -323,6 +327,8 @@ class LLM:
     def _answer(self, prompt: Prompt, name: str | None, options: _Options, *, is_streamed: bool = False) -> Answer:
         adapter = self._adapter(name)
         ids = self._text(adapter).encode(prompt) if isinstance(prompt, str) else tuple(map(operator.index, prompt))
+        if min(ids, default=0) < 0:
+            raise ValueError("token ids must not be negative")
         start = 0 if adapter is None else adapter.activation(ids)
         # An adapter that the prompt does not activate leaves the answer to the base.
         used = None if start is None else adapter
@@ -397,6 +403,13 @@ def _names(listed: Sequence[Prompt], adapter: str | Sequence[str | None] | None)
     return names
 
 
+def _limit(max_tokens: int) -> int:
+    """Return the token limit of an answer. Raises ValueError."""
+    if not hasattr(max_tokens, "__index__") or max_tokens < 1:
+        raise ValueError(f"max_tokens must be a whole number of at least 1, not {max_tokens!r}")
+    return operator.index(max_tokens)
+
+
 def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in stops:
@@ -415,6 +428,8 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
 def _grammar(
     schema: Mapping[str, Any] | bool | None, regex: str | None, choice: Sequence[str] | None, grammar: str | None
 ) -> str:
+    if choice is not None and (not choice or "" in choice):
+        raise ValueError("choice must be a list of texts that are not empty")
     given = {
         "json_schema": None if schema is None else json.dumps(schema),
         "regex": regex,

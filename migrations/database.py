@@ -99,6 +99,10 @@ class DatabaseError(Exception):
     """The database cannot be used. The message says why."""
 
 
+class NoDatabase(DatabaseError):
+    """The file of a SQLite database does not exist."""
+
+
 class WrongSchema(DatabaseError):
     """The database does not have the schema that this code needs. `fix` says what to do."""
 
@@ -266,7 +270,14 @@ class Database:
         self._engine.dispose()
 
     def check_schema(self) -> None:
-        """Raise DatabaseError unless the database is reachable and has the schema that this code needs."""
+        """Raise DatabaseError unless the database is reachable and has the schema that this code needs.
+
+        Creates nothing: for a SQLite file that does not exist, the error is NoDatabase.
+        """
+        file = self._url.database
+        # SQLite would create the file.
+        if self.is_sqlite and file and not file.startswith((":", "file:")) and not Path(file).exists():
+            raise NoDatabase(f"there is no database {file}")
         found, wanted = self._known_revision(), self._steps().get_current_head()
         if found != wanted:
             raise WrongSchema(

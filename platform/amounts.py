@@ -44,7 +44,7 @@ def amount_of(text: str, unit: str) -> int:
     counted = _COUNT.fullmatch(text.strip())
     if counted is None:
         units = " or a size such as 1.5 GiB" if unit == BYTES_UNIT else ""
-        raise ValueError(f"an amount of {unit} must be a whole number{units}")
+        raise ValueError(f"an amount of {unit} must be a whole number{units}, with at most 18 digits and no sign")
     return int(counted[1].replace(",", ""))
 
 

@@ -199,7 +199,7 @@ class AdapterAliases:
             wanted = present.revision - 1 if revision is None else revision
             targets = _targets_at(connection, adapter_id, name, wanted)
             if targets is None or wanted >= present.revision:
-                raise NothingToRollBack(f"the alias has no revision {wanted} before the current one")
+                raise _nothing_at(revision)
             ready = [_ready_target(connection, adapter_id, target.number, target.weight) for target in targets]
             now_us = self._database.now_us(connection)
             settings = AliasSettings(present.required_eval, canary, present.overflow)
@@ -227,7 +227,7 @@ class AdapterAliases:
             wanted = present.revision - 1 if revision is None else revision
             targets = _targets_at(connection, adapter_id, name, wanted)
         if targets is None:
-            raise NothingToRollBack(f"the alias has no revision {wanted}")
+            raise _nothing_at(revision)
         return targets
 
     def remove(self, adapter_id: str, name: str, expected_revision: int | None = None) -> None:
@@ -401,6 +401,13 @@ def _require(connection: Connection, adapter_id: str, name: str) -> Alias:
     if not found:
         raise AliasNotFound(f"the adapter has no alias {name!r}" if SLUG.fullmatch(name) else "there is no such alias")
     return found[0][1]
+
+
+def _nothing_at(revision: int | None) -> NothingToRollBack:
+    """The refusal to return to `revision`, or to the one before the current one."""
+    if revision is None:
+        return NothingToRollBack("the alias has not been moved yet, so it has no earlier revision")
+    return NothingToRollBack(f"the alias has no revision {revision} before the current one")
 
 
 def _revision(connection: Connection, adapter_id: str, name: str) -> int:

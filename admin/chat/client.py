@@ -37,6 +37,8 @@ class Part:
 
     text: str
     is_reasoning: bool = False
+    is_cut: bool = False
+    """True if the answer ends here because it has reached its token limit."""
 
 
 class ChatClient:
@@ -133,3 +135,5 @@ def _parts(event: bytes) -> Iterator[Part]:
             yield Part(str(reasoning), is_reasoning=True)
         if delta.get("content"):
             yield Part(str(delta["content"]))
+        if choice.get("finish_reason") == "length":
+            yield Part("", is_cut=True)

@@ -65,10 +65,14 @@ class Session:
         If Ctrl-C stops the answer, its part so far is kept, and KeyboardInterrupt is raised.
         """
         shown: list[str] = []
+        is_cut = False
         messages = self.conversation.messages(question)
         try:
             with contextlib.closing(self.client.answer(self.conversation.model, messages, self.more)) as parts:
                 for part in parts:
+                    is_cut |= part.is_cut
+                    if not part.text:
+                        continue
                     if not part.is_reasoning:
                         shown.append(part.text)
                     self.screen.write(safe_text(part.text), is_reasoning=part.is_reasoning)
@@ -81,6 +85,9 @@ class Session:
             raise
         self.conversation.keep(question, "".join(shown))
         self.screen.write("\n")
+        if is_cut and not shown:
+            # A pipe shows no reasoning, so nothing else would explain the empty answer.
+            self.screen.tell("[the answer reached its token limit before its text began]")
 
     def _ask_or_tell(self, question: str) -> None:
         try:

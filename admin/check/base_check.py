@@ -41,7 +41,8 @@ def check_base(directory: Path, dtype: str = "auto") -> CheckVerdict:
         resolved = resolve_dtype(dtype, config, resolve_device("auto"))
         target, in_fp8 = pack_target(config, resolved), pack_target(config, resolved, "fp8")
     except ModelNotSupported as error:
-        return CheckVerdict("base", str(model), problems=(Problem("model_not_supported", str(error), "config.json"),))
+        param = "config.json" if model.is_dir() else None
+        return CheckVerdict("base", str(model), problems=(Problem("model_not_supported", str(error), param),))
     facts = _facts(config, target, in_fp8)
     problems: list[Problem] = []
     warnings: list[Warn] = []

@@ -44,12 +44,19 @@ class DemoServer:
         more: Sequence[str] = (),
         device: str = "cpu",
     ) -> None:
-        """`more` contains additional arguments for `loramux serve`."""
+        """Start the server. `more` contains additional arguments for `loramux serve`.
+
+        Raises DemoFailed if the data directory cannot be used.
+        """
         self.admin_key = secrets.token_urlsafe(32)
         self.url = f"http://127.0.0.1:{port}"
         self.admin_url = f"http://127.0.0.1:{admin_port}"
-        data_dir.mkdir(parents=True, exist_ok=True)
         self._log = data_dir / "serve.log"
+        try:
+            data_dir.mkdir(parents=True, exist_ok=True)
+            self._log.touch()
+        except OSError as error:
+            raise DemoFailed(f"the data directory {data_dir} cannot be used: {error.strerror}") from None
         arguments = ["--model", str(model), "--data-dir", str(data_dir), "--served-name", served_name]
         arguments += ["--device", device]
         self._start_timeout_s = START_TIMEOUT_S if device == "cpu" else GPU_START_TIMEOUT_S

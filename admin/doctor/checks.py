@@ -23,7 +23,7 @@ from loramux.adapter_store.validation.validator import ValidationFailed, missing
 from loramux.admin.doctor.findings import Finding, Grade
 from loramux.engine.quantizing.messages import QUALITY_FILE, Quality
 from loramux.kernels.cpu.instructions.capability import bfloat16_products, byte_products, integer_products
-from loramux.migrations.database import Database, DatabaseError, WrongSchema
+from loramux.migrations.database import Database, DatabaseError, NoDatabase, WrongSchema
 from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
 
 PYTHONS = ((3, 11), (3, 14))
@@ -87,6 +87,9 @@ def check_database(database: Database, host_us: Callable[[], int] = lambda: time
     try:
         database.check_schema()
         took_s = min(_round_trip_s(database) for _ in range(3))
+    except NoDatabase as error:
+        mend = "the server creates it on its first start; if it should already exist, set --data-dir or --database-url"
+        return [Finding(check="database", grade=Grade.WARNING, message=str(error), mend=mend)]
     except (DatabaseError, SQLAlchemyError) as error:
         return [
             Finding(

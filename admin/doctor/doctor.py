@@ -64,15 +64,7 @@ def check_host(settings: HostSettings) -> Iterator[Finding]:
     yield check_sandbox(settings.sandbox == "required")
     if settings.model is not None:
         yield from _check_base(settings, settings.model)
-    if settings.is_database_embedded and not (settings.data_dir / "loramux.db").exists():
-        yield Finding(
-            check="database",
-            grade=Grade.WARNING,
-            message=f"{settings.data_dir} has no database yet",
-            mend="the server creates it on its first start; if it should already exist, set --data-dir",
-        )
-    else:
-        yield from _check_database_at(settings.resolved_database_url)
+    yield from _check_database_at(settings.resolved_database_url)
     url = settings.blob_url or f"file://{settings.data_dir.absolute() / 'blobs'}"
     if settings.blob_url is None and not (settings.data_dir / "blobs").exists():
         return

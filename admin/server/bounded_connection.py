@@ -88,6 +88,10 @@ class BoundedConnection(H11Protocol):
         if begins_head or not self.is_idle:
             self.since_s = self.loop.time()
 
+    def _should_upgrade(self) -> bool:
+        """No protocol is offered. uvicorn would advise the operator to install a library for each request that asks."""
+        return False
+
     def on_response_complete(self) -> None:
         self.since_s = self.loop.time()
         if self.flow.write_paused:

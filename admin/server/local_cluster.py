@@ -141,7 +141,9 @@ class LocalCluster:
             head = msgspec.json.decode((self._directory / HEAD_NAME).read_bytes(), type=Head)
             shutil.rmtree(head.temp_dir, ignore_errors=True)
         for name in (HEAD_NAME, TOKEN_NAME):
-            (self._directory / name).unlink(missing_ok=True)
+            # The data directory can be a file.
+            with suppress(FileNotFoundError, NotADirectoryError):
+                (self._directory / name).unlink()
 
     def _is_up(self, head: Head) -> bool:
         # Ray writes this line last.

@@ -42,7 +42,9 @@ from loramux.admin.server.client_addresses import TrustedProxies
 from loramux.admin.server.connection_limits import KEEP_ALIVE_S
 from loramux.admin.server.data_directory import DATABASE_NAME
 from loramux.admin.server.oidc_settings import OidcSettings, is_trusted_url, parse_rule
+from loramux.engine.architectures.gguf_model import check_model_directory
 from loramux.engine.pages.eviction import policy_names
+from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.engine.tracing.spans import TraceConfig
 from loramux.platform.accounts.key_authentication import KEY_AUTHENTICATION
 from loramux.platform.routing.routers import HOMES, router_names
@@ -421,12 +423,14 @@ class Settings(ModelSettings):
             if not model.is_file():
                 raise ValueError(f"there is no file {model}")
             return Path(os.path.abspath(model))
-        if not model.is_dir():
+        if not model.exists():
             is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", str(model)) is not None
             hint = f"; if the model is on a hub, use hf://{model}" if is_name else ""
             raise ValueError(f"there is no directory {model}{hint}")
-        if not (model / "config.json").is_file():
-            raise ValueError(f"{model} has no config.json, which every Hugging Face model directory has")
+        try:
+            check_model_directory(model)
+        except ModelNotSupported as error:
+            raise ValueError(str(error)) from None
         # Do not resolve the path. A symbolic link's own name makes a better served name than its
         # target's.
         return Path(os.path.abspath(model))

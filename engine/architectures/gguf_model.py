@@ -24,6 +24,24 @@ def model_directory(model: Path, root: Path | None = None) -> Path:
         raise ModelNotSupported(f"{model} is not served: {error.message}{place}") from error
 
 
+def check_model_directory(model_dir: Path) -> None:
+    """Raise ModelNotSupported unless `model_dir` is a directory with a `config.json`."""
+    if not model_dir.exists():
+        raise ModelNotSupported(f"the model directory {model_dir} does not exist")
+    if not model_dir.is_dir():
+        use = "use a Hugging Face model directory, or a file whose name ends with .gguf"
+        raise ModelNotSupported(f"the model {model_dir} is a file: {use}")
+    if (model_dir / "config.json").is_file():
+        return
+    if (model_dir / "adapter_config.json").is_file():
+        use = "it contains an adapter, so start a server with the adapter's base, and push the adapter to it"
+    elif (gguf := min(model_dir.glob("*.gguf"), default=None)) is not None:
+        use = f"to serve a GGUF model, name its file, {gguf}"
+    else:
+        use = "use a Hugging Face model directory"
+    raise ModelNotSupported(f"{model_dir} has no config.json: {use}")
+
+
 def _cache() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(home) / "loramux" / "gguf"

@@ -28,6 +28,7 @@ from loramux.engine.architectures.delta_config import DELTA_NORM, DeltaConfig, p
 from loramux.engine.architectures.family import PARALLEL, SCALED, STREAMS, Family, NormNames
 from loramux.engine.architectures.feed_forward import ClampedGate, FeedForwardNames
 from loramux.engine.architectures.feed_forward_config import intermediate_sizes, parse_activation, parse_clamped_gate
+from loramux.engine.architectures.gguf_model import check_model_directory
 from loramux.engine.architectures.layer_kinds import CHUNKED
 from loramux.engine.architectures.layer_modules import Group, attention_modules, feed_forward_modules, router_modules
 from loramux.engine.architectures.missing_features import MISSING_FEATURES
@@ -256,17 +257,8 @@ class ModelConfig:
     @staticmethod
     def load(model_dir: Path) -> ModelConfig:
         """Read `config.json` and, if present, `generation_config.json`. Raises ModelNotSupported with the reason."""
-        if not model_dir.is_dir():
-            raise ModelNotSupported(f"the model directory {model_dir} does not exist")
-        raw = _read_json(model_dir / "config.json")
-        if raw is None:
-            gguf = min(model_dir.glob("*.gguf"), default=None)
-            use = (
-                "use a Hugging Face model directory"
-                if gguf is None
-                else f"to serve a GGUF model, name its file, {gguf}"
-            )
-            raise ModelNotSupported(f"{model_dir} has no config.json: {use}")
+        check_model_directory(model_dir)
+        raw = _read_json(model_dir / "config.json") or {}
         generation = _read_json(model_dir / "generation_config.json") or {}
         try:
             return _parse(raw, generation)

@@ -117,8 +117,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 def resolve_device(requested: str) -> str:
     """Resolve `auto` to `cuda` if this installation can use the machine's first GPU, otherwise to `cpu`.
 
-    Raises DeviceNotUsable if `cuda` was requested but cannot be used.
+    Raises DeviceNotUsable if `cuda` was requested but cannot be used, or if the request is none of the three.
     """
+    if requested not in ("auto", "cpu", "cuda"):
+        raise DeviceNotUsable(
+            f"there is no device {requested!r}: use auto, cpu or cuda, which is the first visible GPU"
+        )
     if requested == "cpu":
         return "cpu"
     missing = missing_for_cuda()
@@ -132,13 +136,16 @@ def resolve_device(requested: str) -> str:
 def resolve_dtype(requested: str, model: ModelConfig, device: str) -> str:
     """Resolve `auto` to the model's dtype.
 
-    Engines do not support float16: it becomes float32 on a CPU and bfloat16 on a GPU.
+    Engines do not support float16: a model's float16 becomes float32 on a CPU and bfloat16 on a GPU. Raises
+    ModelNotSupported for another dtype.
     """
-    dtype = model.dtype if requested == "auto" else requested
-    if dtype == "float16":
-        dtype = "float32" if device == "cpu" else "bfloat16"
+    dtype = requested
+    if requested == "auto":
+        dtype = model.dtype
+        if dtype == "float16":
+            dtype = "float32" if device == "cpu" else "bfloat16"
     if dtype not in ITEMSIZE:
-        raise ModelNotSupported(f"the dtype {requested!r} is not supported: use auto, float32 or bfloat16")
+        raise ModelNotSupported(f"the dtype {dtype!r} is not supported: use auto, float32 or bfloat16")
     return dtype
 
 

@@ -65,7 +65,8 @@ def allocate_pool(
         if kv_dtype is torch.int8:
             shape = (num_pages, geometry.num_layers, geometry.num_scales)
             scales = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    except torch.OutOfMemoryError as error:
+    # On a CPU, torch has no class of its own for this error.
+    except RuntimeError as error:
         raise PoolTooSmall(
             f"a page pool of {in_gib(pool_bytes)} does not fit next to the model: lower pool_bytes, or leave it out"
         ) from error

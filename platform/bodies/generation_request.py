@@ -72,9 +72,9 @@ class GenerationRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | str | None = None
-    guided_regex: str | None = None
+    guided_regex: str | None = Field(None, min_length=1)
     guided_choice: Choices | None = None
-    guided_grammar: str | None = None
+    guided_grammar: str | None = Field(None, min_length=1)
     regex: str | None = Field(None, min_length=1)
     ebnf: str | None = Field(None, min_length=1)
 

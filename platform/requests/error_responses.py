@@ -15,6 +15,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loramux.migrations.database import ReadTooLong
@@ -97,6 +98,8 @@ class ErrorResponses:
         return (ApiError, HTTPException, RequestValidationError, *self._known)
 
     async def answer(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            error.headers = {"Allow": ", ".join(_methods_at(request))}
         told = error if isinstance(error, ApiError) else _translated(error, self._known)
         request.state.error_code = told.code
         # A frame of the traceback may refer to the error. Without the cycle, the request's memory is freed at once.
@@ -176,6 +179,17 @@ def _relative(location: str, request: Request) -> str:
     path = location.removeprefix(origin)
     # A browser reads `//host` as another server.
     return path if path.startswith("/") and not path.startswith("//") else location
+
+
+def _methods_at(request: Request) -> list[str]:
+    """The methods of all routes at the request's path. The router's own error names only those of the first route."""
+    routes = request.app.routes
+
+    def has_route(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in routes)
+
+    return [method for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT") if has_route(method)]
 
 
 def _translated(error: Exception, known: Mapping[type[Exception], Translation]) -> ApiError:

@@ -35,6 +35,7 @@ A profile needs an `openai_url` for this: `loramux profiles add NAME --openai-ur
 
 `--json` prints one JSON document to standard output. For a failure, this is
 `{"error": {"message": ..., "code": ..., "param": ...}}`. Without `--json`, a failure is a sentence on standard error.
+A wrong option or argument (exit code 2) is such a sentence even with `--json`.
 
 `loramux --install-completion` installs completion for bash, zsh or fish.
 """

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shlex
 import shutil
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
+from loramux.admin.cli import app
 from tests.docs.shell_session import Typed, script_of, type_page
 from tests.docs.write import DOCS, PAGES
 from tests.ports import free_port
@@ -57,6 +64,61 @@ def test_commands_and_metrics_named_in_pages_exist(page: Path) -> None:
     assert [words for words in named if not {words[0], " ".join(words)} & COMMANDS] == []
     metrics = set(re.findall(r"`(loramux_[a-z_]+[a-z])[`{]", text))
     assert metrics - METRICS == set()
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """The words after each `loramux`, in shell blocks and between backticks."""
+    fenced = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    lines = [
+        line
+        for language, block in fenced.findall(text)
+        if language in ("sh", "bash")
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    lines += [" ".join(code.split()) for code in re.findall(r"`(loramux [^`]+)`", fenced.sub("", text))]
+    for line in lines:
+        # Without redirections, such as `2> server.log`.
+        words = shlex.shlex(re.sub(r"[0-9]?>\s*\S+", "", line), posix=True, punctuation_chars=True)
+        words.whitespace_split = True
+        for is_end, group in itertools.groupby(words, lambda word: set(word) <= set("();<>|&")):
+            command = list(group)
+            if not is_end and command[0] == "loramux":
+                yield command[1:]
+
+
+@cache
+def command_line() -> Any:
+    return typer.main.get_command(app)
+
+
+def refusal_of(words: list[str]) -> str | None:
+    """Why the command line refuses these words. Commands in the middle of a sentence may lack arguments."""
+    command = command_line()
+    rest = words[2:] if words[:1] == ["--profile"] else list(words)
+    while rest and rest[0] in getattr(command, "commands", ()):
+        command = command.commands[rest.pop(0)]
+    if hasattr(command, "commands"):
+        return None
+    try:
+        command.make_context("loramux", rest).close()
+    except Exception as error:
+        said = str(getattr(error, "message", error))
+        return said if re.search("[Nn]o such|unexpected", str(getattr(error, "format_message", str)())) else None
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_pages_have_known_options_and_no_further_words(page: Path) -> None:
+    found = list(commands_in(page.read_text()))
+    assert [(words, said) for words in found if (said := refusal_of(words)) is not None] == []
+
+
+def test_unknown_options_and_further_words_are_found() -> None:
+    text = "```sh\nKEY=$(loramux keys create --tennant acme)\n```\nThen run `loramux usage\nreport`."
+    wrong = list(commands_in(text))
+    assert wrong == [["keys", "create", "--tennant", "acme"], ["usage", "report"]]
+    assert all(refusal_of(words) for words in wrong)
+    assert len([words for page in PAGES_WITH_LINKS for words in commands_in(page.read_text())]) > 200
 
 
 def test_files_named_in_the_contributing_guide_exist() -> None:

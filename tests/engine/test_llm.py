@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.engine.llm import LLM, EngineClosed, RequestFailed, SamplingParams
-from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
+from loramux.engine.protocol.errors import ConfigNotUsable, EngineError, ModelNotSupported
 from tests.conformance.demo_adapters import DEMO
 from tests.demo_base import DEMO_BASE
 
@@ -224,6 +224,11 @@ def test_an_answer_ends_where_the_context_ends(llm: LLM) -> None:
         pytest.param({"adapter": ["pirate", None]}, "1 prompts, but 2 adapters", id="number of adapters"),
         pytest.param({"stop": ["a", ""]}, "must not be empty", id="stop"),
         pytest.param({"regex": "a", "choice": ["b"]}, "exclude each other", id="two constraints"),
+        pytest.param({"choice": []}, "list of texts that are not empty", id="no choices"),
+        pytest.param({"choice": ["a", ""]}, "list of texts that are not empty", id="empty choice"),
+        pytest.param({"max_tokens": 0}, "at least 1, not 0", id="no tokens"),
+        pytest.param({"max_tokens": -5}, "at least 1, not -5", id="negative limit"),
+        pytest.param({"max_tokens": 1.5}, "whole number of at least 1, not 1.5", id="half a token"),
         pytest.param({"schema": {"$ref": "#"}}, "no answer can end", id="endless schema"),
         pytest.param({"sampling": SamplingParams(temperature="hot")}, "sampling parameters", id="type"),  # type: ignore[arg-type]
     ],
@@ -231,6 +236,23 @@ def test_an_answer_ends_where_the_context_ends(llm: LLM) -> None:
 def test_arguments_that_make_no_sense_are_refused(llm: LLM, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         llm.generate([PROMPT], **arguments)
+    with pytest.raises(ValueError, match="must not be negative"):
+        llm.generate([[5, -1]])
+    with pytest.raises(ValueError, match="one of auto, last, mean, cls, not 'max'"):
+        llm.embed(PROMPT, pooling="max")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"device": "gpu"}, "no device 'gpu': use auto, cpu or cuda"),
+        ({"device": "cuda:1"}, "no device 'cuda:1'"),
+        ({"dtype": "float16"}, "dtype 'float16' is not supported: use auto, float32 or bfloat16"),
+    ],
+)
+def test_unknown_devices_and_dtypes_are_not_taken_for_others(setting: dict[str, str], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        LLM(DEMO_BASE, **setting)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

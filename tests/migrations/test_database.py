@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import event, insert, select
 from sqlalchemy.exc import IntegrityError
 
-from loramux.migrations.database import Database, DatabaseError
+from loramux.migrations.database import Database, DatabaseError, NoDatabase
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import tenants
 from tests.migrated import migrated_sqlite
@@ -146,3 +146,10 @@ def test_writers_in_one_process_take_turns_without_sleeping(tmp_path: Path) -> N
 def _write_once(database: Database) -> None:
     with database.write():
         return
+
+
+def test_checking_the_schema_does_not_create_a_database(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'mistyped.db'}"
+    with closing(Database(url)) as database, pytest.raises(NoDatabase, match=r"there is no database .*mistyped\.db"):
+        database.check_schema()
+    assert list(tmp_path.iterdir()) == []

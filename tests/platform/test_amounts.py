@@ -45,6 +45,12 @@ def test_ambiguous_or_impossible_amounts_are_refused(text: str, unit: str) -> No
         amount_of(text, unit)
 
 
+@pytest.mark.parametrize("text", ["-1", "1" + "0" * 18])
+def test_refusal_of_a_whole_number_says_what_is_wrong_with_it(text: str) -> None:
+    with pytest.raises(ValueError, match="with at most 18 digits and no sign"):
+        amount_of(text, "tokens")
+
+
 def test_money_is_exact_in_texts() -> None:
     texts = [amount_text(nanos, "nanos") for nanos in (0, 5, 5 * 10**9, 1_234_500_000_000, -(10**9) // 4)]
     assert texts == ["0.00", "0.000000005", "5.00", "1,234.50", "-0.25"]

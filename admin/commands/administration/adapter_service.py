@@ -15,6 +15,7 @@ from loramux.admin.exit_codes import WRONG_CALL
 if TYPE_CHECKING:
     from loramux.admin.client.client import Document
 
+DEFAULT_SCORE, DEFAULT_REQUESTS = 1.0, 20
 FULL_SHARE = 100
 
 
@@ -33,8 +34,11 @@ def promote(
         ),
     ] = None,
     min_score: Annotated[
-        float, typer.Option("--min-score", min=0, max=1, help="The score that --require-eval demands.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            "--min-score", min=0, max=1, help="The score that --require-eval demands (default: 1).", show_default=False
+        ),
+    ] = None,
     no_require_eval: Annotated[
         bool, typer.Option("--no-require-eval", help="Demand no eval any more, for this and later moves.")
     ] = False,
@@ -47,8 +51,15 @@ def promote(
         typer.Option("--max-first-token", min=0.001, help="Roll back if p95 to the first token is longer, in seconds."),
     ] = None,
     min_requests: Annotated[
-        int, typer.Option("--min-requests", min=1, max=1000, help="Requests from which these bounds count.")
-    ] = 20,
+        int | None,
+        typer.Option(
+            "--min-requests",
+            min=1,
+            max=1000,
+            help="Requests from which these bounds count (default: 20).",
+            show_default=False,
+        ),
+    ] = None,
     overflow: Annotated[
         str | None,
         typer.Option("--overflow", metavar="MODEL", help="From now on, this model answers what would be refused."),
@@ -65,10 +76,16 @@ def promote(
         fail("--require-eval and --no-require-eval contradict each other", WRONG_CALL)
     if overflow is not None and no_overflow:
         fail("--overflow and --no-overflow contradict each other", WRONG_CALL)
+    has_bounds = max_error_rate is not None or max_first_token is not None
+    # Ignored options would leave an alias without the check that the caller relies on.
+    if min_score is not None and require_eval is None:
+        fail("--min-score needs --require-eval", WRONG_CALL)
+    if min_requests is not None and not has_bounds:
+        fail("--min-requests needs --max-error-rate or --max-first-token", WRONG_CALL)
     body: Document = {"warm": not no_warm}
-    if max_error_rate is not None or max_first_token is not None:
+    if has_bounds:
         bounds = {"max_error_rate": max_error_rate, "max_first_token_s": max_first_token}
-        body["canary"] = {**bounds, "min_requests": min_requests}
+        body["canary"] = {**bounds, "min_requests": DEFAULT_REQUESTS if min_requests is None else min_requests}
     if no_require_eval:
         body["require_eval"] = None
     if overflow is not None or no_overflow:
@@ -88,7 +105,8 @@ def promote(
             targets = _share_out(present, named.version, percent)
         if require_eval is not None:
             given = read_eval_file(require_eval)
-            body["require_eval"] = {"sha256": given.sha256, "name": given.name, "min_score": min_score}
+            demanded = DEFAULT_SCORE if min_score is None else min_score
+            body["require_eval"] = {"sha256": given.sha256, "name": given.name, "min_score": demanded}
         changed = client.put(path, {"targets": targets, **body})
     _tell(named.document, changed, as_json)
 

@@ -119,6 +119,7 @@ app.command("purge")(purge_adapter)
 def _place(model: str, verb: str, as_json: bool) -> None:
     with connected_to(model, as_json, needs_version=True) as (client, named):
         placement = client.post(f"{named.version_path()}/{verb}", {})
-    pages = f" on {placement['num_pages']} pages" if placement["num_pages"] is not None else ""
+    is_held = placement["state"] != "absent" and placement["num_pages"] is not None
+    pages = f" on {placement['num_pages']} pages" if is_held else ""
     pinned = ", pinned" if placement["pinned"] else ""
     tell(placement, f"{model} is {placement['state']}{pages}{pinned}", as_json)

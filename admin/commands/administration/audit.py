@@ -46,10 +46,12 @@ def audit(
 
 def _changes(entry: Document) -> str:
     """Return an entry's changes as text, truncated after `MAX_SHOWN` characters. `--json` prints them in full."""
+    from loramux.admin.client.safe_text import safe_text
     from loramux.platform.amounts import field_name, field_text
 
     changes = [
-        (name, *(json.dumps(field_text(value, name)) for value in pair)) for name, pair in entry["changes"].items()
+        (name, *(safe_text(json.dumps(field_text(value, name), ensure_ascii=False)) for value in pair))
+        for name, pair in entry["changes"].items()
     ]
     text = ", ".join(f"{field_name(name)}: {old} -> {new}" for name, old, new in changes)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -55,7 +55,8 @@ def create(
     name: Annotated[str, typer.Option(help="The key's purpose.")] = "default",
     scopes: Scopes = None,
     expires_in_days: Annotated[
-        int | None, typer.Option(min=1, help="Days until the key expires (default: never).", show_default=False)
+        int | None,
+        typer.Option(min=1, max=3660, help="Days until the key expires (default: never).", show_default=False),
     ] = None,
     adapters: Adapters = None,
     max_service_tier: MaxServiceTier = None,
@@ -108,7 +109,7 @@ def set_key(
     adapters: Adapters = None,
     any_adapter: Annotated[bool, typer.Option("--any-adapter", help="Let the key call any adapter.")] = False,
     expires_in_days: Annotated[
-        int | None, typer.Option(min=1, help="Days from now until the key expires.", show_default=False)
+        int | None, typer.Option(min=1, max=3660, help="Days from now until the key expires.", show_default=False)
     ] = None,
     max_service_tier: MaxServiceTier = None,
     default_service_tier: DefaultServiceTier = None,

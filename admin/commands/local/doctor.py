@@ -37,8 +37,11 @@ def doctor(
         ),
     ] = None,
     data_parallel_size: Annotated[
-        int, typer.Option(min=1, max=64, help="With --plan: the number of engines of the server.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1, max=64, help="With --plan: the number of engines of the server (default: 1).", show_default=False
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, the connection to the server and the server's components. Show how to fix each problem.
@@ -53,8 +56,10 @@ def doctor(
     from loramux.admin.server.settings import SettingsError, load_settings
 
     if plan is not None:
-        _plan(local_model_path(plan, config, data_dir, as_json), data_parallel_size, as_json)
+        _plan(local_model_path(plan, config, data_dir, as_json), data_parallel_size or 1, as_json)
         return
+    if data_parallel_size is not None:
+        raise typer.BadParameter("--data-parallel-size needs --plan")
     overrides = {
         "model": model,
         "config": config,

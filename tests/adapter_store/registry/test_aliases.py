@@ -110,8 +110,9 @@ def test_weights_split_requests_and_each_text_keeps_its_version(named: Named) ->
 
 def test_rollback_can_be_undone(named: Named) -> None:
     adapter_id, aliases = named.adapter.id, named.aliases
-    with pytest.raises(NothingToRollBack):
-        aliases.rollback(adapter_id, "default")
+    for undo in (aliases.rollback, aliases.targets_at):
+        with pytest.raises(NothingToRollBack, match="has not been moved yet"):
+            undo(adapter_id, "default")
     aliases.set(adapter_id, "default", {1: 80, 2: 20}, actor="key_a")
     aliases.set(adapter_id, "default", {2: 1}, actor="key_a")
     assert aliases.rollback(adapter_id, "default", actor="key_b").revision == 4

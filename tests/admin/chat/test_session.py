@@ -164,6 +164,16 @@ def test_failures_are_told_and_their_questions_forgotten(response: bytes, said: 
     assert session.conversation.turns == []
 
 
+def test_an_answer_that_is_cut_off_in_its_reasoning_is_explained() -> None:
+    thought = '{"choices": [{"delta": {"reasoning": "Hm"}, "finish_reason": null}]}'
+    cut = '{"choices": [{"delta": {}, "finish_reason": "length"}]}'
+    for parts, is_told in (((thought, cut), True), ((thought, HELLO, cut), False), ((thought,), False)):
+        with byte_server([events(*parts)]) as server:
+            session = converse(server, "Who are you?")
+        assert told(session) == (["[the answer reached its token limit before its text began]"] if is_told else [])
+        assert shown(session).answers[0] == "(Hm)"
+
+
 def test_text_cannot_control_the_terminal() -> None:
     evil = json.dumps(
         {"choices": [{"delta": {"content": "a\x1b]0;x\x07\x9b2J\u202e\r\nb\U0001f468\u200d\U0001f469\ud800"}}]}

@@ -151,6 +151,12 @@ def test_one_fault_of_a_base_is_named(base: Path, damage: Callable[[Path], None]
     assert f"{base} would not be served" in check(base).stdout
 
 
+def test_a_file_of_a_base_is_not_said_to_be_missing(base: Path) -> None:
+    (problem,) = checked(base / "config.json")["problems"]
+    assert "config.json is a file" in problem["message"]
+    assert problem["param"] is None
+
+
 def test_several_faults_of_a_base_are_all_named(base: Path) -> None:
     for name in ("model.safetensors", "tokenizer.json"):
         (base / name).unlink()

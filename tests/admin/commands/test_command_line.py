@@ -142,6 +142,8 @@ def test_preloaded_version_appears_in_residency_and_jobs(
     (job,) = printed_json(loramux("jobs", "list", "--tenant", "acme", "--state", "succeeded", "--json"))["data"]
     assert "acme/support@1" in loramux("jobs", "list", "--state", "succeeded").stdout
     assert "acme/support@1" in loramux("jobs", "show", job["id"]).stdout
+    loramux("adapters", "disable", "acme/support")
+    assert loramux("adapters", "unpin", "acme/support@1").stdout == "acme/support@1 is absent\n"
 
 
 def test_requests_in_flight_are_listed_and_cancelled(loramux: Run, admin_side: Any) -> None:
@@ -437,8 +439,16 @@ def test_db_commands_check_and_upgrade_the_database(tmp_path: Path) -> None:
     runner = CliRunner()
     new = runner.invoke(app, ["db", "check", "--data-dir", str(tmp_path / "data")])
     assert new.exit_code == 1
+    assert "there is no database" in new.stderr
     assert "loramux db upgrade" in new.stderr
+    assert list(tmp_path.iterdir()) == []
     for verb in ("upgrade", "check", "upgrade"):
         assert runner.invoke(app, ["db", verb, "--data-dir", str(tmp_path / "data")]).exit_code == 0
     wrong = runner.invoke(app, ["db", "check", "--database-url", "mysql://localhost/x"])
     assert (wrong.exit_code, "not supported" in wrong.stderr) == (2, True)
+    (tmp_path / "file").touch()
+    taken = runner.invoke(app, ["db", "upgrade", "--data-dir", str(tmp_path / "file")])
+    assert (taken.exit_code, taken.stderr) == (
+        2,
+        f"loramux: the data directory {tmp_path / 'file'} cannot be used: File exists\n",
+    )

@@ -110,6 +110,18 @@ def test_promotion_demands_an_eval(loramux: Run, admin_side: AdminSide, adapter_
 
 
 @pytest.mark.parametrize(
+    ("option", "needed"), [("--min-score", "--require-eval"), ("--min-requests", "--max-error-rate")]
+)
+def test_a_bound_of_a_check_that_is_not_demanded_moves_nothing(
+    loramux: Run, adapter_id: str, option: str, needed: str
+) -> None:
+    before = loramux("aliases", "list", "acme/support").stdout
+    refused = loramux("adapters", "promote", "acme/support@2", option, 1, "--no-warm")
+    assert (refused.exit_code, f"{option} needs {needed}" in refused.stderr) == (2, True)
+    assert loramux("aliases", "list", "acme/support").stdout == before
+
+
+@pytest.mark.parametrize(
     "content", [None, b"\xff\xfe", b"x" * (2 * 1024 * 1024 + 1)], ids=["absent", "binary", "large"]
 )
 def test_unusable_file_is_not_sent(loramux: Run, adapter_id: str, tmp_path: Path, content: bytes | None) -> None:

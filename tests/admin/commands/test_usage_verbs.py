@@ -66,6 +66,8 @@ def test_prices_and_audit_log_commands(loramux: Run) -> None:
     assert (price["prompt"], price["cached"], price["completion"]) == (150_000_000, 150_000_000, 600_000_000)
     assert "0.15" in loramux("prices", "list").stdout
     assert loramux("prices", "add", "--prompt", "0.0000000001", "--completion", "1").exit_code == 2
+    loramux("tenants", "create", "zoe", "--display-name", "Zoë")
+    assert '"Zoë"' in loramux("audit", "--action", "tenant.*").stdout
     listed = loramux("audit", "--action", "price.*").stdout
     assert "price.add" in listed
 

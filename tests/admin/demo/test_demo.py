@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.admin.command_line import invoke
 from tests.ports import free_port
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")} | {
@@ -125,3 +126,13 @@ def test_demo_reports_a_port_in_use(demo: Demo) -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert re.fullmatch(r"loramux: cannot listen on 127\.0\.0\.1 port \d+: address already in use; .*--port\n", errors)
+
+
+def test_demo_reports_a_data_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file", tmp_path / "file" / "below"):
+        refused = invoke("demo", "--exit", "--data-dir", directory)
+        assert (refused.exit_code, refused.stderr.partition(" cannot be used: ")[0]) == (
+            1,
+            f"loramux: the data directory {directory}",
+        )

@@ -152,6 +152,7 @@ def test_engines_have_weights_and_a_pool_each(loramux: Run, tmp_path: Path) -> N
     document = json.loads(loramux("doctor", "--plan", str(tmp_path), "--data-parallel-size", "2", "--json").stdout)
     assert (document["num_engines"], document["data"][0]["total_bytes"]) == (2, plan.total_of(2))
     assert loramux("doctor", "--plan", str(tmp_path), "--data-parallel-size", "0").exit_code == 2
+    assert loramux("doctor", "--data-parallel-size", "2").exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import weakref
 from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
@@ -36,6 +37,15 @@ def test_connection_without_a_complete_request_is_closed(sent: bytes) -> None:
         listener.sweep_later(HEAD_TIMEOUT_S + 1)
         assert not is_open(connection)
         assert listener.num_refused("no_request") == 1
+
+
+def test_offer_to_upgrade_is_ignored_without_advice_to_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "warning", said.append)
+    offer = HELLO.replace(b"\r\n\r\n", b"\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+    with listening() as listener, listener.open(offer) as connection:
+        assert answer(connection)[0] == 200
+    assert said == []
 
 
 def test_connection_stays_open_between_requests() -> None:

@@ -37,6 +37,9 @@ def test_a_cluster_that_does_not_run_is_named_in_one_sentence(tmp_path: Path) ->
         read_status(settings)
     assert "\n" not in str(caught.value)
     assert take_down(settings) == "no cluster was running"
+    (tmp_path / "file").touch()
+    settings = load_settings(ClusterSettings, {"data_dir": tmp_path / "file"})
+    assert take_down(settings) == "no cluster was running"
 
 
 def test_a_head_that_does_not_answer_is_refused_quickly(monkeypatch: pytest.MonkeyPatch) -> None:

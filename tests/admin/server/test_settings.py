@@ -11,6 +11,9 @@ from loramux.adapter_store.pulling.model_name import ModelName
 from loramux.admin.commands.local.serve import gateway, serve
 from loramux.admin.server.settings import FLAGS, DataSettings, Settings, SettingsError, load_settings
 from loramux.admin.serving.gateway_assembly import gateway_settings
+from tests.demo_base import DEMO_BASE
+
+ADAPTER = DEMO_BASE.parent / "adapters" / "pirate"
 
 
 @pytest.fixture
@@ -126,6 +129,8 @@ def test_invalid_file_is_explained(tmp_path: Path, model: Path, content: str | N
     [
         pytest.param({}, "the setting model is missing: specify --model, LORAMUX_MODEL or model", id="no model"),
         pytest.param({"model": Path("/")}, "has no config.json", id="no model in the directory"),
+        pytest.param({"model": Path("/etc/passwd")}, "/etc/passwd is a file", id="a file is not said to be missing"),
+        pytest.param({"model": ADAPTER}, "it contains an adapter", id="an adapter in place of a base"),
         pytest.param({"model": Path("/"), "drain_s": float("nan")}, "drain_s", id="nan"),
         pytest.param(
             {"model": Path("/"), "tool_call_parser": "llama"},

@@ -674,6 +674,12 @@ def test_a_directory_with_a_gguf_file_is_refused_with_advice(tmp_path: Path) -> 
         ModelConfig.load(tmp_path)
 
 
+def test_a_file_of_a_model_directory_is_refused_with_advice(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelNotSupported, match=r"model\.safetensors is a file: use a Hugging Face model directory"):
+        ModelConfig.load(tmp_path / "model.safetensors")
+
+
 def test_weights_of_a_dtype_that_nothing_explains_are_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(4, 2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelNotSupported, match="a has dtype float8_e4m3fn, which quantization_config"):

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from loramux.engine.device.accelerator import DeviceMemory, HostAccelerator
-from loramux.engine.pages.pool_memory import MIN_RESERVE_BYTES, pool_bytes_of
+from loramux.engine.pages.pool_memory import MIN_RESERVE_BYTES, allocate_pool, pool_bytes_of
 from loramux.engine.pages.pool_size import DEFAULT_BYTES
 from loramux.engine.protocol.errors import PoolTooSmall
+from loramux.kernels.layout import PageGeometry
 from tests.engine.device.fake_gpu import LLAMA, UnlaunchedProgram, fake_driver, start_engine
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -36,6 +38,13 @@ def test_device_sharing_host_memory_uses_the_default_pool_size() -> None:
 def test_model_that_leaves_no_room_is_refused_with_a_remedy(free: int) -> None:
     with pytest.raises(PoolTooSmall, match=r"GiB of the GPU's 16\.0 GiB free.* use a larger GPU"):
         pool_bytes_of(None, DeviceMemory(free, 16 * GIB))
+
+
+def test_a_pool_larger_than_the_memory_of_the_machine_is_refused_with_a_remedy() -> None:
+    geometry = PageGeometry(num_layers=2, num_kv_heads=2, head_dim=16, kv_itemsize=2, adapter_itemsize=2)
+    dtypes = {"kv_dtype": torch.bfloat16, "adapter_dtype": torch.bfloat16}
+    with pytest.raises(PoolTooSmall, match="does not fit next to the model: lower pool_bytes"):
+        allocate_pool(geometry, 1 << 60, device=torch.device("cpu"), **dtypes)
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")

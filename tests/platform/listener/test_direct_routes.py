@@ -27,8 +27,24 @@ async def test_callers_without_a_key_are_refused(gateway: Any, path: str) -> Non
 @each_path
 async def test_other_methods_are_refused_by_the_app(gateway: Any, path: str) -> None:
     answer = await gateway.http.put(path, json=BODIES[path])
-    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    allowed = "POST" if path == "/v1/completions" else "GET, POST"
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/responses/resp_1", "DELETE, GET"),
+        ("/v1/conversations/conv_1", "DELETE, GET, POST"),
+        ("/v1/files", "GET, POST"),
+        ("/v1/models/acme/support", "DELETE, GET"),
+        ("/health", "GET, HEAD"),
+    ],
+)
+async def test_a_refused_method_names_all_methods_of_the_path(gateway: Any, path: str, allowed: str) -> None:
+    answer = await gateway.http.patch(path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
 
 
 @each_path

@@ -59,6 +59,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": "5"}}, "invalid_value", "structured_outputs.json"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "invalid_value", "guided_choice"),
     ({"guided_regex": "("}, "grammar_refused", "guided_regex"),
+    ({"guided_regex": ""}, "invalid_value", "guided_regex"),
+    ({"guided_grammar": ""}, "invalid_value", "guided_grammar"),
     ({"guided_json": {"type": "array", "contains": {}}}, "grammar_refused", "guided_json"),
     ({"guided_regex": "a" * 200_000}, "grammar_too_large", "guided_regex"),
     ({"response_format": {**TAG, "triggers": ["<x>"]}}, "invalid_value", "response_format.structures[0].begin"),
