@@ -16,7 +16,7 @@ from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.device.backend import SampleTokens
 from loramux.engine.execution.pooled_prompts import PooledPrompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts
-from loramux.engine.execution.sampler import SampledToken
+from loramux.engine.execution.sampler import HeadDrafts, SampledToken
 from loramux.engine.execution.step_buffer import SamplingInputs
 from loramux.engine.execution.token_marks import DeviceTokenMarks
 from loramux.engine.protocol.messages import PromptLogprob, TokenLogprobs
@@ -83,6 +83,9 @@ class SampledStep:
 
     def pooled(self) -> list[npt.NDArray[np.float64]]:
         return [] if self.pools is None else self.pools.by_sequence()
+
+    def head_drafts(self) -> HeadDrafts | None:
+        return None
 
 
 class DeviceSampler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from loramux.engine.decoder.vocabularies import FORBIDDEN
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
-from loramux.engine.execution.sampler import FinishedStep, SampledToken, sample
+from loramux.engine.execution.sampler import FinishedStep, HeadDrafts, SampledToken, sample
 from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.sequences.batch import Batch, samples_without
 from loramux.engine.sequences.cache_groups import CacheLayout
@@ -31,12 +32,13 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedForward:
-    """A step of a SimulatedExecutor, with the most likely token and the adapter slot of each sample row."""
+    """A step of a SimulatedExecutor, with the most likely token, the adapter slot and the state of each sample row."""
 
     executor: SimulatedExecutor
     batch: Batch
     likeliest: list[int]
     slots: list[int]
+    states: list[int]
     scored: ScoredPrompts | None = None
     pools: PooledPrompts | None = None
 
@@ -52,6 +54,10 @@ class SimulatedExecutor:
     layers see (the last state if no layer has a window) plus the salt, modulo the size of the adapter's vocabulary. A
     wrong page, a wrongly shared page, a stale position or a wrong adapter changes the output. In a hybrid decoder, each
     sequence also keeps the state of its last position in its state pages.
+
+    If a batch has rows for the base's own head, the head stores at each position the token there and the one after it.
+    Four times of five, it drafts the most likely token. The position before a page can have another sequence's token
+    after it, as in a real pool.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class SimulatedExecutor:
         # Tokens of the previous step, for rows whose token was not yet on the host when the batch was built.
         self._chosen: list[int | None] = []
         self._states = [UNWRITTEN] * (num_pages * self._page_places)
+        self._head_stored: dict[int, tuple[int, int]] = {}
         self.not_finite_for: set[str] = set()
         self.batches: list[Batch] = []
 
@@ -105,7 +112,8 @@ class SimulatedExecutor:
 
             pools = pool_prompts(batch.pooled, hidden.view(-1, 1), class_logits, HostAccelerator())
         sample_slots = [slots[row] for row in sample_rows]
-        return SimulatedForward(self, batch, likeliest(sample_rows), sample_slots, scored, pools)
+        sample_states = [states[row] for row in sample_rows]
+        return SimulatedForward(self, batch, likeliest(sample_rows), sample_slots, sample_states, scored, pools)
 
     def choose(self, forward: SimulatedForward, masks: Masks, unused: Collection[int] = ()) -> FinishedStep:
         samples, chosen = samples_without(forward.batch.samples, unused), forward.likeliest
@@ -116,7 +124,40 @@ class SimulatedExecutor:
         else:
             sampled = sample(self._logits(chosen, forward.slots), samples, self._eos_token_ids, masks)
         self._chosen = [one.token_id for one in sampled]
-        return FinishedStep(sampled, forward.scored, forward.pools)
+        return FinishedStep(sampled, forward.scored, forward.pools, self._run_head(forward, self._chosen))
+
+    def _run_head(self, forward: SimulatedForward, chosen: list[int | None]) -> HeadDrafts | None:
+        batch = forward.batch
+        if batch.head is None:
+            return None
+        next_tokens, sample_rows = batch.head.next_tokens.tolist(), batch.sample_rows.tolist()
+        for row, token in zip(sample_rows, chosen, strict=True):
+            next_tokens[row] = token or 0
+        tokens = batch.tokens.tolist()
+        for place, token, following in zip(batch.kv_slots[0].tolist(), tokens, next_tokens, strict=True):
+            self._head_stored[place] = (token, following)
+        if not batch.head.is_drafting:
+            return None
+        drafted: list[int | None] = []
+        for row, state, slot in zip(sample_rows, forward.states, forward.slots, strict=True):
+            position = int(batch.positions[row])
+            if row == 0 or batch.block_starts[0, row] != batch.block_starts[0, row - 1]:
+                self._check_head(batch, row, position)
+            salt, size = _salt(self._adapter_pages.digest_of_slot(slot)), self._vocab_size_of(slot)
+            following = _next_state(state, next_tokens[row], position + 1, salt)
+            drafted.append((following + salt + (following % 5 == 0)) % size)
+        return HeadDrafts(drafted, 0.0)
+
+    def _check_head(self, batch: Batch, row: int, position: int) -> None:
+        """Assert that each position before the first row of a sequence has the token after it."""
+        block_start = int(batch.block_starts[0, row])
+        blocks = batch.blocks[block_start + np.arange(position // self._block_tokens + 1)].tolist()
+        stored = [
+            self._head_stored[blocks[place // self._block_tokens] * self._block_tokens + place % self._block_tokens]
+            for place in range(position + 1)
+        ]
+        for place, ((_, following), (token, _)) in enumerate(itertools.pairwise(stored), 1):
+            assert following == token or place % self._block_tokens == 0, "the head has another token after a position"
 
     def _hidden(self, state: int, slot: int) -> float:
         """The hidden state of a row, which has a size of 1. float32 holds it exactly."""
