@@ -19,7 +19,7 @@ from loramux.engine.decoder.draft_head import DraftHead
 from loramux.engine.drafting.step_times import StepTimes
 from loramux.engine.loop.engine import Engine
 from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
-from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StepOutput
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StatsRequest, StepOutput
 from loramux.engine.sequences.batch import StepInputs
 from tests.conformance.draft_heads import Tensors, add_head, head_tensors
 from tests.conformance.parity import Subject, make_subject
@@ -37,8 +37,8 @@ def free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "seconds", lambda times, num_rows: 0.0)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def rotated(x: torch.Tensor, theta: float) -> torch.Tensor:
@@ -70,24 +70,20 @@ def qwen2_layer(head: Tensors, x: torch.Tensor) -> torch.Tensor:
 
 
 def glm_layer(reference: Any, head: Tensors, x: torch.Tensor) -> torch.Tensor:
-    """The layer of transformers with the head's weights. Its routers and experts are those of the base's last layer."""
+    """A layer with experts as in transformers."""
     model = reference.get_base_model().model
-    layer = model.layers[-1]
-    own = {name: one.clone() for name, one in layer.state_dict().items()}
-    wanted = {name: head[name] for name in own if name in head}
+    layer = type(model.layers[-1])(model.config, len(model.layers) - 1).eval()
     experts = [head[f"mlp.experts.{i}.{part}_proj.weight"] for part in ("gate", "up") for i in range(8)]
-    wanted["mlp.experts.gate_up_proj"] = torch.cat([torch.stack(experts[:8]), torch.stack(experts[8:])], dim=1)
-    wanted["mlp.experts.down_proj"] = torch.stack([head[f"mlp.experts.{i}.down_proj.weight"] for i in range(8)])
-    assert wanted.keys() == own.keys()
+    stacked = {
+        "mlp.experts.gate_up_proj": torch.cat([torch.stack(experts[:8]), torch.stack(experts[8:])], dim=1),
+        "mlp.experts.down_proj": torch.stack([head[f"mlp.experts.{i}.down_proj.weight"] for i in range(8)]),
+    }
+    layer.load_state_dict({name: stacked.get(name, head.get(name)) for name in layer.state_dict()})
     positions = torch.arange(len(x))[None]
     mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
-    layer.load_state_dict(wanted)
-    try:
-        angles = model.rotary_emb(x[None], positions)
-        found: torch.Tensor = layer(x[None], attention_mask=mask, position_ids=positions, position_embeddings=angles)
-        return found[0]
-    finally:
-        layer.load_state_dict(own)
+    angles = model.rotary_emb(x[None], positions)
+    found: torch.Tensor = layer(x[None], attention_mask=mask, position_ids=positions, position_embeddings=angles)
+    return found[0]
 
 
 @torch.no_grad()
@@ -103,15 +99,15 @@ def expected_logits(subject: Subject, names: DraftHeadNames, tokens: list[int]) 
         model(input_ids=torch.tensor([tokens]))
         hook.remove()
         embedded = model.model.embed_tokens(torch.tensor(tokens[1:]))
-        is_mimo = names.state_first
+        is_mimo, norm = names.state_first, partial(rms_norm, eps=model.config.rms_norm_eps)
         state = seen[0 if is_mimo else 1][0, :-1]
         parts = [
-            rms_norm(embedded, head[f"{names.embedding_norm}.weight"]),
-            rms_norm(state, head[f"{names.state_norm}.weight"]),
+            norm(embedded, head[f"{names.embedding_norm}.weight"]),
+            norm(state, head[f"{names.state_norm}.weight"]),
         ]
         x = functional.linear(torch.cat(parts[::-1] if is_mimo else parts, -1), head[f"{names.projection}.weight"])
         y = qwen2_layer(head, x) if is_mimo else glm_layer(subject.reference, head, x)
-        logits: torch.Tensor = model.lm_head(rms_norm(y, head[f"{names.final_norm}.weight"]))
+        logits: torch.Tensor = model.lm_head(norm(y, head[f"{names.final_norm}.weight"]))
         return logits
 
 
@@ -264,7 +260,7 @@ def steps_of(subject: Subject, add: Add, speculate: str) -> tuple[list[int], int
     assembled = subject.assemble(speculate=speculate)
     try:
         answer = answers_of(assembled.engine, [add])[add.sequence_id]
-        return answer.tokens, assembled.engine._stats.num_steps
+        return answer.tokens, assembled.engine.stats(StatsRequest(call_id="")).num_steps
     finally:
         assembled.close()
 
