@@ -286,7 +286,7 @@ class Settings(ModelSettings):
     """
     speculate: Literal["off", "text", "head", "auto"] = "off"
     """[Draft tokens](speculation.md), and verify several in one step. The answers are the same. `text`: from the text
-    of each request. `head`: with the base's own head for drafts, on a CPU. `auto`: with the head if the base has one
+    of each request. `head`: with the base's own head for drafts. `auto`: with the head if the base has one
     that can be used, otherwise from the text.
     """
     kv_dtype: Literal["auto", "int8"] = "auto"

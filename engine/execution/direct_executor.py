@@ -113,7 +113,13 @@ class DirectExecutor:
         states, head = found.states, self._head
         if states is None or head is None:
             return None
-        return lambda sampled: head.run(batch, inputs, states, sampled, self._tables.device)
+
+        def run_head(sampled: Sequence[SampledToken]) -> HeadDrafts | None:
+            chosen = torch.tensor([-1 if one.token_id is None else one.token_id for one in sampled], dtype=torch.int32)
+            submitted = head.submit(batch, inputs, states, chosen)
+            return None if submitted is None else submitted.drafts()
+
+        return run_head
 
     def _with_prompt_rows(self, batch: Batch) -> DirectForward:
         """A step that also scores and pools prompt rows."""

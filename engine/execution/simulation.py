@@ -32,13 +32,16 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedForward:
-    """A step of a SimulatedExecutor, with the most likely token, the adapter slot and the state of each sample row."""
+    """A step of a SimulatedExecutor, with the most likely token, the adapter slot and the state of each sample row, and
+    the token of each row.
+    """
 
     executor: SimulatedExecutor
     batch: Batch
     likeliest: list[int]
     slots: list[int]
     states: list[int]
+    tokens: list[int]
     scored: ScoredPrompts | None = None
     pools: PooledPrompts | None = None
 
@@ -87,7 +90,9 @@ class SimulatedExecutor:
         slots, sample_rows = batch.slots.tolist(), batch.sample_rows.tolist()
         salts = {slot: _salt(self._adapter_pages.digest_of_slot(slot)) for slot in set(slots)}
         sizes = {slot: self._vocab_size_of(slot) for slot in salts}
-        states = self._write(batch, slots, salts, sizes)
+        # A row whose logits were not finite has no token. Its sequence ends without using this step's result.
+        tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
+        states = self._write(batch, tokens, slots, salts, sizes)
 
         def likeliest(rows: list[int]) -> list[int]:
             return [(states[row] + salts[slots[row]]) % sizes[slots[row]] for row in rows]
@@ -113,7 +118,7 @@ class SimulatedExecutor:
             pools = pool_prompts(batch.pooled, hidden.view(-1, 1), class_logits, HostAccelerator())
         sample_slots = [slots[row] for row in sample_rows]
         sample_states = [states[row] for row in sample_rows]
-        return SimulatedForward(self, batch, likeliest(sample_rows), sample_slots, sample_states, scored, pools)
+        return SimulatedForward(self, batch, likeliest(sample_rows), sample_slots, sample_states, tokens, scored, pools)
 
     def choose(self, forward: SimulatedForward, masks: Masks, unused: Collection[int] = ()) -> FinishedStep:
         samples, chosen = samples_without(forward.batch.samples, unused), forward.likeliest
@@ -133,8 +138,7 @@ class SimulatedExecutor:
         next_tokens, sample_rows = batch.head.next_tokens.tolist(), batch.sample_rows.tolist()
         for row, token in zip(sample_rows, chosen, strict=True):
             next_tokens[row] = token or 0
-        tokens = batch.tokens.tolist()
-        for place, token, following in zip(batch.kv_slots[0].tolist(), tokens, next_tokens, strict=True):
+        for place, token, following in zip(batch.kv_slots[0].tolist(), forward.tokens, next_tokens, strict=True):
             self._head_stored[place] = (token, following)
         if not batch.head.is_drafting:
             return None
@@ -219,7 +223,9 @@ class SimulatedExecutor:
             first = page * self._page_places
             self._states[first : first + self._page_places] = [UNWRITTEN] * self._page_places
 
-    def _write(self, batch: Batch, slots: list[int], salts: dict[int, int], sizes: dict[int, int]) -> list[int]:
+    def _write(
+        self, batch: Batch, tokens: list[int], slots: list[int], salts: dict[int, int], sizes: dict[int, int]
+    ) -> list[int]:
         """Compute each row's state from the previous state in its context, and store it in the row's KV slots.
 
         Returns each row's state or, with windowed layers, the sum of the states in the row's windows.
@@ -229,8 +235,6 @@ class SimulatedExecutor:
         cu_q, seq_lens, starts = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.block_starts.tolist()
         state_starts, first_slots = batch.state_starts.tolist(), kv_slots[0]
         is_plain, is_hybrid = self._windows == [None], self._num_state_pages > 0
-        # A row whose logits were not finite has no token. Its sequence ends without using this step's result.
-        tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
         for sequence, (begin, end, seq_len) in enumerate(zip(cu_q, cu_q[1:], seq_lens, strict=False)):
             assert len({*slots[begin:end]} - {-1}) <= 1, "a sequence has one adapter"

@@ -216,10 +216,7 @@ def _assemble(
     policy, queue, host = new_policy(config.eviction_policy), FairQueue(), HostTier(config.host_tier_bytes)
     stager = stager or open_stager(config, base.whole_target, accelerator, host, wake)
     copier: Copier = PageCopier(views.raw, accelerator, wake, stager.figures)
-    head = None
-    if base.head is not None and head_views is not None:
-        head = HeadRunner(base.head, backend.make_kernels(head_views, base.head.shapes))
-    executor = _make_executor(base, tables, kernels, base.decoder, head)
+    executor = _make_executor(base, tables, kernels, base.decoder, _head_runner(base, tables, head_views))
     num_pages_of = None
     if workers is not None:
         workers.join()
@@ -292,6 +289,13 @@ def _allocate_views(base: LoadedBase, num_bytes: int) -> tuple[PoolViews, PoolVi
         return allocate(geometry, num_bytes), None
     views = allocate(geometry, num_pages * geometry.pool_page_bytes)
     return views, allocate(head_geometry, num_pages * head_geometry.pool_page_bytes)
+
+
+def _head_runner(base: LoadedBase, tables: SlotTables, head_views: PoolViews | None) -> HeadRunner | None:
+    if base.head is None or head_views is None:
+        return None
+    kernels = base.backend.make_kernels(head_views, base.head.shapes)
+    return HeadRunner(base.head, kernels, tables.device, base.backend.accelerator)
 
 
 def _head_geometry(base: LoadedBase) -> PageGeometry | None:
@@ -446,9 +450,10 @@ def _compile_programs(base: LoadedBase, tables: SlotTables) -> None:
     backend, compile_ahead = base.backend, base.backend.compile_ahead
     if not backend.compiles or compile_ahead is None:
         return
-    views, _ = _allocate_views(base, _page_bytes(base))
+    views, head_views = _allocate_views(base, _page_bytes(base))
     kernels = backend.make_kernels(views, base.decoder.shapes)
-    executor = _make_executor(base, tables, kernels, base.decoder.with_few_layers())
+    head = _head_runner(base, tables, head_views)
+    executor = _make_executor(base, tables, kernels, base.decoder.with_few_layers(), head)
     if not isinstance(executor, GraphExecutor):
         return
     shapes = list(reachable_shapes(base.config.max_batch_tokens, base.config.max_sequences))
@@ -506,4 +511,4 @@ def _make_executor(
         has_states=cache.num_state_pages > 0,
     )
     sampler = DeviceSampler(accelerator, sample_tokens, config.max_sequences, eos_token_ids)
-    return GraphExecutor(decoder, kernels, tables, accelerator, buffer, sampler, config.max_sequences)
+    return GraphExecutor(decoder, kernels, tables, accelerator, buffer, sampler, config.max_sequences, head=head)

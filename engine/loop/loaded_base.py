@@ -169,8 +169,6 @@ def _head_problem(config: EngineConfig, model: ModelConfig, weights: Weights) ->
     """Why the base's own head for drafts cannot be used, or None."""
     if model.delta is not None:
         return f"{model.architecture} has layers with a recurrent state, which have no drafts"
-    if config.device != "cpu":
-        return "drafts of the base's head are computed on a CPU only"
     if config.tensor_parallel_size > 1:
         return "the workers of a tensor-parallel engine do not divide the base's head for drafts"
     if any(window is not None for window in model.attention.windows):

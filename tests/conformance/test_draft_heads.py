@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from loramux.engine.architectures.draft_head import DraftHeadNames
 from loramux.engine.decoder.draft_head import DraftHead
+from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.drafting.step_times import StepTimes
 from loramux.engine.loop.engine import Engine
 from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
@@ -23,7 +24,8 @@ from loramux.engine.protocol.messages import Add, Finished, SamplingParams, Stat
 from loramux.engine.sequences.batch import StepInputs
 from tests.conformance.draft_heads import Tensors, add_head, head_tensors
 from tests.conformance.parity import Subject, make_subject
-from tests.conformance.test_drafts import PLANS, Answer, check, drawn, run
+from tests.conformance.test_drafts import NUM_REQUESTS, PLANS, Answer, check, drawn, run
+from tests.conformance.test_gpu_engine import plain_backend
 from tests.conformance.tiny_models import SMALL_SHAPE
 
 HIDDEN = SMALL_SHAPE["hidden_size"]
@@ -236,6 +238,29 @@ def test_answers_are_the_same_with_drafts_of_the_head(
             assert drafts.head_tokens == 0
         case _:
             assert drafts.head_tokens > 20
+
+
+def test_answers_are_the_same_with_drafts_of_the_head_on_the_gpu_path(echoing: Subject, tmp_path: Path) -> None:
+    """The stand-in for the GPU's sampling always takes the most likely token."""
+    subject, backend = with_head(echoing, tmp_path, always_right), plain_backend(HostAccelerator())
+    adds = requests(subject)[-6:]
+    plain, _, _ = run(subject, adds, backend, "off", 60)
+    found, drafts, _ = run(subject, adds, backend, "head", 60)
+    check(adds, found, plain)
+    assert drafts.head_tokens >= drafts.accepted_head_tokens > 20
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_many_answers_are_the_same_with_drafts_of_the_head(family: str, tmp_path: Path) -> None:
+    subject = make_subject(family, tmp_path, PLANS, SMALL_SHAPE)
+    adds = [drawn(subject, number) for number in range(NUM_REQUESTS)]
+    plain, _, num_preemptions = run(subject, adds, None, "off", num_kv_pages=8)
+    add_head(subject.directory)
+    found, drafts, _ = run(subject, adds, None, "head", num_kv_pages=8)
+    check(adds, found, plain)
+    assert num_preemptions > 0
+    assert drafts.head_tokens > NUM_REQUESTS
 
 
 def with_head(subject: Subject, directory: Path, change: Callable[[Tensors], None]) -> Subject:

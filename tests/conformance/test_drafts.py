@@ -137,6 +137,8 @@ def run(
     )
     # All bits are set, which is NaN, so that reads of unwritten memory are noticed.
     assembled.views.raw.fill_(0xFF)
+    if assembled.head_views is not None:
+        assembled.head_views.raw.fill_(0xFF)
     engine, waiting = assembled.engine, iter(adds)
     answers: defaultdict[str, Answer] = defaultdict(Answer)
     while True:

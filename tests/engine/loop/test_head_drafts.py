@@ -10,9 +10,6 @@ from loramux.engine.protocol.messages import Extend, SamplingParams
 from tests.engine.loop.test_drafts import SETTINGS, VOCAB_SIZE, predicting, request, run
 from tests.engine.simulated_engine import GREEDY, Simulate, stats_of
 
-pytestmark = pytest.mark.parametrize("lookahead", [False], ids=["at once"])
-"""The head is used on a CPU only, whose engines do not look ahead."""
-
 
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
 def test_answers_are_the_same_with_drafts_of_the_head(simulate: Simulate, sampling: SamplingParams) -> None:
