@@ -200,6 +200,11 @@ def check_workers(config: EngineConfig, model: ModelConfig, is_quantized: bool) 
         return
     if config.device != "cpu":
         raise ConfigNotUsable("tensor parallelism runs only on CPUs so far: omit tensor_parallel_size")
+    if config.speculate == "head":
+        raise ConfigNotUsable(
+            "the workers of a tensor-parallel engine cannot divide the base's head for drafts: use --speculate text or "
+            "auto, or omit tensor_parallel_size"
+        )
     if config.num_threads < size:
         raise ConfigNotUsable(
             f"{size} workers need a thread each, but num_threads is {config.num_threads}: lower tensor_parallel_size"

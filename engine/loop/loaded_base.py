@@ -137,7 +137,6 @@ def load_decoder(
             if (workers := backend.workers) is not None:
                 own = replace(worker_config(model, workers.size), tied_embeddings=False)
                 sharded = ShardedWeights(opened, model, workers.size, workers.worker)
-                _uses_head(config, model, opened)
                 return Decoder(own, sharded, DTYPES[dtype], max_model_len, backend, itemsize), None
             # A quantised head is a separate weight, even if the float model's head is tied to the embedding.
             is_tied = model.tied_embeddings and not opened.has_quantized_head
@@ -159,18 +158,16 @@ def _uses_head(config: EngineConfig, model: ModelConfig, weights: Weights) -> bo
     """Whether to draft with the base's own head. Raises ConfigNotUsable if the settings demand it and it cannot be."""
     if config.speculate not in ("head", "auto"):
         return False
-    problem = _head_problem(config, model, weights)
+    problem = _head_problem(model, weights)
     if problem is not None and config.speculate == "head":
         raise ConfigNotUsable(f"--speculate head cannot be used, because {problem}: use --speculate text or auto")
     return problem is None
 
 
-def _head_problem(config: EngineConfig, model: ModelConfig, weights: Weights) -> str | None:
+def _head_problem(model: ModelConfig, weights: Weights) -> str | None:
     """Why the base's own head for drafts cannot be used, or None."""
     if model.delta is not None:
         return f"{model.architecture} has layers with a recurrent state, which have no drafts"
-    if config.tensor_parallel_size > 1:
-        return "the workers of a tensor-parallel engine do not divide the base's head for drafts"
     if any(window is not None for window in model.attention.windows):
         return "its layers have windows"
     if model.draft_head is None:

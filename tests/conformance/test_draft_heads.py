@@ -26,7 +26,7 @@ from tests.conformance.draft_heads import Tensors, add_head, head_tensors
 from tests.conformance.parity import Subject, make_subject
 from tests.conformance.test_drafts import NUM_REQUESTS, PLANS, Answer, check, drawn, run
 from tests.conformance.test_gpu_engine import plain_backend
-from tests.conformance.tiny_models import SMALL_SHAPE
+from tests.conformance.tiny_models import SMALL_SHAPE, make_base
 
 HIDDEN = SMALL_SHAPE["hidden_size"]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -243,7 +243,7 @@ def test_answers_are_the_same_with_drafts_of_the_head(
 def test_answers_are_the_same_with_drafts_of_the_head_on_the_gpu_path(echoing: Subject, tmp_path: Path) -> None:
     """The stand-in for the GPU's sampling always takes the most likely token."""
     subject, backend = with_head(echoing, tmp_path, always_right), plain_backend(HostAccelerator())
-    adds = requests(subject)[-3:]
+    adds = requests(subject)[-2:]
     plain, _, _ = run(subject, adds, backend, "off", 60)
     found, drafts, _ = run(subject, adds, backend, "head", 60)
     check(adds, found, plain)
@@ -280,9 +280,9 @@ def test_a_right_head_halves_the_steps_of_a_request(echoing: Subject, tmp_path: 
     assert steps_of(subject, msgspec.structs.replace(add, speculates=False), "head") == (plain, 41)
 
 
-def steps_of(subject: Subject, add: Add, speculate: str) -> tuple[list[int], int]:
+def steps_of(subject: Subject, add: Add, speculate: str, **settings: Any) -> tuple[list[int], int]:
     """The answer to a request, and the number of steps that it took."""
-    assembled = subject.assemble(speculate=speculate)
+    assembled = subject.assemble(speculate=speculate, **settings)
     try:
         answer = answers_of(assembled.engine, [add])[add.sequence_id]
         return answer.tokens, assembled.engine.stats(StatsRequest(call_id="")).num_steps
@@ -330,6 +330,27 @@ def test_a_head_that_does_not_fit_the_base_is_refused(
         subject.assemble(speculate="head")
     # A base whose head is not used is served.
     subject.assemble(speculate="off").close()
+
+
+def test_a_hybrid_base_is_refused_by_name(tmp_path: Path) -> None:
+    make_base("qwen3_5", tmp_path, SMALL_SHAPE)
+    subject = Subject(tmp_path, None, {}, {}, {})
+    with pytest.raises(ConfigNotUsable, match=r"Qwen3_5ForCausalLM has layers with a recurrent state, which have no"):
+        subject.assemble(speculate="head")
+
+
+def test_workers_do_not_divide_a_head(echoing: Subject, tmp_path: Path) -> None:
+    subject = with_head(echoing, tmp_path, lambda head: None)
+    with pytest.raises(ConfigNotUsable, match="cannot divide the base's head for drafts: use --speculate text or auto"):
+        subject.assemble(speculate="head", tensor_parallel_size=2)
+
+
+def test_the_heads_keys_and_values_can_be_codes(echoing: Subject, tmp_path: Path) -> None:
+    """The base's attention adds nothing, and the answers are those of its last tokens."""
+    subject = with_head(echoing, tmp_path, always_right)
+    add = Add(sequence_id="a", prompt=(5, 6, 7), max_tokens=41, sampling=GREEDY)
+    plain, _ = steps_of(subject, add, "off")
+    assert steps_of(subject, add, "head", kv_dtype="int8") == (plain, 22)
 
 
 def test_without_a_head_auto_reads_the_text_and_head_is_refused(echoing: Subject, tmp_path: Path) -> None:
