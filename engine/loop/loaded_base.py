@@ -13,7 +13,7 @@ from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.decoder.decoder import Decoder
 from loramux.engine.decoder.draft_head import DraftHead
-from loramux.engine.decoder.weights import Weights, WeightSource, open_weights
+from loramux.engine.decoder.weights import WeightSource, open_weights
 from loramux.engine.device.backend import Backend
 from loramux.engine.loop.config import EngineConfig, kv_itemsize, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.pages.pool_size import in_gib
@@ -131,7 +131,9 @@ def load_decoder(
     itemsize = kv_itemsize(dtype, config.kv_dtype)
     try:
         if weights is not None:
-            return Decoder(model, weights, DTYPES[dtype], max_model_len, backend, itemsize), None
+            decoder = Decoder(model, weights, DTYPES[dtype], max_model_len, backend, itemsize)
+            uses_head = _uses_head(config, model, has_tensors=True)
+            return decoder, DraftHead(decoder, weights, DTYPES[dtype], backend, itemsize) if uses_head else None
         quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
         with open_weights(Path(config.model_dir), quantized_dir, model.draft_tensors) as opened:
             if (workers := backend.workers) is not None:
@@ -142,9 +144,9 @@ def load_decoder(
             is_tied = model.tied_embeddings and not opened.has_quantized_head
             own = replace(model, tied_embeddings=is_tied)
             decoder = Decoder(own, opened, DTYPES[dtype], max_model_len, backend, itemsize)
-            if not _uses_head(config, model, opened):
-                return decoder, None
-            return decoder, DraftHead(decoder, opened, DTYPES[dtype], backend, itemsize)
+            has_tensors = model.draft_head is not None and opened.has_any(f"{model.draft_head.prefix}.")
+            uses_head = _uses_head(config, model, has_tensors=has_tensors)
+            return decoder, DraftHead(decoder, opened, DTYPES[dtype], backend, itemsize) if uses_head else None
     except torch.OutOfMemoryError as error:
         if memory is None:
             raise
@@ -154,17 +156,20 @@ def load_decoder(
         ) from error
 
 
-def _uses_head(config: EngineConfig, model: ModelConfig, weights: Weights) -> bool:
-    """Whether to draft with the base's own head. Raises ConfigNotUsable if the settings demand it and it cannot be."""
+def _uses_head(config: EngineConfig, model: ModelConfig, *, has_tensors: bool) -> bool:
+    """Whether to draft with the base's own head. Raises ConfigNotUsable if the settings demand it and it cannot be.
+
+    `has_tensors` is True if the files contain tensors of the head that `config.json` names.
+    """
     if config.speculate not in ("head", "auto"):
         return False
-    problem = _head_problem(model, weights)
+    problem = _head_problem(model, has_tensors=has_tensors)
     if problem is not None and config.speculate == "head":
         raise ConfigNotUsable(f"--speculate head cannot be used, because {problem}: use --speculate text or auto")
     return problem is None
 
 
-def _head_problem(model: ModelConfig, weights: Weights) -> str | None:
+def _head_problem(model: ModelConfig, *, has_tensors: bool) -> str | None:
     """Why the base's own head for drafts cannot be used, or None."""
     if model.delta is not None:
         return f"{model.architecture} has layers with a recurrent state, which have no drafts"
@@ -172,6 +177,6 @@ def _head_problem(model: ModelConfig, weights: Weights) -> str | None:
         return "its layers have windows"
     if model.draft_head is None:
         return f"config.json names no head for drafts that loramux supports in {model.architecture}"
-    if not weights.has_any(f"{model.draft_head.prefix}."):
+    if not has_tensors:
         return f"the model's files have no tensor of its head for drafts, {model.draft_head.prefix}"
     return None
