@@ -194,7 +194,7 @@ class Speculation:
             self._num_without_head = 0
             self._head_s += head_s
             self._head_times.note(num_rows, head_s)
-            seconds -= head_s
+            seconds = max(0.0, seconds - head_s)
         if self._num_rejected:
             usual = self._times.seconds(num_sequences) or seconds
             self._wasted_s += max(0.0, seconds - usual) * self._num_rejected / (num_rows - num_sequences)
