@@ -16,7 +16,7 @@ from loramux.kernels.dispatch import Kernels
 from loramux.kernels.tables import AdapterTables
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SubmittedHead:
     """Drafts on their way to the host, int32 `[num_samples]`. A draft is -1 if its logits are not finite.
 
@@ -26,13 +26,17 @@ class SubmittedHead:
     tokens: torch.Tensor
     fence: Fence
     launch_s: float
+    found: HeadDrafts | None = None
+    """The drafts once they have reached the host."""
 
     def drafts(self) -> HeadDrafts:
         """Wait for the drafts. Call this once the step's own tokens have reached the host."""
-        started_s = time.perf_counter()
-        self.fence.wait()
-        tokens = [None if token < 0 else token for token in self.tokens.tolist()]
-        return HeadDrafts(tokens, self.launch_s + time.perf_counter() - started_s)
+        if self.found is None:
+            started_s = time.perf_counter()
+            self.fence.wait()
+            tokens = [None if token < 0 else token for token in self.tokens.tolist()]
+            self.found = HeadDrafts(tokens, self.launch_s + time.perf_counter() - started_s)
+        return self.found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -287,6 +287,10 @@ def _allocate_views(base: LoadedBase, num_bytes: int) -> tuple[PoolViews, PoolVi
 
     if head_geometry is None:
         return allocate(geometry, num_bytes), None
+    if num_pages < 1:
+        raise PoolTooSmall(
+            f"a pool of {num_bytes} bytes cannot hold a page of {_page_bytes(base)} bytes: raise pool_bytes"
+        )
     views = allocate(geometry, num_pages * geometry.pool_page_bytes)
     return views, allocate(head_geometry, num_pages * head_geometry.pool_page_bytes)
 
