@@ -93,7 +93,13 @@ CAMPAIGNS: Mapping[str, Campaign] = {
     "drafts": Campaign(
         line="Answers, log-probabilities and bills with and without drafts and forced tokens, and the distribution of "
         "sampled tokens (LORAMUX_DRAFTED_REQUESTS=2000)",
-        commands=(_pytest("tests/conformance/test_drafts.py", "tests/engine/loop/test_drafts.py"),),
+        commands=(
+            _pytest(
+                "tests/conformance/test_drafts.py",
+                "tests/conformance/test_draft_heads.py",
+                "tests/engine/loop/test_drafts.py",
+            ),
+        ),
     ),
     "quotas": Campaign(
         line="Admission against a model made of plain dictionaries, on both databases (LORAMUX_QUOTA_STEPS=1500)",

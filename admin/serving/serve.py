@@ -339,7 +339,7 @@ def _announce(
     if info is not None and info.num_dequantized:
         weights += f", {info.num_dequantized} linear layers expanded to {config.dtype}"
     room = "" if info is None else f", room for {info.num_kv_tokens:,} tokens"
-    drafts = ", drafts from the text" if config.speculate == "text" else ""
+    drafts = "" if info is None or info.guesses is None else f", drafts from the {info.guesses}"
     lines = [
         f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights}{drafts}{room})",
         f"  OpenAI API  {url}/v1",

@@ -26,7 +26,7 @@ from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear, open_backend
 from loramux.engine.execution.executor import Executor, Forward, StepResult
-from loramux.engine.execution.sampler import SampledToken
+from loramux.engine.execution.sampler import HeadDrafts, SampledToken
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.loop.loaded_base import DTYPES
 from loramux.engine.protocol.messages import Add, PromptLogprob
@@ -71,6 +71,9 @@ class MadeUpTokens:
     def pooled(self) -> list[npt.NDArray[np.float64]]:
         return []
 
+    def head_drafts(self) -> HeadDrafts | None:
+        return None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AwaitedResult:
@@ -90,6 +93,9 @@ class AwaitedResult:
 
     def pooled(self) -> list[npt.NDArray[np.float64]]:
         return self.result.pooled()
+
+    def head_drafts(self) -> HeadDrafts | None:
+        return self.result.head_drafts()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

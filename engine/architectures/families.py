@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from loramux.engine.architectures.draft_head import MIMO_HEAD
 from loramux.engine.architectures.family import (
     GEMMA_NORMS,
     HEAD_WIDE,
@@ -74,6 +75,15 @@ FAMILIES: dict[str, Family] = {
         assumed=_QWEN_ASSUMED,
         reads=("attention_bias",),
         attention=AttentionTraits(qkv_bias=True, o_bias=False),
+    ),
+    # The code of this architecture is not in transformers. Its base is a Qwen 2.
+    "MiMoForCausalLM": Family(
+        layers=LayerTraits(windowed_above, may_differ=True),
+        assumed=_QWEN_ASSUMED,
+        reads=("attention_bias",),
+        attention=AttentionTraits(qkv_bias=True, o_bias=False),
+        draft_tensors=("model.mtp_layers.",),
+        draft_head=MIMO_HEAD,
     ),
     "Qwen3ForCausalLM": Family(
         layers=LayerTraits(windowed_above, may_differ=True),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from loramux.engine.architectures.draft_head import DraftHeadNames
 from loramux.engine.architectures.feed_forward import GATED, FeedForwardNames
 from loramux.engine.architectures.layer_kinds import SLIDING, LayerKinds, RotatedLayers, all_rotated
 from loramux.engine.architectures.mixture_config import MixtureTraits
@@ -154,3 +155,5 @@ class Family:
     scales_embedding: bool = False
     draft_tensors: tuple[str, ...] = ()
     """Name prefixes of tensors that serve only multi-token prediction. The decoder does not read them."""
+    draft_head: DraftHeadNames | None = None
+    """The head for drafts, if the architecture has one that loramux can use."""

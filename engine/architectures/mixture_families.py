@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from loramux.engine.architectures.draft_head import GLM_HEAD
 from loramux.engine.architectures.expert_layers import (
     after_dense,
     by_interval,
@@ -225,6 +226,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         reads=("attention_bias", "partial_rotary_factor", "n_shared_experts", *QK_NORM, *NUM_EXPERTS),
         attention=AttentionTraits(qk_norm=HEAD_WIDE, qk_norm_field="use_qk_norm", o_bias=False),
         mixture=_GLM_MIXTURE,
+        draft_head=GLM_HEAD,
     ),
     "SolarOpenForCausalLM": Family(
         layers=LayerTraits(without_windows),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from loramux.engine.architectures.config_fields import (
     refuse_what_is_not_computed,
 )
 from loramux.engine.architectures.delta_config import DELTA_NORM, DeltaConfig, parse_delta
+from loramux.engine.architectures.draft_head import DraftHeadNames
 from loramux.engine.architectures.family import PARALLEL, SCALED, STREAMS, Family, NormNames
 from loramux.engine.architectures.feed_forward import ClampedGate, FeedForwardNames
 from loramux.engine.architectures.feed_forward_config import intermediate_sizes, parse_activation, parse_clamped_gate
@@ -115,6 +116,26 @@ class ModelConfig:
     """Name prefixes of tensors that are not read. They serve only multi-token prediction, or compute K and V in layers
     that read the K and V of another layer.
     """
+    draft_head: DraftHeadNames | None
+    """The head for drafts that `config.json` names, or None if there is none that loramux can use."""
+
+    @property
+    def draft_layer(self) -> ModelConfig:
+        """The layer of the head for drafts, as a decoder of one layer of the same kind as the base's last layer."""
+        last, attention = self.num_layers - 1, self.attention
+        return replace(
+            self,
+            num_layers=1,
+            attention=replace(
+                attention,
+                layer_heads=attention.layer_heads[last:],
+                kv_sources=(0,),
+                windows=attention.windows[last:],
+                ropes=attention.ropes[last:],
+            ),
+            layer_intermediate_sizes=self.layer_intermediate_sizes[last:],
+            mixture=None if self.mixture is None else replace(self.mixture, layers=(0,)),
+        )
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
@@ -368,14 +389,25 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
             *_draft_layers(raw, num_layers),
             *_shared_tensors(attention.kv_sources),
         ),
+        draft_head=_draft_head(raw, family, num_layers),
     )
 
 
 def _draft_layers(raw: Mapping[str, Any], num_layers: int) -> list[str]:
     """The prefixes of the tensors of extra layers that follow the last layer and predict further tokens."""
-    name = "num_nextn_predict_layers"
-    count = 0 if raw.get(name) is None else not_negative(raw, name)
+    count = _num_draft_layers(raw)
     return [f"model.layers.{num_layers + layer}." for layer in range(min(count, MAX_LAYERS))]
+
+
+def _draft_head(raw: Mapping[str, Any], family: Family, num_layers: int) -> DraftHeadNames | None:
+    if family.draft_head is None or not _num_draft_layers(raw):
+        return None
+    return replace(family.draft_head, prefix=family.draft_head.prefix.format(num_layers))
+
+
+def _num_draft_layers(raw: Mapping[str, Any]) -> int:
+    name = "num_nextn_predict_layers"
+    return 0 if raw.get(name) is None else not_negative(raw, name)
 
 
 def _shared_tensors(sources: Sequence[int]) -> list[str]:

@@ -45,6 +45,22 @@ class Attention:
 
     def __call__(self, qkv: torch.Tensor, step: DecoderStep, adapters: LayerAdapters) -> torch.Tensor:
         """The input of the output projection. `qkv` `[num_tokens, ...]` is the output of the fused projections."""
+        spec, num_tokens = self.spec, qkv.shape[0]
+        q, stored, gate = self._stored(qkv, step, adapters)
+        batch, attended = step.attention[self.cache_group], step.outputs[spec.head_dim]
+        adapters.kernels.paged_attention(q, self.cache_layer, batch, spec, attended, self.sinks, stored)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        return attended.view(num_tokens, spec.num_heads * spec.head_dim)
+
+    def store(self, qkv: torch.Tensor, step: DecoderStep, adapters: LayerAdapters) -> None:
+        """Store K and V of the step's rows, without attending to any."""
+        self._stored(qkv, step, adapters)
+
+    def _stored(
+        self, qkv: torch.Tensor, step: DecoderStep, adapters: LayerAdapters
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
+        """Store K and V. Returns q, K and V as they are stored unless the layer stores none, and the gate if any."""
         spec, kernels, num_tokens = self.spec, adapters.kernels, qkv.shape[0]
         head_dim, kv_out = spec.head_dim, spec.num_kv_heads * spec.head_dim
         q_out = spec.num_heads * head_dim
@@ -69,13 +85,8 @@ class Attention:
             num_pairs = angles[0].shape[1]
             q = in_halves(q, num_pairs)
             k = None if k is None else in_halves(k, num_pairs)
-        batch, attended = step.attention[self.cache_group], step.outputs[head_dim]
-        kernels.rotate_and_store(q, k, v, *angles, self.cache_layer, batch)
-        stored = None if k is None or v is None else (k, v)
-        kernels.paged_attention(q, self.cache_layer, batch, spec, attended, self.sinks, stored)
-        if gate is not None:
-            attended = attended * gate.sigmoid()
-        return attended.view(num_tokens, q_out)
+        kernels.rotate_and_store(q, k, v, *angles, self.cache_layer, step.attention[self.cache_group])
+        return q, None if k is None or v is None else (k, v), gate
 
     def _normed(self, index: int, x: torch.Tensor, adapters: LayerAdapters) -> torch.Tensor:
         if not self.norms:

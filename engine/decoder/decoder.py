@@ -187,10 +187,27 @@ class Decoder:
         hidden = self.run_layers(residual, step, inputs, rows, kernels, tables)
         return hidden[inputs.sample_rows] if replaces_norms else hidden
 
+    @torch.inference_mode()
+    def states(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one step and return the output of the last layer of all rows, `[num_tokens, hidden_size]`, before and
+        after the final norm.
+        """
+        residual, step = self.begin(inputs, kernels, tables)
+        normed = self.run_layers(residual, step, inputs, slice(None), kernels, tables)
+        # The final norm has added the output of the last block to the residual.
+        return residual.total, normed
+
+    def base_embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings of tokens without adapters, `[num_tokens, hidden_size]`. A token beyond the base's vocabulary has
+        that of the base's last token.
+        """
+        embedded = functional.embedding(tokens.clamp(max=self.config.vocab_size - 1), self._embedding)
+        return (embedded * self._embedding_scale if self._embedding_scale != 1.0 else embedded).to(self._dtype)
+
     def begin(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> tuple[Residual, DecoderStep]:
         """What the first layer reads."""
         residual = self._first_residual(inputs, kernels, tables)
-        return residual, self._step(inputs, residual.total, kernels)
+        return residual, self.step(inputs, residual.total, kernels)
 
     def run_layers(
         self,
@@ -244,7 +261,8 @@ class Decoder:
         assert residual.streams is not None
         return Residual(self._altup.join(residual.streams[:, rows]))
 
-    def _step(self, inputs: StepInputs, embedded: torch.Tensor, kernels: Kernels) -> DecoderStep:
+    def step(self, inputs: StepInputs, embedded: torch.Tensor, kernels: Kernels) -> DecoderStep:
+        """What all layers read of a step, besides its adapters."""
         num_heads, num_tokens = self.config.attention.num_heads, inputs.tokens.shape[0]
         return DecoderStep(
             activate=activation_of(self.config, kernels),

@@ -27,7 +27,10 @@ StartRecording = Callable[[int, tuple[AttentionBatch, ...]], Recorder]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RecordedStep:
-    """A program, the tensors that it reads, and those that it writes: `hidden` and its product with the head."""
+    """A program, the tensors that it reads, and those that it writes: `hidden` and its product with the head.
+
+    The program reads embeddings from `total`, and leaves the output of the last layer there.
+    """
 
     program: Program
     total: torch.Tensor
@@ -46,10 +49,10 @@ class RecordedDecoder:
         self._steps: dict[tuple[int, int], _RecordedStep | None] = {}
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The output of `Decoder.hidden` for all rows, and the head's product with it.
+    def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """The output of `Decoder.states` for all rows, and the head's product with the normed states.
 
-        None if the step cannot be recorded. The next step overwrites both.
+        None if the step cannot be recorded. The next step overwrites the results.
         """
         num_rows = inputs.tokens.shape[0]
         if num_rows > MAX_ROWS or inputs.attention[0].max_q != 1:
@@ -65,7 +68,7 @@ class RecordedDecoder:
         step.total.copy_(self._decoder.embed(inputs, self._kernels, self._tables))
         self._decoder.angles(inputs.positions, step.angles)
         step.program.run(inputs.attention, inputs.segments)
-        return step.hidden, step.product
+        return step.total, step.hidden, step.product
 
     def _record(self, inputs: StepInputs) -> _RecordedStep | None:
         decoder, num_rows = self._decoder, inputs.tokens.shape[0]

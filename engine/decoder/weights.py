@@ -99,6 +99,10 @@ class Weights:
         parts = [_float(name, source[(*before, slice(one.start, one.stop))]) for one in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
+    def has_any(self, prefix: str) -> bool:
+        """True if the name of a tensor begins with `prefix`."""
+        return any(name.startswith(prefix) for name in (*self._plain, *self._coded))
+
     @property
     def has_quantized_head(self) -> bool:
         return HEAD in self._coded

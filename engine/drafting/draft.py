@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from loramux.engine.sequences.sequence import Sequence
 
-DraftSource = Literal["text", "prediction", "grammar"]
+DraftSource = Literal["text", "prediction", "head", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)

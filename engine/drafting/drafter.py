@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loramux.engine.drafting.draft import DraftSource
 from loramux.engine.drafting.text_index import TextIndex
 
 INDEXED_AT_ONCE = 1024
@@ -28,12 +29,9 @@ class Proposal:
 
     tokens: tuple[int, ...]
     rate: float
-    kind: int
-    """Index of the rate. The last one is that of predictions."""
-
-    @property
-    def is_prediction(self) -> bool:
-        return self.kind == len(FIRST_RATES)
+    source: DraftSource
+    kind: int = 0
+    """Index of the rate among those of the drafter."""
 
     def expected(self, num_tokens: int) -> float:
         """The number of tokens that are probably accepted of the first `num_tokens`."""
@@ -44,13 +42,16 @@ class Drafter:
     """Proposes tokens that followed the same tokens before, and learns how often it is right.
 
     `tokens` is the sequence's own list, prompt first, which grows as tokens are committed. Drafts come from
-    `prediction` while the answer follows it. After a divergence, they come from the longest match in the prediction or
-    in `tokens`.
+    `prediction` while the answer follows it. After a divergence, they come from the longest match in the prediction or,
+    with `reads_text`, in `tokens`.
     """
 
-    def __init__(self, tokens: list[int], num_prompt: int, prediction: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokens: list[int], num_prompt: int, prediction: Sequence[int] = (), *, reads_text: bool = True
+    ) -> None:
         self._tokens = tokens
         self._own = TextIndex(tokens)
+        self._reads_text = reads_text
         self._prediction = prediction
         self._predicted = TextIndex(prediction)
         # The place in the prediction that the answer has reached, or None after a divergence.
@@ -85,9 +86,11 @@ class Drafter:
 
     def _next(self, max_tokens: int) -> Proposal | None:
         tokens = self._tokens
-        # Without its last token, because the text always ends with its own last tokens.
-        self._own.extend(len(tokens) - 1, INDEXED_AT_ONCE)
-        found = self._own.find(tokens)
+        found = None
+        if self._reads_text:
+            # Without its last token, because the text always ends with its own last tokens.
+            self._own.extend(len(tokens) - 1, INDEXED_AT_ONCE)
+            found = self._own.find(tokens)
         if self._prediction:
             if self._place is None:
                 self._predicted.extend(len(self._prediction), INDEXED_AT_ONCE)
@@ -97,7 +100,7 @@ class Drafter:
             if self._place is not None:
                 drafted = tuple(self._prediction[self._place : self._place + max_tokens])
                 if drafted:
-                    return Proposal(drafted, self._rates[-1], len(FIRST_RATES))
+                    return Proposal(drafted, self._rates[-1], "prediction", len(FIRST_RATES))
                 self._place = None
         if found is None:
             return None
@@ -107,4 +110,4 @@ class Drafter:
         while len(drafted) < max_tokens:
             drafted = (*drafted, *drafted[: max_tokens - len(drafted)])
         kind = sum(length >= bound for bound in MATCH_BOUNDS)
-        return Proposal(drafted, self._rates[kind], kind)
+        return Proposal(drafted, self._rates[kind], "text", kind)

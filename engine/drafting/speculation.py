@@ -7,6 +7,7 @@ from collections import Counter
 from loramux.engine.drafting.draft import Draft, DraftRoom, DraftSource, max_drafts
 from loramux.engine.drafting.drafter import Drafter, Proposal
 from loramux.engine.drafting.forced_tokens import forced_drafts, forced_tokens
+from loramux.engine.drafting.head_drafter import PROBE_STEPS, HeadDrafter
 from loramux.engine.drafting.step_times import StepTimes
 from loramux.engine.protocol.messages import DraftCounts
 from loramux.engine.sequences.batch import ScheduledSequence
@@ -40,18 +41,29 @@ class Speculation:
 
     Tokens that grammars force come first, because they are never wrong. They get few rows beside other shares, because
     they make the step longer. If there are none, and with `guesses`, tokens are guessed from the text and from
-    predictions, as long as this makes no sequence of the step slower.
+    predictions, as long as this makes no sequence of the step slower. With `has_head`, the base's own head drafts one
+    token where no prediction does, and the text is not read.
 
     It compares how long steps with and without the additional rows have taken with how often each sequence's drafts
     are accepted. Beside a sequence without drafts, or with rejected drafts, only rows that take no time are added.
     """
 
-    def __init__(self, max_rows: int = MAX_ROWS, *, guesses: bool = True, lookahead: bool = False) -> None:
+    def __init__(
+        self, max_rows: int = MAX_ROWS, *, guesses: bool = True, lookahead: bool = False, has_head: bool = False
+    ) -> None:
         self._max_rows = max_rows
         self._lookahead = lookahead
         self.guesses = guesses
+        self.has_head = has_head
         self._drafters: dict[Sequence, Drafter] = {}
+        self._heads: dict[Sequence, HeadDrafter] = {}
         self._times = StepTimes()
+        # The time that the head takes to draft, by the number of rows. The other times are without it.
+        self._head_times = StepTimes()
+        self._head_s = 0.0
+        self._wants_head = False
+        # Steps since the head has last drafted.
+        self._num_without_head = 0
         # True if the last step would have had drafts if the sequences' newest tokens had been known.
         self._is_promising = False
         self._num_drafted: Counter[DraftSource] = Counter()
@@ -65,11 +77,17 @@ class Speculation:
         """True if the next step would probably have drafts if the tokens of the step in flight were known."""
         return self._is_promising
 
+    @property
+    def wants_head(self) -> bool:
+        """True if the head should draft at the end of the step to which `with_drafts` has added drafts."""
+        return self._wants_head
+
     def with_drafts(
         self, scheduled: list[ScheduledSequence], room: DraftRoom, *, others_wait: bool
     ) -> tuple[list[ScheduledSequence], dict[Sequence, Draft]]:
         """Add drafts to a step that has only decode rows. Without `others_wait`, no sequence waits to begin."""
         self._is_promising = False
+        self._wants_head = self.has_head and not others_wait and self._head_pays(scheduled)
         drafts = self._forced(scheduled, room)
         if not drafts and self.guesses and not others_wait:
             drafts = self._guessed(scheduled, room)
@@ -119,8 +137,46 @@ class Speculation:
         for sequence, proposal in proposals.items():
             tokens = proposal.tokens[: room(sequence, min(length, len(proposal.tokens)))]
             if tokens:
-                drafts[sequence] = Draft(tokens, "prediction" if proposal.is_prediction else "text")
+                drafts[sequence] = Draft(tokens, proposal.source)
         return drafts
+
+    def _head_pays(self, scheduled: list[ScheduledSequence]) -> bool:
+        """True if drafts of the head for these sequences probably gain more time than they take.
+
+        In each step, the head then drafts for the next one, which has one more row for each of the sequences.
+        """
+        if not num_decode_rows(scheduled):
+            return False
+        # This step chooses a token, and no token may follow the last within the limit.
+        drafting = [
+            item.sequence for item in scheduled if item.sequence.grammar is None and max_drafts(item.sequence) > 1
+        ]
+        num_sequences, num_rows = len(scheduled), len(scheduled) + len(drafting)
+        if not drafting or num_rows > self._max_rows:
+            return False
+        self._num_without_head += 1
+        if self._num_without_head > PROBE_STEPS:
+            return True
+        rates = [self._head_of(sequence).rate for sequence in drafting]
+        usual = self._times.seconds(num_sequences)
+        ratio = self._times.ratio(num_sequences, len(drafting))
+        if usual > 0:
+            ratio += self._head_times.seconds(num_rows) / usual
+        least = min(rates) if len(drafting) == num_sequences else 0.0
+        return (1 + sum(rates) / num_sequences) / ratio > MIN_GAIN and ratio <= 1 + least
+
+    def _head_of(self, sequence: Sequence) -> HeadDrafter:
+        found = self._heads.get(sequence)
+        if found is None:
+            found = self._heads[sequence] = HeadDrafter(sequence.tokens)
+        return found
+
+    def note_head(self, sequence: Sequence, drafted: int | None) -> None:
+        """The head has drafted this token as the one after the sequence's newest, which is committed. None means that
+        its logits were not finite.
+        """
+        if drafted is not None:
+            self._head_of(sequence).note(drafted)
 
     def note_verified(self, draft: Draft, num_accepted: int) -> None:
         self._num_drafted[draft.source] += len(draft.tokens)
@@ -128,11 +184,17 @@ class Speculation:
         if draft.source != "grammar":
             self._num_rejected += len(draft.tokens) - num_accepted
 
-    def note_time(self, num_sequences: int, num_rows: int, seconds: float) -> None:
-        """Count the time of a step with one decode row for each sequence, and rows for drafts.
+    def note_time(self, num_sequences: int, num_rows: int, seconds: float, head_s: float | None = None) -> None:
+        """Count the time of a step with one decode row for each sequence, and rows for drafts. `head_s` is the part in
+        which the head has drafted, or None if it has not.
 
         Call `note_verified` first.
         """
+        if head_s is not None:
+            self._num_without_head = 0
+            self._head_s += head_s
+            self._head_times.note(num_rows, head_s)
+            seconds = max(0.0, seconds - head_s)
         if self._num_rejected:
             usual = self._times.seconds(num_sequences) or seconds
             self._wasted_s += max(0.0, seconds - usual) * self._num_rejected / (num_rows - num_sequences)
@@ -142,6 +204,7 @@ class Speculation:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._drafters.pop(sequence, None)
+        self._heads.pop(sequence, None)
 
     def counts(self) -> DraftCounts:
         drafted, accepted = self._num_drafted, self._num_accepted
@@ -150,9 +213,12 @@ class Speculation:
             accepted_text_tokens=accepted["text"],
             prediction_tokens=drafted["prediction"],
             accepted_prediction_tokens=accepted["prediction"],
+            head_tokens=drafted["head"],
+            accepted_head_tokens=accepted["head"],
             grammar_tokens=drafted["grammar"],
             accepted_grammar_tokens=accepted["grammar"],
             wasted_s=self._wasted_s,
+            head_s=self._head_s,
         )
 
     def _propose(self, sequence: Sequence) -> Proposal | None:
@@ -160,10 +226,15 @@ class Speculation:
         most = 0 if sequence.grammar is not None else min(LENGTHS[0], max_drafts(sequence))
         if most < 1:
             return None
+        head = self._heads.get(sequence)
+        if self.has_head and not sequence.add.prediction:
+            return None if head is None else head.propose()
         drafter = self._drafters.get(sequence)
         if drafter is None:
-            drafter = self._drafters[sequence] = Drafter(sequence.tokens, sequence.num_prompt, sequence.add.prediction)
-        return drafter.propose(most)
+            drafter = self._drafters[sequence] = Drafter(
+                sequence.tokens, sequence.num_prompt, sequence.add.prediction, reads_text=not self.has_head
+            )
+        return drafter.propose(most) or (None if head is None else head.propose())
 
     def _best_length(self, num_sequences: int, proposals: list[Proposal]) -> int:
         """The length of drafts that probably yields the most tokens in the same time, or 0."""

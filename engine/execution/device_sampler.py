@@ -14,9 +14,10 @@ from loramux.engine.constraints.logit_penalties import LogitPenalties, kept_fini
 from loramux.engine.decoder.vocabularies import FORBIDDEN
 from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.device.backend import SampleTokens
+from loramux.engine.execution.head_drafts import SubmittedHead
 from loramux.engine.execution.pooled_prompts import PooledPrompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts
-from loramux.engine.execution.sampler import SampledToken
+from loramux.engine.execution.sampler import HeadDrafts, SampledToken
 from loramux.engine.execution.step_buffer import SamplingInputs
 from loramux.engine.execution.token_marks import DeviceTokenMarks
 from loramux.engine.protocol.messages import PromptLogprob, TokenLogprobs
@@ -68,6 +69,7 @@ class SampledStep:
     fence: Fence
     scored: ScoredPrompts | None = None
     pools: PooledPrompts | None = None
+    head: SubmittedHead | None = None
 
     def tokens(self) -> list[SampledToken]:
         self.fence.wait()
@@ -83,6 +85,9 @@ class SampledStep:
 
     def pooled(self) -> list[npt.NDArray[np.float64]]:
         return [] if self.pools is None else self.pools.by_sequence()
+
+    def head_drafts(self) -> HeadDrafts | None:
+        return None if self.head is None else self.head.drafts()
 
 
 class DeviceSampler:
@@ -100,6 +105,10 @@ class DeviceSampler:
         self._eos_token_ids = eos_token_ids
         self._chosen = torch.zeros(max_samples, dtype=torch.int32, device=accelerator.device)
         self._marks = DeviceTokenMarks(accelerator)
+
+    def chosen(self, num_samples: int) -> torch.Tensor:
+        """The tokens of the latest step on the device, int32 `[num_samples]`, or -1 where it chose none."""
+        return self._chosen[:num_samples]
 
     def resolve(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace negative entries with the tokens that the previous step chose. See `Batch.tokens`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +16,10 @@ from loramux.engine.decoder.decoder import Decoder, HeadAdapters
 from loramux.engine.decoder.recorded_decoder import RecordedDecoder, StartRecording
 from loramux.engine.decoder.vocabularies import Vocabularies
 from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.execution.head_drafts import HeadRunner
 from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
-from loramux.engine.execution.sampler import FinishedStep, sample
+from loramux.engine.execution.sampler import FinishedStep, HeadDrafts, SampledToken, sample
 from loramux.engine.sequences.batch import Batch, OuterSlots, SamplingRow, StepInputs, samples_without
 from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.dispatch import Kernels
@@ -28,17 +29,34 @@ from loramux.kernels.tables import AttentionBatch, Segments
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectForward:
-    """A step whose logits, float32 `[num_samples, vocab_size]`, prompt scores and pooled prompts are complete."""
+    """A step whose logits, float32 `[num_samples, vocab_size]`, prompt scores and pooled prompts are complete.
+
+    `run_head` runs the base's own head for drafts once the tokens are chosen. It is None without one.
+    """
 
     logits: torch.Tensor
     samples: tuple[SamplingRow, ...]
     eos_token_ids: tuple[int, ...]
     scored: ScoredPrompts | None = None
     pools: PooledPrompts | None = None
+    run_head: Callable[[Sequence[SampledToken]], HeadDrafts | None] | None = None
 
     def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> FinishedStep:
-        samples = samples_without(self.samples, unused)
-        return FinishedStep(sample(self.logits, samples, self.eos_token_ids, masks), self.scored, self.pools)
+        sampled = sample(self.logits, samples_without(self.samples, unused), self.eos_token_ids, masks)
+        head = None if self.run_head is None else self.run_head(sampled)
+        return FinishedStep(sampled, self.scored, self.pools, head)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Computed:
+    """The normed states of the wanted rows, and the head's product with them if it is known.
+
+    `states` is what the head for drafts reads, of all rows, or None without such a head.
+    """
+
+    hidden: torch.Tensor
+    product: torch.Tensor | None
+    states: torch.Tensor | None
 
 
 class DirectExecutor:
@@ -51,41 +69,66 @@ class DirectExecutor:
         tables: SlotTables,
         eos_token_ids: tuple[int, ...],
         start_recording: StartRecording | None = None,
+        head: HeadRunner | None = None,
     ) -> None:
         self._decoder = decoder
         self._kernels = kernels
         self._tables = tables
         self._eos_token_ids = eos_token_ids
         self._accelerator = HostAccelerator()
+        self._head = head
         self._recorded = None
         if start_recording is not None:
             self._recorded = RecordedDecoder(decoder, kernels, tables.device, start_recording)
 
     def submit(self, batch: Batch) -> DirectForward:
         if batch.scores or batch.pooled:
-            logits, scored, pools = self._with_prompt_rows(batch)
-            return DirectForward(logits, batch.samples, self._eos_token_ids, scored, pools)
-        return DirectForward(self.logits(batch), batch.samples, self._eos_token_ids)
+            return self._with_prompt_rows(batch)
+        outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
+        inputs = self._inputs(batch, batch.sample_rows, outer)
+        found = self._compute(batch, inputs)
+        logits = self._logits_of(found.hidden, found.product, None if outer is None else outer.head)
+        return DirectForward(logits, batch.samples, self._eos_token_ids, run_head=self._head_of(batch, inputs, found))
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Logits of the batch's sample rows, float32 `[num_samples, vocab_size]`."""
-        outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
-        inputs = self._inputs(batch, batch.sample_rows, outer)
-        head_slots = None if outer is None else outer.head
+        return self.submit(batch).logits
+
+    def _compute(self, batch: Batch, inputs: StepInputs) -> _Computed:
+        """Run the decoder. The wanted rows are `inputs.sample_rows`."""
+        head = None if self._head is None or batch.head is None else self._head.head
         if self._recorded is not None and len(batch.sample_rows) == len(batch.tokens):
             found = self._recorded.run(inputs)
             if found is not None:
-                return self._logits_of(*found, head_slots)
-        hidden = self._decoder.hidden(inputs, self._kernels, self._tables.device)
-        return self._logits_of(hidden, None, head_slots)
+                total, hidden, product = found
+                return _Computed(hidden, product, None if head is None else head.states(total, hidden))
+        if head is None:
+            return _Computed(self._decoder.hidden(inputs, self._kernels, self._tables.device), None, None)
+        total, normed = self._decoder.states(inputs, self._kernels, self._tables.device)
+        return _Computed(normed[inputs.sample_rows], None, head.states(total, normed))
 
-    def _with_prompt_rows(self, batch: Batch) -> tuple[torch.Tensor, ScoredPrompts | None, PooledPrompts | None]:
-        """Logits of the batch's sample rows, the scores of its scored rows, and the sums of its pooled rows."""
+    def _head_of(
+        self, batch: Batch, inputs: StepInputs, found: _Computed
+    ) -> Callable[[Sequence[SampledToken]], HeadDrafts | None] | None:
+        states, head = found.states, self._head
+        if states is None or head is None:
+            return None
+
+        def run_head(sampled: Sequence[SampledToken]) -> HeadDrafts | None:
+            chosen = torch.tensor([-1 if one.token_id is None else one.token_id for one in sampled], dtype=torch.int32)
+            submitted = head.submit(batch, inputs, states, chosen)
+            return None if submitted is None else submitted.drafts()
+
+        return run_head
+
+    def _with_prompt_rows(self, batch: Batch) -> DirectForward:
+        """A step that also scores and pools prompt rows."""
         scored_rows, pooled_rows = batch.scored_rows, batch.pooled_rows
         rows = np.concatenate([batch.sample_rows, scored_rows, pooled_rows])
         outer = self._tables.outer_slots(batch.slots, rows)
-        hidden = self._decoder.hidden(self._inputs(batch, rows, outer), self._kernels, self._tables.device)
-        num_samples = len(batch.sample_rows)
+        inputs = self._inputs(batch, rows, outer)
+        found = self._compute(batch, inputs)
+        hidden, num_samples = found.hidden, len(batch.sample_rows)
         num_scored = num_samples + len(scored_rows)
 
         def logits_of(begin: int, end: int) -> torch.Tensor:
@@ -106,7 +149,8 @@ class DirectExecutor:
         pools = None
         if batch.pooled:
             pools = pool_prompts(batch.pooled, pooled_hidden, class_logits, self._accelerator)
-        return logits_of(0, num_samples), scored, pools
+        run_head = self._head_of(batch, inputs, found)
+        return DirectForward(logits_of(0, num_samples), batch.samples, self._eos_token_ids, scored, pools, run_head)
 
     def _logits_of(
         self, hidden: torch.Tensor, product: torch.Tensor | None, head_slots: npt.NDArray[np.int32] | None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from loramux.engine.constraints.grammar import NO_MASKS, Masks
 from loramux.engine.drafting.draft import Draft
-from loramux.engine.execution.sampler import SampledToken
+from loramux.engine.execution.sampler import HeadDrafts, SampledToken
 from loramux.engine.protocol.messages import PromptLogprob
 from loramux.engine.sequences.batch import Batch
 from loramux.engine.sequences.sequence import Sequence
@@ -30,6 +30,10 @@ class StepResult(Protocol):
         """Return the sum of the hidden states, float64 `[hidden_size]`, or the logits of the classes, float64
         `[num_labels]`, for each entry of `Batch.pooled`. Call `tokens` first.
         """
+        ...
+
+    def head_drafts(self) -> HeadDrafts | None:
+        """What the base's own head has drafted, or None if it has not. Call `tokens` first."""
         ...
 
 

@@ -19,14 +19,16 @@ from loramux.engine.decoder.decoder import Decoder, HeadAdapters
 from loramux.engine.decoder.vocabularies import Vocabularies
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.device_faults import reason_of
+from loramux.engine.drafting.speculation import MAX_ROWS
 from loramux.engine.execution.contiguous_keys import contiguous_keys, padding_keys
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledStep
+from loramux.engine.execution.head_drafts import HeadRunner, SubmittedHead
 from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.step_buffer import SamplingInputs, StepBuffer, StepLayout
 from loramux.engine.execution.step_shape import MAX_SINGLE_ROWS, StepShape, step_shape
 from loramux.engine.protocol.messages import GraphMemory, SamplingParams
-from loramux.engine.sequences.batch import NO_ROWS, Batch, OuterSlots, SamplingRow, samples_without
+from loramux.engine.sequences.batch import NO_ROWS, Batch, OuterSlots, SamplingRow, StepInputs, samples_without
 from loramux.engine.sequences.layer_groups import ALL_GROUPS, LayerGroups
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import SEGMENT_ROWS, group_rows
@@ -51,7 +53,10 @@ HEAD_SEGMENTS = (1, 4, 16, 64, 256)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphForward:
-    """A submitted step. The device writes its logits to `logits` `[num_samples, vocab_size]`."""
+    """A submitted step. The device writes its logits to `logits` `[num_samples, vocab_size]`.
+
+    `submit_head` runs the base's own head for drafts once the tokens are chosen. It is None without one.
+    """
 
     sampler: DeviceSampler
     logits: torch.Tensor
@@ -59,13 +64,15 @@ class GraphForward:
     inputs: SamplingInputs
     scored: ScoredPrompts | None = None
     pools: PooledPrompts | None = None
+    submit_head: Callable[[], SubmittedHead | None] | None = None
 
     def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> SampledStep:
         samples = samples_without(self.samples, unused)
         chosen = self.sampler.choose(self.logits, samples, self.inputs, masks)
-        if self.scored is None and self.pools is None:
+        if self.scored is None and self.pools is None and self.submit_head is None:
             return chosen
-        return replace(chosen, scored=self.scored, pools=self.pools)
+        head = None if self.submit_head is None else self.submit_head()
+        return replace(chosen, scored=self.scored, pools=self.pools, head=head)
 
 
 class GraphExecutor:
@@ -96,6 +103,7 @@ class GraphExecutor:
         sampler: DeviceSampler,
         max_sequences: int,
         max_graphs: int = MAX_GRAPHS,
+        head: HeadRunner | None = None,
     ) -> None:
         self._decoder = decoder
         self._kernels = kernels
@@ -116,6 +124,9 @@ class GraphExecutor:
         # Each step writes the hidden states of its sample rows here, after the final norm.
         largest = step_shape(max_sequences, max_sequences, max_q=2, max_rank=0)
         self._hidden = decoder.new_hidden(largest.num_sequences)
+        self._head_runner = head
+        # With a head for drafts, each step writes what the head reads of its rows here.
+        self._states = None if head is None else decoder.new_hidden(buffer.max_tokens)
         # 0 if no layer reads contiguous K and V.
         most_pages = max(map(kernels.max_gathered_pages, decoder.shapes.attention), default=0)
         self._max_gathered_pages = min(most_pages, buffer.max_listed_blocks)
@@ -136,6 +147,9 @@ class GraphExecutor:
         for shape in shapes:
             layout = self._buffer.load(NO_ROWS, shape)
             self._forward(layout)
+            if self._head_runner is not None and self._states is not None and not shape.max_rank:
+                is_drafting = shape.is_decode and shape.num_sequences <= MAX_ROWS
+                self._head_runner.warm_up(layout.inputs, self._states[: shape.num_tokens], drafts=is_drafting)
             if shape.is_captured:
                 self._has_run.add(shape)
             elif not shape.max_rank:
@@ -186,7 +200,16 @@ class GraphExecutor:
         num_samples = len(batch.samples)
         head = None if outer is None else self._head(layout, outer)
         logits = self._decoder.logits(self._hidden[:num_samples], head)
-        return GraphForward(self._sampler, logits, batch.samples, layout.sampling, scored, pools)
+        submit_head = self._submit_head(batch, layout)
+        return GraphForward(self._sampler, logits, batch.samples, layout.sampling, scored, pools, submit_head)
+
+    def _submit_head(self, batch: Batch, layout: StepLayout) -> Callable[[], SubmittedHead | None] | None:
+        """The call that runs the head for drafts after this step's tokens have been chosen, before the next step."""
+        head, states = self._head_runner, self._states
+        if head is None or states is None or batch.head is None:
+            return None
+        own = states[: layout.shape.num_tokens]
+        return lambda: head.submit(batch, layout.inputs, own, self._sampler.chosen(len(batch.samples)))
 
     def _shape(self, batch: Batch, has_outer: bool) -> StepShape:
         used = batch.slots[batch.slots >= 0]
@@ -269,7 +292,7 @@ class GraphExecutor:
         prompt_rows = torch.from_numpy(np.concatenate([scored_rows, pooled_rows]))
         rows = torch.cat([layout.inputs.sample_rows, self._accelerator.stage(prompt_rows)])
         inputs = replace(layout.inputs, tokens=self._sampler.resolve(layout.inputs.tokens), sample_rows=rows)
-        hidden = self._decoder.hidden(inputs, self._kernels, self._tables.device)
+        hidden = self._run_decoder(inputs)
         num_sequences = len(layout.inputs.sample_rows)
         self._hidden[:num_sequences].copy_(hidden[:num_sequences])
         outer = self._tables.outer_slots(batch.slots, scored_rows)
@@ -346,5 +369,13 @@ class GraphExecutor:
     @torch.inference_mode()
     def _forward(self, layout: StepLayout) -> None:
         inputs = replace(layout.inputs, tokens=self._sampler.resolve(layout.inputs.tokens))
-        hidden = self._decoder.hidden(inputs, self._kernels, self._tables.device)
+        hidden = self._run_decoder(inputs)
         self._hidden[: hidden.shape[0]].copy_(hidden)
+
+    def _run_decoder(self, inputs: StepInputs) -> torch.Tensor:
+        """The output of `Decoder.hidden`. Also keeps what the head for drafts reads."""
+        if self._head_runner is None or self._states is None:
+            return self._decoder.hidden(inputs, self._kernels, self._tables.device)
+        total, normed = self._decoder.states(inputs, self._kernels, self._tables.device)
+        self._states[: total.shape[0]].copy_(self._head_runner.head.states(total, normed))
+        return normed[inputs.sample_rows]

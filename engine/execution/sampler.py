@@ -46,12 +46,24 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
+class HeadDrafts:
+    """The token that the base's own head drafts after each sampled token, or None where its logits are not finite.
+
+    Drafting took `seconds`.
+    """
+
+    tokens: list[int | None]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class FinishedStep:
     """The result of a step that ran synchronously when it was submitted."""
 
     sampled: list[SampledToken]
     scored: ScoredPrompts | None = None
     pools: PooledPrompts | None = None
+    head: HeadDrafts | None = None
 
     def tokens(self) -> list[SampledToken]:
         return self.sampled
@@ -61,6 +73,9 @@ class FinishedStep:
 
     def pooled(self) -> list[npt.NDArray[np.float64]]:
         return [] if self.pools is None else self.pools.by_sequence()
+
+    def head_drafts(self) -> HeadDrafts | None:
+        return self.head
 
 
 def sample(

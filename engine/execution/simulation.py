@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from loramux.engine.decoder.vocabularies import FORBIDDEN
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
-from loramux.engine.execution.sampler import FinishedStep, SampledToken, sample
+from loramux.engine.execution.sampler import FinishedStep, HeadDrafts, SampledToken, sample
 from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.sequences.batch import Batch, samples_without
 from loramux.engine.sequences.cache_groups import CacheLayout
@@ -31,12 +32,16 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedForward:
-    """A step of a SimulatedExecutor, with the most likely token and the adapter slot of each sample row."""
+    """A step of a SimulatedExecutor, with the most likely token, the adapter slot and the state of each sample row, and
+    the token of each row.
+    """
 
     executor: SimulatedExecutor
     batch: Batch
     likeliest: list[int]
     slots: list[int]
+    states: list[int]
+    tokens: list[int]
     scored: ScoredPrompts | None = None
     pools: PooledPrompts | None = None
 
@@ -52,6 +57,10 @@ class SimulatedExecutor:
     layers see (the last state if no layer has a window) plus the salt, modulo the size of the adapter's vocabulary. A
     wrong page, a wrongly shared page, a stale position or a wrong adapter changes the output. In a hybrid decoder, each
     sequence also keeps the state of its last position in its state pages.
+
+    If a batch has rows for the base's own head, the head stores at each position the token there and the one after it.
+    Four times of five, it drafts the most likely token. The position before a page can have another sequence's token
+    after it, as in a real pool.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class SimulatedExecutor:
         # Tokens of the previous step, for rows whose token was not yet on the host when the batch was built.
         self._chosen: list[int | None] = []
         self._states = [UNWRITTEN] * (num_pages * self._page_places)
+        self._head_stored: dict[int, tuple[int, int]] = {}
         self.not_finite_for: set[str] = set()
         self.batches: list[Batch] = []
 
@@ -80,7 +90,9 @@ class SimulatedExecutor:
         slots, sample_rows = batch.slots.tolist(), batch.sample_rows.tolist()
         salts = {slot: _salt(self._adapter_pages.digest_of_slot(slot)) for slot in set(slots)}
         sizes = {slot: self._vocab_size_of(slot) for slot in salts}
-        states = self._write(batch, slots, salts, sizes)
+        # A row whose logits were not finite has no token. Its sequence ends without using this step's result.
+        tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
+        states = self._write(batch, tokens, slots, salts, sizes)
 
         def likeliest(rows: list[int]) -> list[int]:
             return [(states[row] + salts[slots[row]]) % sizes[slots[row]] for row in rows]
@@ -105,7 +117,8 @@ class SimulatedExecutor:
 
             pools = pool_prompts(batch.pooled, hidden.view(-1, 1), class_logits, HostAccelerator())
         sample_slots = [slots[row] for row in sample_rows]
-        return SimulatedForward(self, batch, likeliest(sample_rows), sample_slots, scored, pools)
+        sample_states = [states[row] for row in sample_rows]
+        return SimulatedForward(self, batch, likeliest(sample_rows), sample_slots, sample_states, tokens, scored, pools)
 
     def choose(self, forward: SimulatedForward, masks: Masks, unused: Collection[int] = ()) -> FinishedStep:
         samples, chosen = samples_without(forward.batch.samples, unused), forward.likeliest
@@ -116,7 +129,39 @@ class SimulatedExecutor:
         else:
             sampled = sample(self._logits(chosen, forward.slots), samples, self._eos_token_ids, masks)
         self._chosen = [one.token_id for one in sampled]
-        return FinishedStep(sampled, forward.scored, forward.pools)
+        return FinishedStep(sampled, forward.scored, forward.pools, self._run_head(forward, self._chosen))
+
+    def _run_head(self, forward: SimulatedForward, chosen: list[int | None]) -> HeadDrafts | None:
+        batch = forward.batch
+        if batch.head is None:
+            return None
+        next_tokens, sample_rows = batch.head.next_tokens.tolist(), batch.sample_rows.tolist()
+        for row, token in zip(sample_rows, chosen, strict=True):
+            next_tokens[row] = token or 0
+        for place, token, following in zip(batch.kv_slots[0].tolist(), forward.tokens, next_tokens, strict=True):
+            self._head_stored[place] = (token, following)
+        if not batch.head.is_drafting:
+            return None
+        drafted: list[int | None] = []
+        for row, state, slot in zip(sample_rows, forward.states, forward.slots, strict=True):
+            position = int(batch.positions[row])
+            if row == 0 or batch.block_starts[0, row] != batch.block_starts[0, row - 1]:
+                self._check_head(batch, row, position)
+            salt, size = _salt(self._adapter_pages.digest_of_slot(slot)), self._vocab_size_of(slot)
+            following = _next_state(state, next_tokens[row], position + 1, salt)
+            drafted.append((following + salt + (following % 5 == 0)) % size)
+        return HeadDrafts(drafted, 0.0)
+
+    def _check_head(self, batch: Batch, row: int, position: int) -> None:
+        """Assert that each position before the first row of a sequence has the token after it."""
+        block_start = int(batch.block_starts[0, row])
+        blocks = batch.blocks[block_start + np.arange(position // self._block_tokens + 1)].tolist()
+        stored = [
+            self._head_stored[blocks[place // self._block_tokens] * self._block_tokens + place % self._block_tokens]
+            for place in range(position + 1)
+        ]
+        for place, ((_, following), (token, _)) in enumerate(itertools.pairwise(stored), 1):
+            assert following == token or place % self._block_tokens == 0, "the head has another token after a position"
 
     def _hidden(self, state: int, slot: int) -> float:
         """The hidden state of a row, which has a size of 1. float32 holds it exactly."""
@@ -178,7 +223,9 @@ class SimulatedExecutor:
             first = page * self._page_places
             self._states[first : first + self._page_places] = [UNWRITTEN] * self._page_places
 
-    def _write(self, batch: Batch, slots: list[int], salts: dict[int, int], sizes: dict[int, int]) -> list[int]:
+    def _write(
+        self, batch: Batch, tokens: list[int], slots: list[int], salts: dict[int, int], sizes: dict[int, int]
+    ) -> list[int]:
         """Compute each row's state from the previous state in its context, and store it in the row's KV slots.
 
         Returns each row's state or, with windowed layers, the sum of the states in the row's windows.
@@ -188,8 +235,6 @@ class SimulatedExecutor:
         cu_q, seq_lens, starts = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.block_starts.tolist()
         state_starts, first_slots = batch.state_starts.tolist(), kv_slots[0]
         is_plain, is_hybrid = self._windows == [None], self._num_state_pages > 0
-        # A row whose logits were not finite has no token. Its sequence ends without using this step's result.
-        tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
         for sequence, (begin, end, seq_len) in enumerate(zip(cu_q, cu_q[1:], seq_lens, strict=False)):
             assert len({*slots[begin:end]} - {-1}) <= 1, "a sequence has one adapter"

@@ -97,6 +97,8 @@ class StepBuffer:
         num_bytes = max(ends) + ALIGNMENT + block_bytes
         self._accelerator = accelerator
         self.max_listed_blocks = max_listed_blocks
+        self.max_tokens = largest.num_tokens
+        """Maximum number of rows of a step, with padding."""
         self._num_groups = num_groups
         self._has_states = has_states
         self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=accelerator.device)

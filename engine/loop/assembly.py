@@ -39,6 +39,7 @@ from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.execution.executor import Executor
 from loramux.engine.execution.graph_executor import GraphExecutor
+from loramux.engine.execution.head_drafts import HeadRunner
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import reachable_shapes
 from loramux.engine.loop.config import EngineConfig, activation_bits, check_workers
@@ -62,12 +63,13 @@ from loramux.engine.protocol.messages import Add, EngineReady, GraphMemory, Samp
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from loramux.engine.sequences.batch import ScheduledSequence, build_batch
+from loramux.engine.sequences.batch import ScheduledSequence, build_batch, head_rows
 from loramux.engine.sequences.cache_groups import CacheLayout
 from loramux.engine.sequences.sequence import PageTable, Sequence, block_list
 from loramux.engine.tracing.sequence_traces import SequenceTraces
 from loramux.engine.tracing.spans import SpanSink
 from loramux.kernels.dispatch import Kernels
+from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
 
 SPARE_BYTES = 512 << 20
@@ -89,6 +91,8 @@ class AssembledEngine:
     views: PoolViews
     ready: EngineReady
     workers: Workers | None = None
+    head_views: PoolViews | None = None
+    """The pool of the base's own head for drafts, if it is used. It has as many pages as `views`."""
 
     def close(self) -> None:
         """Cancel loads, and end the engine's processes."""
@@ -158,7 +162,7 @@ def assemble_worker(config: EngineConfig, group: WorkerGroup) -> Worker:
     base = load_base(config, _backend(config, None, group))
     accelerator, decoder = base.backend.accelerator, base.decoder
     tables = SlotTables(base.target, config.max_resident_adapters, accelerator, decoder.outer_factors)
-    views = _allocate_views(base, pool_bytes_of(config.pool_bytes, accelerator.memory()))
+    views, _ = _allocate_views(base, pool_bytes_of(config.pool_bytes, accelerator.memory()))
     kernels = base.backend.make_kernels(views, decoder.shapes)
     executor = _make_executor(base, tables, kernels, decoder)
     return Worker(executor, tables, views.raw, base.target, accelerator)
@@ -206,13 +210,13 @@ def _assemble(
     accelerator.release_unused()
     # Compile before the pool is sized, so that memory cached by torch for activations does not count as free.
     _compile_programs(base, tables)
-    views = _allocate_views(base, pool_bytes_of(config.pool_bytes, accelerator.memory()))
+    views, head_views = _allocate_views(base, pool_bytes_of(config.pool_bytes, accelerator.memory()))
     kernels = backend.make_kernels(views, base.decoder.shapes)
     pages = _page_pool(views, cache)
     policy, queue, host = new_policy(config.eviction_policy), FairQueue(), HostTier(config.host_tier_bytes)
     stager = stager or open_stager(config, base.whole_target, accelerator, host, wake)
     copier: Copier = PageCopier(views.raw, accelerator, wake, stager.figures)
-    executor = _make_executor(base, tables, kernels, base.decoder)
+    executor = _make_executor(base, tables, kernels, base.decoder, _head_runner(base, tables, head_views))
     num_pages_of = None
     if workers is not None:
         workers.join()
@@ -246,33 +250,70 @@ def _assemble(
         scheduler,
         executor,
         grammars,
-        _speculation(config, executor, backend.runs_ahead),
+        _speculation(base, executor),
         host.protect,
     )
     traces = None if spans is None else SequenceTraces(spans)
     engine = Engine(
         limits=_limits(base),
         parts=parts,
-        observers=Observers(_stats(parts, stager, views, reads), traces, note_running),
+        observers=Observers(_stats(parts, stager, _page_bytes(base), reads), traces, note_running),
         seeds=random.Random(config.seed),
         clock=time.monotonic,
         lookahead=backend.runs_ahead,
     )
     ready = _ready(base, pages.num_pages, has_files=weights is None)
-    return AssembledEngine(engine, adapters, grammars, stager, views, ready, workers)
+    return AssembledEngine(engine, adapters, grammars, stager, views, ready, workers, head_views)
 
 
-def _allocate_views(base: LoadedBase, num_bytes: int) -> PoolViews:
-    """The pool of this process. `num_bytes` is the size of the pools of all workers."""
+def _allocate_views(base: LoadedBase, num_bytes: int) -> tuple[PoolViews, PoolViews | None]:
+    """The pool of this process, and that of the base's own head for drafts if it is used, which has as many pages.
+    `num_bytes` is the size of the pools of all workers.
+    """
     kv_dtype, adapter_dtype = pool_dtypes(base.config, base.dtype)
-    return allocate_pool(
-        base.target.geometry,
-        num_bytes // base.config.tensor_parallel_size,
-        kv_dtype=kv_dtype,
-        adapter_dtype=adapter_dtype,
-        device=base.backend.device,
-        has_cache_groups=base.decoder.cache_layout.has_pages_of_blocks,
-    )
+    geometry, head_geometry = base.target.geometry, _head_geometry(base)
+    num_bytes //= base.config.tensor_parallel_size
+    num_pages = num_bytes // _page_bytes(base)
+
+    def allocate(geometry: PageGeometry, num_bytes: int) -> PoolViews:
+        return allocate_pool(
+            geometry,
+            num_bytes,
+            kv_dtype=kv_dtype,
+            adapter_dtype=adapter_dtype,
+            device=base.backend.device,
+            has_cache_groups=base.decoder.cache_layout.has_pages_of_blocks,
+        )
+
+    if head_geometry is None:
+        return allocate(geometry, num_bytes), None
+    if num_pages < 1:
+        raise PoolTooSmall(
+            f"a pool of {num_bytes} bytes cannot hold a page of {_page_bytes(base)} bytes: raise pool_bytes"
+        )
+    views = allocate(geometry, num_pages * geometry.pool_page_bytes)
+    return views, allocate(head_geometry, num_pages * head_geometry.pool_page_bytes)
+
+
+def _head_runner(base: LoadedBase, tables: SlotTables, head_views: PoolViews | None) -> HeadRunner | None:
+    if base.head is None or head_views is None:
+        return None
+    kernels = base.backend.make_kernels(head_views, base.head.shapes)
+    return HeadRunner(base.head, kernels, tables.device, base.backend.accelerator)
+
+
+def _head_geometry(base: LoadedBase) -> PageGeometry | None:
+    """The geometry of the pool of the base's own head for drafts, or None if it is not used."""
+    if base.head is None:
+        return None
+    geometry = base.target.geometry
+    return base.head.config.geometry(geometry.kv_itemsize, geometry.adapter_itemsize)
+
+
+def _page_bytes(base: LoadedBase) -> int:
+    """Bytes of a page, with the K and V of the base's own head for drafts if it is used."""
+    head_geometry = _head_geometry(base)
+    return base.target.geometry.pool_page_bytes + (0 if head_geometry is None else head_geometry.pool_page_bytes)
 
 
 def _page_pool(views: PoolViews, cache: CacheLayout) -> PagePool:
@@ -322,7 +363,7 @@ def _reads(base: LoadedBase, views: PoolViews, weight_bytes: int | None) -> Read
     )
 
 
-def _stats(parts: EngineParts, stager: Stager, views: PoolViews, reads: ReadsPerStep | None) -> EngineStats:
+def _stats(parts: EngineParts, stager: Stager, page_bytes: int, reads: ReadsPerStep | None) -> EngineStats:
     executor = parts.executor
     return EngineStats(
         parts.pages,
@@ -331,7 +372,7 @@ def _stats(parts: EngineParts, stager: Stager, views: PoolViews, reads: ReadsPer
         parts.scheduler,
         loading=stager.counts,
         contents=stager.contents,
-        page_bytes=views.geometry.pool_page_bytes,
+        page_bytes=page_bytes,
         graphs=executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory,
         grammars=parts.grammars.counts,
         reads=reads,
@@ -339,11 +380,23 @@ def _stats(parts: EngineParts, stager: Stager, views: PoolViews, reads: ReadsPer
     )
 
 
-def _speculation(config: EngineConfig, executor: Executor, lookahead: bool) -> Speculation:
+def _speculation(base: LoadedBase, executor: Executor) -> Speculation:
+    config = base.config
     # On a GPU, a step samples at most one token for each sequence that can run.
     most = config.max_sequences if isinstance(executor, GraphExecutor) else MAX_ROWS
     max_rows = min(MAX_ROWS, most, config.max_batch_tokens)
-    return Speculation(max_rows, guesses=config.speculate == "text", lookahead=lookahead)
+    return Speculation(
+        max_rows,
+        guesses=config.speculate != "off",
+        lookahead=base.backend.runs_ahead,
+        has_head=base.head is not None,
+    )
+
+
+def _guesses(base: LoadedBase) -> str | None:
+    if base.config.speculate == "off":
+        return None
+    return "text" if base.head is None else "head"
 
 
 def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
@@ -362,6 +415,7 @@ def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
         num_dequantized=base.num_dequantized,
         model_sha256=model_sha256(model_dir),
         base_sha256=base_sha256(model_dir) if has_files else "",
+        guesses=_guesses(base),
         max_sequences=config.max_sequences,
         ran_at_death=config.ran_at_death,
     )
@@ -400,8 +454,10 @@ def _compile_programs(base: LoadedBase, tables: SlotTables) -> None:
     backend, compile_ahead = base.backend, base.backend.compile_ahead
     if not backend.compiles or compile_ahead is None:
         return
-    kernels = backend.make_kernels(_allocate_views(base, base.target.geometry.pool_page_bytes), base.decoder.shapes)
-    executor = _make_executor(base, tables, kernels, base.decoder.with_few_layers())
+    views, head_views = _allocate_views(base, _page_bytes(base))
+    kernels = backend.make_kernels(views, base.decoder.shapes)
+    head = _head_runner(base, tables, head_views)
+    executor = _make_executor(base, tables, kernels, base.decoder.with_few_layers(), head)
     if not isinstance(executor, GraphExecutor):
         return
     shapes = list(reachable_shapes(base.config.max_batch_tokens, base.config.max_sequences))
@@ -425,7 +481,10 @@ def _warm_up(executor: Executor, base: LoadedBase) -> None:
                 tables = [PageTable(block_list(cache.blocks(group, 0))) for group in cache.groups]
                 sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, tables=tables)
                 sequence.state_pages = block_list([0] * cache.num_state_pages)
-                batch = build_batch([ScheduledSequence(sequence, num_prompt)], cache.block_tokens)
+                scheduled = [ScheduledSequence(sequence, num_prompt)]
+                batch = build_batch(scheduled, cache.block_tokens)
+                if base.head is not None:
+                    batch = msgspec.structs.replace(batch, head=head_rows(scheduled, num_prompt == 1))
                 executor.submit(batch).choose().tokens()
             if base.backend.compiles and isinstance(executor, GraphExecutor):
                 executor.warm_up(reachable_shapes(config.max_batch_tokens, config.max_sequences))
@@ -436,13 +495,15 @@ def _warm_up(executor: Executor, base: LoadedBase) -> None:
         ) from error
 
 
-def _make_executor(base: LoadedBase, tables: SlotTables, kernels: Kernels, decoder: Decoder) -> Executor:
+def _make_executor(
+    base: LoadedBase, tables: SlotTables, kernels: Kernels, decoder: Decoder, head: HeadRunner | None = None
+) -> Executor:
     config, accelerator, eos_token_ids = base.config, base.backend.accelerator, base.model.eos_token_ids
     sample_tokens = base.backend.sample_tokens
     if sample_tokens is None:
         start = base.backend.start_recording
         return DirectExecutor(
-            decoder, kernels, tables, eos_token_ids, None if start is None else partial(start, kernels)
+            decoder, kernels, tables, eos_token_ids, None if start is None else partial(start, kernels), head
         )
     cache = decoder.cache_layout
     buffer = StepBuffer(
@@ -454,4 +515,4 @@ def _make_executor(base: LoadedBase, tables: SlotTables, kernels: Kernels, decod
         has_states=cache.num_state_pages > 0,
     )
     sampler = DeviceSampler(accelerator, sample_tokens, config.max_sequences, eos_token_ids)
-    return GraphExecutor(decoder, kernels, tables, accelerator, buffer, sampler, config.max_sequences)
+    return GraphExecutor(decoder, kernels, tables, accelerator, buffer, sampler, config.max_sequences, head=head)

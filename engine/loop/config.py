@@ -17,6 +17,7 @@ from loramux.engine.tracing.spans import TraceConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
+Speculate = Literal["off", "text", "head", "auto"]
 KvDtype = Literal["auto", "int8"]
 KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
 
@@ -92,8 +93,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Overlap the launches of kernels (programmatic dependent launch) on GPUs of compute capability 9.0 or later."""
     fused_lora: bool = False
     """Multiply float linear layers and their adapters in one kernel in steps of up to 128 tokens, on a GPU."""
-    speculate: Literal["off", "text"] = "off"
-    """`text` drafts tokens from the text of each sequence, and verifies several in one step."""
+    speculate: Speculate = "off"
+    """`text` drafts tokens from the text of each sequence, `head` with the base's own head for drafts, and `auto` with
+    the head if the base has one that can be used, otherwise from the text. A step verifies several tokens.
+    """
     num_loaders: int = 4
     """Number of adapters that the staging process loads in parallel, each on its own thread."""
     ran_at_death: tuple[str, ...] = ()
@@ -204,6 +207,11 @@ def check_workers(config: EngineConfig, model: ModelConfig, is_quantized: bool) 
         return
     if config.device != "cpu":
         raise ConfigNotUsable("tensor parallelism runs only on CPUs so far: omit tensor_parallel_size")
+    if config.speculate == "head":
+        raise ConfigNotUsable(
+            "the workers of a tensor-parallel engine cannot divide the base's head for drafts: use --speculate text or "
+            "auto, or omit tensor_parallel_size"
+        )
     if config.num_threads < size:
         raise ConfigNotUsable(
             f"{size} workers need a thread each, but num_threads is {config.num_threads}: lower tensor_parallel_size"

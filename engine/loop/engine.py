@@ -45,7 +45,7 @@ from loramux.engine.protocol.messages import (
 from loramux.engine.scheduling.request_limits import EngineLimits, request_problem
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.token_grants import TokenGrants
-from loramux.engine.sequences.batch import ScheduledSequence, build_batch
+from loramux.engine.sequences.batch import ScheduledSequence, build_batch, head_rows
 from loramux.engine.sequences.live_sequences import LiveSequences
 from loramux.engine.sequences.sequence import Sequence
 from loramux.engine.sequences.timers import Timers
@@ -318,7 +318,9 @@ class Engine:
         seconds = self._clock() - started_s
         self._stats.count_committed(step.read_bytes, step.prompt_tokens, seconds)
         if step.num_rows:
-            self._speculation.note_time(step.num_sequences, step.num_rows, seconds)
+            head = step.result.head_drafts()
+            head_s = None if head is None else head.seconds
+            self._speculation.note_time(step.num_sequences, step.num_rows, seconds, head_s)
 
     def _masks(self, sampling: list[Sequence | None], drafts: dict[Sequence, Draft]) -> Masks:
         """The masks of the constrained rows. A row with no allowed token has no mask, and its sequence ends.
@@ -360,6 +362,8 @@ class Engine:
             # in this step.
             self._note_running([sequence.sequence_id for sequence in self._scheduler.running])
         batch = build_batch(scheduled, self._limits.page_tokens)
+        if self._speculation.has_head:
+            batch = structs.replace(batch, head=head_rows(scheduled, self._speculation.wants_head))
         forward = self._executor.submit(batch)
         scoring = [item.sequence for item in scheduled if item.sequence.num_unscored] if batch.scores else []
         for sequence, scored in zip(scoring, batch.scores, strict=True):

@@ -12,6 +12,7 @@ import torch
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.decoder.decoder import Decoder
+from loramux.engine.decoder.draft_head import DraftHead
 from loramux.engine.decoder.weights import WeightSource, open_weights
 from loramux.engine.device.backend import Backend
 from loramux.engine.loop.config import EngineConfig, kv_itemsize, pack_target, resolve_dtype, resolve_max_model_len
@@ -45,6 +46,8 @@ class LoadedBase:
     whole_target: PackTarget
     backend: Backend
     decoder: Decoder
+    head: DraftHead | None
+    """The base's own head for drafts, or None if it is not used."""
     activations: str | None
     """The format of 8 bits to which inputs of linear layers are rounded, or None."""
     num_dequantized: int
@@ -92,7 +95,7 @@ def load_base(config: EngineConfig, backend: Backend, weights: WeightSource | No
         own = worker_config(model, backend.workers.size)
         target = pack_target(own, dtype, config.adapter_dtype, config.kv_dtype)
     layers = CodedLayers()
-    decoder = load_decoder(config, model, dtype, max_model_len, weights, layers.counted(backend))
+    decoder, head = load_decoder(config, model, dtype, max_model_len, weights, layers.counted(backend))
     format_of_bytes, device = ("int8", "CPU") if config.device == "cpu" else ("fp8", "GPU")
     if config.activations == format_of_bytes and layers.num_with_byte_inputs == 0:
         raise ConfigNotUsable(
@@ -109,6 +112,7 @@ def load_base(config: EngineConfig, backend: Backend, weights: WeightSource | No
         whole_target,
         backend,
         decoder,
+        head,
         activations,
         layers.num_dequantized,
     )
@@ -121,22 +125,28 @@ def load_decoder(
     max_model_len: int,
     weights: WeightSource | None,
     backend: Backend,
-) -> Decoder:
+) -> tuple[Decoder, DraftHead | None]:
+    """The decoder, and its head for drafts if the settings want it. Raises EngineError."""
     memory = backend.accelerator.memory()
     itemsize = kv_itemsize(dtype, config.kv_dtype)
     try:
         if weights is not None:
-            return Decoder(model, weights, DTYPES[dtype], max_model_len, backend, itemsize)
+            decoder = Decoder(model, weights, DTYPES[dtype], max_model_len, backend, itemsize)
+            uses_head = _uses_head(config, model, has_tensors=True)
+            return decoder, DraftHead(decoder, weights, DTYPES[dtype], backend, itemsize) if uses_head else None
         quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
         with open_weights(Path(config.model_dir), quantized_dir, model.draft_tensors) as opened:
             if (workers := backend.workers) is not None:
                 own = replace(worker_config(model, workers.size), tied_embeddings=False)
                 sharded = ShardedWeights(opened, model, workers.size, workers.worker)
-                return Decoder(own, sharded, DTYPES[dtype], max_model_len, backend, itemsize)
+                return Decoder(own, sharded, DTYPES[dtype], max_model_len, backend, itemsize), None
             # A quantised head is a separate weight, even if the float model's head is tied to the embedding.
             is_tied = model.tied_embeddings and not opened.has_quantized_head
             own = replace(model, tied_embeddings=is_tied)
-            return Decoder(own, opened, DTYPES[dtype], max_model_len, backend, itemsize)
+            decoder = Decoder(own, opened, DTYPES[dtype], max_model_len, backend, itemsize)
+            has_tensors = model.draft_head is not None and opened.has_any(f"{model.draft_head.prefix}.")
+            uses_head = _uses_head(config, model, has_tensors=has_tensors)
+            return decoder, DraftHead(decoder, opened, DTYPES[dtype], backend, itemsize) if uses_head else None
     except torch.OutOfMemoryError as error:
         if memory is None:
             raise
@@ -144,3 +154,29 @@ def load_decoder(
             f"the model does not fit on the GPU, which had {in_gib(memory.free)} of {in_gib(memory.total)} free: "
             "stop other programs on the GPU, or use a larger GPU"
         ) from error
+
+
+def _uses_head(config: EngineConfig, model: ModelConfig, *, has_tensors: bool) -> bool:
+    """Whether to draft with the base's own head. Raises ConfigNotUsable if the settings demand it and it cannot be.
+
+    `has_tensors` is True if the files contain tensors of the head that `config.json` names.
+    """
+    if config.speculate not in ("head", "auto"):
+        return False
+    problem = _head_problem(model, has_tensors=has_tensors)
+    if problem is not None and config.speculate == "head":
+        raise ConfigNotUsable(f"--speculate head cannot be used, because {problem}: use --speculate text or auto")
+    return problem is None
+
+
+def _head_problem(model: ModelConfig, *, has_tensors: bool) -> str | None:
+    """Why the base's own head for drafts cannot be used, or None."""
+    if model.delta is not None:
+        return f"{model.architecture} has layers with a recurrent state, which have no drafts"
+    if any(window is not None for window in model.attention.windows):
+        return "its layers have windows"
+    if model.draft_head is None:
+        return f"config.json names no head for drafts that loramux supports in {model.architecture}"
+    if not has_tensors:
+        return f"the model's files have no tensor of its head for drafts, {model.draft_head.prefix}"
+    return None

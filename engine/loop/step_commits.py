@@ -52,6 +52,7 @@ class StepCommits:
         committed: list[Sequence] = []
         finished, traces = SequenceState.FINISHED, self._traces
         tokens = step.result.tokens()
+        head = step.result.head_drafts()
         broken_prompts = self._take_scores(step, outputs) if step.scoring else set()
         if step.pooling:
             ended += self._take_pooled(step, outputs)
@@ -60,6 +61,7 @@ class StepCommits:
                 # The sequence was aborted, or its last token was committed, after this step had been submitted.
                 continue
             token_id = None if sequence in broken_prompts else token.token_id
+            num_before = len(sequence.tokens)
             sequence.commit(token_id)
             if token_id is None:
                 ended.append((sequence, "not_finite"))
@@ -78,6 +80,9 @@ class StepCommits:
                 reason = self._accept(sequence, draft, chosen, reason, outputs, committed)
             if reason is not None:
                 ended.append((sequence, reason))
+            elif head is not None:
+                # The row after which the last committed token was sampled.
+                self._speculation.note_head(sequence, head.tokens[row + len(sequence.tokens) - num_before - 1])
         ended += [
             (sequence, "not_finite")
             for sequence in step.scoring

@@ -61,7 +61,7 @@ class RunStep(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def batch(self) -> Batch:
-        arrays = {name: one.array for name, one in zip(_BATCH_ARRAYS, self.arrays, strict=True)}
+        arrays: dict[str, Any] = {name: one.array for name, one in zip(_BATCH_ARRAYS, self.arrays, strict=True)}
         return Batch(**arrays, max_q=self.max_q, samples=(), scores=self.scores, pooled=self.pooled)
 
 

@@ -387,18 +387,22 @@ class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 class DraftCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Drafted tokens that steps have verified since startup, by their source: the sequence's own text, the prediction
-    of its request, or its grammar.
+    of its request, the base's own head, or its grammar.
     """
 
     text_tokens: int = 0
     accepted_text_tokens: int = 0
     prediction_tokens: int = 0
     accepted_prediction_tokens: int = 0
+    head_tokens: int = 0
+    accepted_head_tokens: int = 0
     grammar_tokens: int = 0
     accepted_grammar_tokens: int = 0
     """A token that a grammar forces is accepted unless the sequence ends before it."""
     wasted_s: float = 0.0
     """Estimated time of steps that was spent on rejected tokens, in seconds."""
+    head_s: float = 0.0
+    """Time in which the base's own head has drafted tokens, in seconds."""
 
 
 class DecodeReads(msgspec.Struct, frozen=True, kw_only=True):
@@ -527,6 +531,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """SHA-256 of the files that must be identical on the gateway and the engine: see `model_files.py`."""
     base_sha256: str = ""
     """Identifies the base, including its weights. Adapters are validated for one base: see `model_files.py`."""
+    guesses: str | None = None
+    """Where the engine guesses drafts, besides predictions: `text` or `head`. None if it guesses none."""
     max_sequences: int = 16
     """Number of sequences that the engine runs at once."""
     ran_at_death: tuple[str, ...] = ()

@@ -80,7 +80,7 @@ def log_probabilities(
     backend.set_num_threads(config.num_threads)
     model = ModelConfig.load(Path(config.model_dir))
     target = pack_target(model, config.dtype, config.adapter_dtype, config.kv_dtype)
-    decoder = load_decoder(config, model, config.dtype, len(text), None, backend)
+    decoder, _ = load_decoder(config, model, config.dtype, len(text), None, backend)
     cache = decoder.cache_layout
     tables, state_pages, num_pages = _pages(cache, len(text))
     adapter_pages = list(range(num_pages, num_pages + (0 if adapter is None else adapter.num_pages)))

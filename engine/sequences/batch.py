@@ -91,6 +91,18 @@ class PooledRows(msgspec.Struct, frozen=True, gc=False):
     num_labels: int | None = None
 
 
+class HeadRows(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """What the base's own head for drafts reads at the end of a step, besides the states of the step's rows.
+
+    `next_tokens` int32 `[num_tokens]` is the token after each row. It is 0 after the rows whose next token the step
+    chooses, and after the last row of a pooled prompt. The head stores its K and V of all rows. With `is_drafting`, it
+    also drafts the token after each token that the step chooses.
+    """
+
+    next_tokens: npt.NDArray[np.int32]
+    is_drafting: bool
+
+
 class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     """The host's description of one step. Sequences with the same adapter are adjacent. Rows of a prompt before its
     adapter's activation belong to the base.
@@ -107,7 +119,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     `tokens` `[num_tokens]`: an entry `-1 - k` stands for token `k` chosen by the previous step, which may so far exist
     only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot, -1 for the base.
     After each of `sample_rows` `[num_samples]`, a token is sampled according to `samples`. `scores` has an entry for
-    each sequence that still needs scores of prompt tokens. `pooled` has an entry for each pooled sequence.
+    each sequence that still needs scores of prompt tokens. `pooled` has an entry for each pooled sequence. `head` is
+    None unless the engine uses the base's own head for drafts.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -124,6 +137,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     samples: tuple[SamplingRow, ...]
     scores: tuple[ScoredRows, ...] = ()
     pooled: tuple[PooledRows, ...] = ()
+    head: HeadRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -274,6 +288,17 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
         scores=tuple(scores),
         pooled=tuple(pooled),
     )
+
+
+def head_rows(scheduled: list[ScheduledSequence], is_drafting: bool) -> HeadRows:
+    """`Batch.head` of a step whose tokens are all known. Call this before the step counts as computed."""
+    next_tokens = array("i")
+    for item in scheduled:
+        begin = item.sequence.num_computed
+        known = item.sequence.tokens[begin + 1 : begin + 1 + item.num_tokens]
+        next_tokens.extend(known)
+        next_tokens.extend([0] * (item.num_rows - len(known)))
+    return HeadRows(np.asarray(next_tokens), is_drafting)
 
 
 def _draft_samples(sequence: Sequence, drafts: tuple[int, ...], num_chosen: int) -> Iterator[SamplingRow]:

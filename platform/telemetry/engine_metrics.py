@@ -107,12 +107,14 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     for source, count, accepted in (
         ("text", drafts.text_tokens, drafts.accepted_text_tokens),
         ("prediction", drafts.prediction_tokens, drafts.accepted_prediction_tokens),
+        ("head", drafts.head_tokens, drafts.accepted_head_tokens),
         ("grammar", drafts.grammar_tokens, drafts.accepted_grammar_tokens),
     ):
         drafted.add_metric((source, "accepted"), accepted)
         drafted.add_metric((source, "rejected"), count - accepted)
     yield drafted
     yield _counter("loramux_engine_draft_wasted_seconds", "Time of steps spent on rejected drafts", drafts.wasted_s)
+    yield _counter("loramux_engine_draft_head_seconds", "Time in which the base's own head has drafted", drafts.head_s)
     grammars = stats.grammars
     yield _counter("loramux_engine_grammars_compiled", "Grammars compiled", grammars.num_compiled)
     yield _counter(

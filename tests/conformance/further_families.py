@@ -51,6 +51,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
@@ -150,6 +152,14 @@ def _gemma(shape: dict[str, Any], _: int) -> PreTrainedModel:
 def _vaultgemma(shape: dict[str, Any], window: int) -> PreTrainedModel:
     sizes = {**mixed_windows(shape, window), "head_dim": 16, "query_pre_attn_scalar": 24, "initializer_range": 0.15}
     return VaultGemmaForCausalLM(VaultGemmaConfig(**sizes, attn_logit_softcapping=4.0, final_logit_softcapping=8.0))
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    """The base of MiMo, whose code is not in transformers. It is a Qwen 2."""
+
+
+def _mimo(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return MiMoForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))
 
 
 def _helium(shape: dict[str, Any], _: int) -> PreTrainedModel:
@@ -263,6 +273,7 @@ FURTHER_FAMILIES: dict[str, MakeModel] = {
     "gemma": _gemma,
     "vaultgemma": _vaultgemma,
     "helium": _helium,
+    "mimo": _mimo,
     "ernie4_5": _ernie,
     "glm": _glm,
     "glm4": _glm4,

@@ -130,22 +130,28 @@ def run(
     subject: Subject, adds: Sequence[Add], backend: Backend | None, speculate: str, num_kv_pages: int
 ) -> tuple[dict[str, Answer], DraftCounts, int]:
     """The answers, the counts of drafts, and the number of preemptions."""
-    geometry = ModelConfig.load(subject.directory).geometry(4, 4)
+    model = ModelConfig.load(subject.directory)
+    page_bytes = model.geometry(4, 4).total_page_bytes
+    if speculate == "head":
+        page_bytes += model.draft_layer.geometry(4, 4).total_page_bytes
     num_pages = sum(subject.num_pages.values()) + num_kv_pages
-    assembled = subject.assemble(
-        backend, speculate=speculate, pool_bytes=num_pages * geometry.total_page_bytes, max_sequences=8
-    )
+    assembled = subject.assemble(backend, speculate=speculate, pool_bytes=num_pages * page_bytes, max_sequences=8)
     # All bits are set, which is NaN, so that reads of unwritten memory are noticed.
     assembled.views.raw.fill_(0xFF)
+    if assembled.head_views is not None:
+        assembled.head_views.raw.fill_(0xFF)
     engine, waiting = assembled.engine, iter(adds)
     answers: defaultdict[str, Answer] = defaultdict(Answer)
     while True:
         for add in islice(waiting, MAX_OPEN - engine.num_sequences):
             engine.add(b"", add)
-        if not engine.has_work:
+        if engine.has_work:
+            engine.step()
+        outbox = engine.take_outbox()
+        # The last event can be an abort, which leaves no work.
+        if not outbox and not engine.has_work:
             break
-        engine.step()
-        for outbound in engine.take_outbox():
+        for outbound in outbox:
             match outbound.message:
                 case StepOutput(outputs=outputs):
                     for output in outputs:

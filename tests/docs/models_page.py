@@ -23,7 +23,9 @@ a model directory would be served.
 Tests compare a random model of each architecture with `transformers` and `peft`: logits and greedy tokens of the base
 and of eight adapters of ranks 1 to 64, one request at a time and in one mixed batch. Some architectures are tested with
 every change, the others in `make campaign NAME=parity`. If loramux does not support a setting in `config.json`, it
-refuses the model and names the setting.
+refuses the model and names the setting. `MiMoForCausalLM`, whose code is not in `transformers`, is served and compared
+in the campaign, too. It and `Glm4MoeForCausalLM` can draft tokens with [the base's own
+head](speculation.md#the-bases-own-head).
 
 | architecture | serves | compared |
 |---|---|---|

@@ -154,13 +154,14 @@ def simulate_engine(
     reads: ReadsPerStep | None = None,
     num_labels: dict[str, int] | None = None,
     speculates: bool = False,
+    has_head: bool = False,
     **waiting: float,
 ) -> Simulation:
     """`cache` replaces the layout that follows from `windows` and `num_state_pages`.
 
     `vocab_sizes` are the numbers of tokens of adapters with a vocabulary of their own, and `num_labels` the numbers of
-    classes of classifiers, by digest. Steps wait for masks
-    without end unless there is a `grammar_clock`.
+    classes of classifiers, by digest. Steps wait for masks without end unless there is a `grammar_clock`. `speculates`
+    guesses drafts from the text, and `has_head` with the base's own head.
     """
     pages = PagePool(num_pages)
     policy, queue = LeastRecentlyUsed(), FairQueue()
@@ -176,7 +177,9 @@ def simulate_engine(
     limits = EngineLimits(vocab_size, max_model_len, eos, 16, **waiting)
     clock = Clock()
     grammars = Grammars(grammar_process, os.environ, vocab_size, clock if grammar_clock is None else grammar_clock)
-    speculation = Speculation(min(MAX_ROWS, max_batch_tokens), guesses=speculates, lookahead=lookahead)
+    speculation = Speculation(
+        min(MAX_ROWS, max_batch_tokens), guesses=speculates or has_head, lookahead=lookahead, has_head=has_head
+    )
     parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars, speculation)
     observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads, drafts=speculation.counts))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)

@@ -51,11 +51,13 @@ SETTINGS = (
 class Life:
     """Drives one engine with random events and checks every token that it generates."""
 
-    def __init__(self, seed: int, lookahead: bool, layers: str = "whole", speculates: bool = False) -> None:
+    def __init__(
+        self, seed: int, lookahead: bool, layers: str = "whole", speculates: bool = False, has_head: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
         self.speculates = speculates
         # Only a step without waiting sequences has drafts.
-        self.ask_rate = 0.08 if speculates else 0.45
+        self.ask_rate = 0.08 if speculates or has_head else 0.45
         self.names = {f"adapter{i}": self.rng.randint(1, 6) for i in range(14)}
         self.vocab_sizes = {"adapter0": VOCAB_SIZE + 5, "adapter1": VOCAB_SIZE + 90, "adapter2": 50}
         self.simulation: Simulation = simulate_engine(
@@ -71,6 +73,7 @@ class Life:
             cache=LAYOUTS[layers],
             vocab_sizes=self.vocab_sizes,
             speculates=speculates,
+            has_head=has_head,
         )
         has_states = LAYOUTS[layers].num_state_pages > 0
         # Few long prompts and adapters, so that many requests find a checkpoint.
@@ -222,8 +225,15 @@ class Life:
         return tuple(self.rng.randrange(1000) for _ in range(count))
 
 
-def live(seed: int, lookahead: bool, num_turns: int, layers: str = "whole", speculates: bool = False) -> Life:
-    life = Life(seed, lookahead, layers, speculates)
+def live(
+    seed: int,
+    lookahead: bool,
+    num_turns: int,
+    layers: str = "whole",
+    speculates: bool = False,
+    has_head: bool = False,
+) -> Life:
+    life = Life(seed, lookahead, layers, speculates, has_head)
     with recorded("simulation") as figures:
         for number in range(num_turns):
             life.turn(number)
@@ -294,6 +304,12 @@ def test_drafts_lose_and_leak_nothing(layers: str, lookahead: bool) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
+def test_drafts_of_the_head_lose_and_leak_nothing(lookahead: bool) -> None:
+    drafts = stats_of(live(7, lookahead, 300, has_head=True).simulation).drafts
+    assert 0 < drafts.accepted_head_tokens < drafts.head_tokens
+
+
+@pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
 def test_sequences_with_a_state_have_no_drafts(lookahead: bool) -> None:
     life = live(6, lookahead, 150, "state of 2", speculates=True)
     assert stats_of(life.simulation).drafts == DraftCounts()
@@ -304,6 +320,13 @@ def test_sequences_with_a_state_have_no_drafts(lookahead: bool) -> None:
 @pytest.mark.parametrize("seed", range(400, 404))
 def test_long_runs_with_drafts_lose_and_leak_nothing(seed: int, layers: str) -> None:
     check_drafts(live(seed, bool(seed % 2), NUM_TURNS, layers, speculates=True))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(500, 504))
+def test_long_runs_with_drafts_of_the_head_lose_and_leak_nothing(seed: int) -> None:
+    drafts = stats_of(live(seed, bool(seed % 2), NUM_TURNS, has_head=True).simulation).drafts
+    assert 0 < drafts.accepted_head_tokens < drafts.head_tokens
 
 
 @pytest.mark.campaign

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from loramux.adapter_store.formats.files.text_names import text_name
+from loramux.adapter_store.formats.files.text_names import DRAFT_LAYERS, text_name
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts of names that compilation, distributed training and checkpointing insert."""
@@ -28,4 +28,5 @@ def is_ignored(name: str) -> bool:
     `name` is the tensor's name in the file, in any of the styles that `tensor_names` translates.
     """
     bare = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-    return is_of_training(name) or text_name(_ABOVE_BASE.sub("", bare, count=1)) is None
+    in_base = _ABOVE_BASE.sub("", bare, count=1)
+    return is_of_training(name) or in_base.startswith(f"model.{DRAFT_LAYERS}.") or text_name(in_base) is None

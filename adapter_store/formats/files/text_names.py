@@ -10,6 +10,8 @@ _TEXT = (
 )
 _DRAFTS = "mtp"
 """The part with layers for multi-token prediction. The model's ordinary output does not depend on them."""
+DRAFT_LAYERS = "mtp_layers"
+"""The same part of the decoder of MiMo, which a server may read to draft tokens. Adapters do not apply to it."""
 _OTHER_PARTS = frozenset(
     {
         "aligner",
@@ -37,7 +39,7 @@ _OTHER_PARTS = frozenset(
 
 def is_other_part(module: str) -> bool:
     """Return whether a module, given by its name or by the end of its name, is outside the text decoder."""
-    return not (_OTHER_PARTS | {_DRAFTS}).isdisjoint(module.split("."))
+    return not (_OTHER_PARTS | {_DRAFTS, DRAFT_LAYERS}).isdisjoint(module.split("."))
 
 
 def text_name(stored: str) -> str | None:

@@ -99,7 +99,8 @@ def serve(
     speculate: Annotated[
         str | None,
         typer.Option(
-            help="off or text: draft tokens from the text of each request, and verify several in one step "
+            help="off; text: draft tokens from the text of each request, and verify several in one step; head: with "
+            "the base's own head for drafts; auto: with the head if there is one, otherwise from the text "
             "(default: off).",
             show_default=False,
         ),

@@ -190,6 +190,7 @@ OTHER_PARTS: dict[str, tuple[int, ...]] = {
     "model.audio_tower.layers.0.fc1.lora_B.weight": (8, 4),
     "module.base_model.model.model.vision_tower._orig_mod.layers.0.fc1.lora_magnitude_vector": (8,),
     "base_model.model.mtp.layers.0.mlp.up_proj.lora_A.weight": (4, 8),
+    "base_model.model.model.mtp_layers.0.self_attn.q_proj.lora_B.weight": (8, 4),
     "base_model.model.model.image_newline": (8,),
 }
 

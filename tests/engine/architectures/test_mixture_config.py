@@ -186,7 +186,13 @@ def test_minimax_gives_the_number_of_rotated_channels(tmp_path: Path) -> None:
 def test_layers_that_predict_further_tokens_are_known(tmp_path: Path) -> None:
     config = load(tmp_path, {**GLM4_MOE, "num_nextn_predict_layers": 2})
     assert config.draft_tensors == ("model.layers.4.", "model.layers.5.")
-    assert load(tmp_path, {**GLM4_MOE, "num_nextn_predict_layers": None}).draft_tensors == ()
+    assert config.draft_head is not None
+    assert config.draft_head.prefix == "model.layers.4"
+    own = config.draft_layer
+    assert own.mixture is not None
+    assert (own.num_layers, own.mixture.layers, len(own.attention.ropes)) == (1, (0,), 1)
+    config = load(tmp_path, {**GLM4_MOE, "num_nextn_predict_layers": None})
+    assert (config.draft_tensors, config.draft_head) == ((), None)
     assert load(tmp_path, EXAONE_MOE).draft_tensors == ("mtp.",)
 
 

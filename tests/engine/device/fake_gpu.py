@@ -37,6 +37,7 @@ SIZES = {
     "eos_token_id": 1,
 }
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rope_theta": 1e4, **SIZES}
+MIMO = {**LLAMA, "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
 GEMMA = {
     "architectures": ["Gemma2ForCausalLM"],
     "model_type": "gemma2",

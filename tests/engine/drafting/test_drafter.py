@@ -50,7 +50,7 @@ def test_a_prediction_is_found_again_after_a_divergence() -> None:
     tokens += [14]
     proposal = drafter.propose(4)
     assert proposal is not None
-    assert (proposal.tokens, proposal.is_prediction) == ((15, 16), True)
+    assert (proposal.tokens, proposal.source) == ((15, 16), "prediction")
 
 
 def test_rates_follow_what_is_committed() -> None:

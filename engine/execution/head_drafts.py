@@ -1,0 +1,79 @@
+"""Runs the base's own head at the end of a step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from loramux.engine.decoder.draft_head import DraftHead
+from loramux.engine.device.accelerator import Accelerator, Fence
+from loramux.engine.execution.sampler import HeadDrafts
+from loramux.engine.sequences.batch import Batch, StepInputs
+from loramux.kernels.dispatch import Kernels
+from loramux.kernels.tables import AdapterTables
+
+
+@dataclass(slots=True, eq=False)
+class SubmittedHead:
+    """Drafts on their way to the host, int32 `[num_samples]`. A draft is -1 if its logits are not finite.
+
+    The host has spent `launch_s` on submitting them. On a CPU, they are then complete.
+    """
+
+    tokens: torch.Tensor
+    fence: Fence
+    launch_s: float
+    found: HeadDrafts | None = None
+    """The drafts once they have reached the host."""
+
+    def drafts(self) -> HeadDrafts:
+        """Wait for the drafts. Call this once the step's own tokens have reached the host."""
+        if self.found is None:
+            started_s = time.perf_counter()
+            self.fence.wait()
+            tokens = [None if token < 0 else token for token in self.tokens.tolist()]
+            self.found = HeadDrafts(tokens, self.launch_s + time.perf_counter() - started_s)
+        return self.found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadRunner:
+    """The head, the kernels over its pool, and the tables of the device. The head applies no adapter."""
+
+    head: DraftHead
+    kernels: Kernels
+    tables: AdapterTables
+    accelerator: Accelerator
+
+    @torch.inference_mode()
+    def submit(
+        self, batch: Batch, inputs: StepInputs, states: torch.Tensor, chosen: torch.Tensor
+    ) -> SubmittedHead | None:
+        """Store the head's K and V of a step, and draft the token after each chosen one if the batch says so.
+
+        `states` `[num_tokens, hidden_size]` is `DraftHead.states`. The axes of `inputs` and `states` may be padded.
+        `chosen` int32 `[num_samples]` has a negative number where the logits are not finite.
+        """
+        assert batch.head is not None
+        started_s = time.perf_counter()
+        padding = len(states) - len(batch.head.next_tokens)
+        next_tokens = self.accelerator.stage(torch.from_numpy(np.pad(batch.head.next_tokens, (0, padding))))
+        rows = inputs.sample_rows[: len(chosen)].long()
+        next_tokens[rows] = chosen.clamp(min=0)
+        if not batch.head.is_drafting:
+            self.head.store(inputs, states, next_tokens, self.kernels, self.tables)
+            return None
+        best = self.head.logits(inputs, states, next_tokens, self.kernels, self.tables)[rows].max(dim=1)
+        # The maximum of a row with NaN is NaN.
+        tokens = best.indices.masked_fill(~best.values.isfinite(), -1).int()
+        on_host = self.accelerator.download(tokens)
+        return SubmittedHead(on_host, self.accelerator.fence(), time.perf_counter() - started_s)
+
+    @torch.inference_mode()
+    def warm_up(self, inputs: StepInputs, states: torch.Tensor, *, drafts: bool) -> None:
+        """Run the kernels of a shape, on padding rows only."""
+        next_tokens = torch.zeros(len(states), dtype=torch.int32, device=states.device)
+        (self.head.logits if drafts else self.head.store)(inputs, states, next_tokens, self.kernels, self.tables)
