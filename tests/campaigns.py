@@ -226,7 +226,11 @@ CAMPAIGNS: Mapping[str, Campaign] = {
     "tensor-parallel": Campaign(
         line="Engines of two and four workers against peft and one worker, and servers with killed workers",
         commands=(
-            _pytest("tests/conformance/test_tensor_parallel.py", "tests/admin/serving/test_tensor_parallel_server.py"),
+            _pytest(
+                "tests/conformance/test_tensor_parallel.py",
+                "tests/conformance/test_tensor_parallel_bases.py",
+                "tests/admin/serving/test_tensor_parallel_server.py",
+            ),
         ),
     ),
     "mutants": Campaign(

@@ -64,7 +64,8 @@ class AdapterDivider:
         for layer in range(num_layers):
             # Copies, because the pages of a layer are not contiguous.
             whole, stream = source[:, layer].reshape(-1), pages[:, layer].reshape(-1).copy()
-            for index, shard in enumerate(self.shards[worker]):
+            for index in np.flatnonzero(layout.ranks[layer]).tolist():
+                shard = self.shards[worker][index]
                 self._copy_share(whole, old, stream, layout, layer, index, shard, has_shift=worker == 0)
             pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
         return PackedAdapter(packed.digest, layout, packed.scales, payload, packed.outer_scales, packed.base)
@@ -85,8 +86,6 @@ class AdapterDivider:
         has_shift: bool,
     ) -> None:
         rank, begins = layout.rank_and_offsets(layer, index)
-        if not rank:
-            return
         old_begins = old.rank_and_offsets(layer, index)[1]
         own, whole = self.own.all_modules[index], self.whole.all_modules[index]
         for part in layout.parts:

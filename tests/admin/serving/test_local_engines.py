@@ -59,9 +59,8 @@ def test_engines_on_a_cpu_divide_the_threads(demo_base: Path) -> None:
 def test_workers_are_planned_only_for_a_base_that_they_can_share(demo_base: Path) -> None:
     assert [one.tensor_parallel_size for one in plan(demo_base, num_threads=2)] == [1]
     settings = {"num_threads": 4, "tensor_parallel_size": 4}
-    assert [one.tensor_parallel_size for one in plan(demo_base, **settings)] == [4]
-    with pytest.raises(StartRefused, match="tensor parallelism does not support quantised weights"):
-        plan(demo_base, **settings, quantization="int8")
+    for quantization in (None, "int8"):
+        assert [one.tensor_parallel_size for one in plan(demo_base, **settings, quantization=quantization)] == [4]
     with pytest.raises(StartRefused, match="4 workers need a thread each, but num_threads is 2"):
         plan(demo_base, **{**settings, "num_threads": 2})
     both = {"tensor_parallel_size": 2, "data_parallel_size": 2}

@@ -16,7 +16,7 @@ from loramux.engine.loop.config import pack_target
 from loramux.engine.parallel.sharded_adapters import AdapterDivider
 from loramux.engine.parallel.sharding import module_shards, worker_config
 from loramux.kernels.layout import AFFINE, A, RowCounts
-from tests.engine.parallel.test_sharding import LLAMA, PHI3
+from tests.engine.parallel.test_sharding import GPT_OSS, LLAMA, PHI3, QWEN2_MOE
 
 VOCAB_SIZE = 40
 TRAINED = RowCounts((3, 5))
@@ -55,7 +55,9 @@ def part_of(packed: PackedAdapter, target: PackTarget, layer: int | None, index:
     return rows_of_part(stream, module, part, rank, begins[part], target, layer)
 
 
-@pytest.mark.parametrize("family", [{}, PHI3], ids=["llama", "fused"])
+@pytest.mark.parametrize(
+    "family", [{}, PHI3, QWEN2_MOE, GPT_OSS], ids=["llama", "fused", "experts", "stacked experts"]
+)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_worker_gets_its_share_of_each_part(family: dict[str, Any], size: int, dtype: str, tmp_path: Path) -> None:
