@@ -89,7 +89,11 @@ def test_engines_that_do_not_fit_into_the_memory_together_are_refused(
         plan(demo_base, **sizes, data_parallel_size=2)
     assert str(refused.value).startswith("2 engines need 5.")
     assert "1.0 GiB of pages and 1.0 GiB of host tier each, but 4.0 GiB are available" in str(refused.value)
-    plan(demo_base, **{**sizes, "host_tier_bytes": 0}, data_parallel_size=2)
+    fewer = {**sizes, "host_tier_bytes": 0, "data_parallel_size": 2}
+    plan(demo_base, **fewer)
+    # Each further worker has a process and an embedding of its own.
+    with pytest.raises(StartRefused, match=r"^2 engines need 7\."):
+        plan(demo_base, **{**fewer, "num_threads": 16}, tensor_parallel_size=8)
 
 
 def test_each_engine_gets_a_gpu(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
