@@ -225,7 +225,7 @@ def _assemble(
         size = config.tensor_parallel_size
         shards = [module_shards(model, size, worker) for worker in range(size)]
         divider = AdapterDivider(base.whole_target, base.target, shards)
-        executor, copier = ParallelExecutor(executor, workers), ParallelCopier(copier, workers, divider)
+        executor, copier = ParallelExecutor(executor, workers), ParallelCopier(copier, workers, divider, wake)
         num_pages_of = divider.num_pages
     adapters = AdapterPool(
         pages,

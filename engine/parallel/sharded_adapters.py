@@ -11,21 +11,8 @@ import numpy.typing as npt
 
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, rows_of_part
-from loramux.adapter_store.tiers.staged_adapter import StagedAdapter
 from loramux.engine.parallel.sharding import Shard
 from loramux.kernels.layout import AFFINE, A, AdapterLayout, LinearShape
-
-
-class DividedAdapter(StagedAdapter):
-    """An adapter in host memory, divided among the workers. `packed` is worker 0's share, and `others` those of the
-    other workers.
-    """
-
-    __slots__ = ("others",)
-
-    def __init__(self, shares: Sequence[PackedAdapter], staged: StagedAdapter) -> None:
-        super().__init__(shares[0], lambda digest: None, staged.stages)
-        self.others = shares[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +31,9 @@ class AdapterDivider:
         """Number of pages of each worker's share."""
         return self._layout(packed).num_pages
 
-    def divide(self, staged: StagedAdapter) -> DividedAdapter:
-        """Divide a staged adapter, and release it. All shares have the same layout."""
-        shares = [self.share_of(staged.packed, worker) for worker in range(len(self.shards))]
-        staged.release()
-        return DividedAdapter(shares, staged)
+    def shares_of(self, packed: PackedAdapter) -> list[PackedAdapter]:
+        """The share of each worker. All shares have the same layout."""
+        return [self.share_of(packed, worker) for worker in range(len(self.shards))]
 
     def share_of(self, packed: PackedAdapter, worker: int) -> PackedAdapter:
         """The pages of worker `worker`. The outer modules and trained rows are the same for each worker."""

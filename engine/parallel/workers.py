@@ -75,7 +75,6 @@ class Workers:
         self._directory = tempfile.TemporaryDirectory(prefix="loramux-workers-")
         meeting = Path(self._directory.name) / "meeting"
         self.group = GlooGroup(meeting, size, 0)
-        self._encoder = msgspec.msgpack.Encoder()
         self._workers: list[_Worker] = []
         with ExitStack() as stack:
             stack.callback(self.close)
@@ -105,15 +104,20 @@ class Workers:
             worker.await_signal()
         self._directory.cleanup()
 
+    @staticmethod
+    def encode(message: ToWorker) -> bytes:
+        """Encode a message, on any thread."""
+        return msgspec.msgpack.encode(message)
+
     def send(self, message: ToWorker) -> None:
-        encoded = self._encoder.encode(message)
+        encoded = self.encode(message)
         for worker in self._workers:
             worker.send(encoded)
 
-    def send_each(self, messages: list[ToWorker]) -> None:
-        """Send message `i` to worker `i` + 1."""
+    def send_each(self, messages: Sequence[bytes]) -> None:
+        """Send the encoded message `i` to worker `i` + 1."""
         for worker, message in zip(self._workers, messages, strict=True):
-            worker.send(self._encoder.encode(message))
+            worker.send(message)
 
     def filenos(self) -> list[int]:
         """File descriptors that become readable when a worker ends."""
