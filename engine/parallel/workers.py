@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -26,6 +27,9 @@ WORKER_COMMAND = (sys.executable, "-m", "loramux.engine.server.worker_process")
 
 JOIN = b"join"
 """Tells a worker that all workers have loaded their share of the model, so that it joins the group."""
+
+JOIN_POLL_S = 0.02
+"""How often to look whether a worker has ended while the workers connect, in seconds."""
 
 END_S = 5.0
 """How long workers may take to end once their connections are closed, in seconds. Then they are killed."""
@@ -92,17 +96,32 @@ class Workers:
             worker.await_signal()
         for worker in self._workers:
             worker.send(JOIN)
-        try:
-            self.group.join()
-        except RuntimeError as error:
-            for worker in self._workers:
-                if worker.process.poll() is not None:
-                    raise worker.lost() from error
-            raise WorkerLost(f"the tensor-parallel workers cannot connect: {reason_of(error)}") from error
+        self._join_group()
         # The others may still be reading the file through which they meet.
         for worker in self._workers:
             worker.await_signal()
         self._directory.cleanup()
+
+    def _join_group(self) -> None:
+        """Connect the workers. Raises WorkerLost as soon as one of them has ended."""
+        failures: list[RuntimeError] = []
+
+        def join() -> None:
+            try:
+                self.group.join()
+            except RuntimeError as error:
+                failures.append(error)
+
+        # On a thread of its own, because gloo waits for a worker that has ended as for any other.
+        thread = threading.Thread(target=join, name="join-workers", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(JOIN_POLL_S)
+            for worker in self._workers:
+                if worker.process.poll() is not None:
+                    raise worker.lost()
+        if failures:
+            raise WorkerLost(f"the tensor-parallel workers cannot connect: {reason_of(failures[0])}") from failures[0]
 
     @staticmethod
     def encode(message: ToWorker) -> bytes:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.adapter_store.gguf.base_directory import base_directory
+from loramux.admin.doctor.memory_plan import plan_workers
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.config import pack_target
 from loramux.engine.parallel import workers
@@ -27,7 +28,7 @@ from tests.conformance.test_parity import OUTER_PLANS
 from tests.conformance.test_quantized_bases import SHAPE as QUANTIZED_SHAPE
 from tests.conformance.test_quantized_bases import make_quantized
 from tests.conformance.test_quantized_experts import WithoutAdapters, qwen3_moe
-from tests.conformance.test_tensor_parallel import END_S, assembled, logits_of, requests
+from tests.conformance.test_tensor_parallel import END_S, Exchanges, assembled, logits_of, requests
 from tests.conformance.tiny_models import (
     PLANS,
     SHAPE,
@@ -199,8 +200,11 @@ def check(subject: Subject, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = requests(subject)
     with assembled(subject) as alone:
         expected = logits_of(alone, asked, monkeypatch)
+    exchanges = Exchanges(monkeypatch)
     with assembled(subject, tensor_parallel_size=size, num_threads=size) as engine:
         found = logits_of(engine, asked, monkeypatch)
+    # A layer with experts has as many exchanges as a dense one.
+    exchanges.check(plan_workers(subject.directory, "cpu", size), size)
     for sequence_id, (name, add) in asked.items():
         assert_parity(subject, name, add, found[sequence_id])
         assert [row.argmax() for row in found[sequence_id]] == [row.argmax() for row in expected[sequence_id]]
