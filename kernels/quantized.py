@@ -105,6 +105,24 @@ class QuantizedWeight:
             minima=None if self.minima is None else self.minima[indices],
         )
 
+    def inputs(self, begin: int, end: int) -> QuantizedWeight:
+        """The weight of inputs `[begin, end)`. A group that covers all inputs covers these.
+
+        Raises ValueError if the inputs are not whole groups otherwise, or if they split a pair of 4-bit codes.
+        """
+        has_one_group = self.scales.shape[1] == 1
+        unit = 8 // self.bits if has_one_group else self.group
+        if begin % unit or end % unit:
+            raise ValueError(f"inputs {begin} to {end} are not whole groups of {unit}")
+        groups = slice(None) if has_one_group else slice(begin // unit, end // unit)
+        return replace(
+            self,
+            codes=np.ascontiguousarray(self.codes[:, begin * self.bits // 8 : end * self.bits // 8]),
+            scales=np.ascontiguousarray(self.scales[:, groups]),
+            zeros=None if self.zeros is None else np.ascontiguousarray(self.zeros[:, groups]),
+            minima=None if self.minima is None else np.ascontiguousarray(self.minima[:, groups]),
+        )
+
     def dequantize(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
         """The float32 weights of outputs `[begin, end)`. They define the result of every product with the weight."""
         codes, scales = self.codes[begin:end], self.scales[begin:end]

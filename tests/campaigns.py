@@ -230,9 +230,16 @@ CAMPAIGNS: Mapping[str, Campaign] = {
         },
     ),
     "tensor-parallel": Campaign(
-        line="Engines of two and four workers against peft and one worker, and servers with killed workers",
+        line="Engines of two and four workers against peft and one worker, long random runs "
+        "(LORAMUX_LIFE_EVENTS=10000), and servers whose workers die at twelve points",
         commands=(
-            _pytest("tests/conformance/test_tensor_parallel.py", "tests/admin/serving/test_tensor_parallel_server.py"),
+            _pytest(
+                "tests/conformance/test_tensor_parallel.py",
+                "tests/conformance/test_tensor_parallel_bases.py",
+                "tests/conformance/test_parallel_life.py",
+                "tests/admin/serving/test_tensor_parallel_server.py",
+                "tests/admin/serving/test_dying_workers.py",
+            ),
         ),
     ),
     "mutants": Campaign(

@@ -69,7 +69,7 @@ def _check_memory(settings: Settings, config: EngineConfig, num_engines: int) ->
     available = free_memory()
     if needed > available:
         raise StartRefused(
-            f"{num_engines} engines need {in_gib(needed)} of memory, with {in_gib(plan.weights)} of weights, "
+            f"{num_engines} engines need {in_gib(needed)} of memory, with {in_gib(plan.all_weights)} of weights, "
             f"{in_gib(plan.pool)} of pages and {in_gib(config.host_tier_bytes)} of host tier each, but "
             f"{in_gib(available)} are available: lower data_parallel_size, pool_bytes or host_tier_bytes"
         )

@@ -157,7 +157,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             )
         is_quantized = settings.quantization is not None or model.quantization is not None
         check_activations(config, is_quantized)
-        check_workers(config, model, is_quantized)
+        check_workers(config, model)
     except EngineError as error:
         raise StartRefused(str(error)) from error
     return model, config

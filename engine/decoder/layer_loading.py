@@ -24,6 +24,7 @@ from loramux.engine.decoder.mixture import Mixture, mixture_groups
 from loramux.engine.decoder.norms import AdaptableNorm, NoNorm
 from loramux.engine.decoder.placement import Placement
 from loramux.engine.device.backend import AddingLinear
+from loramux.engine.device.worker_group import WorkerGroup
 from loramux.engine.sequences.cache_groups import CacheLayout
 from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.layout import LinearShape
@@ -107,16 +108,19 @@ class LayerLoader:
             norm=self._norm(config.norms.before_attention) or AdaptableNorm(NoNorm(), None),
             qkv=self._linear(qkv, LayerGroups.QKV, config.attention.qkv_bias and has_attention),
             mixer=mixer,
-            o=self._linear(o, LayerGroups.O, config.attention.o_bias and has_attention),
+            o=self._linear(o, LayerGroups.O, config.attention.o_bias and has_attention, place.backend.workers),
             output_norm=self._norm(config.norms.after_attention),
             scale=config.residual_scale,
         )
 
     def _feed_forward(self) -> FeedForwardBlock:
-        config = self._config
-        shared = self._dense()
+        config, workers = self._config, self._place.backend.workers
+        has_experts = config.mixture is not None and self._index in config.mixture.layers
+        # The outputs of a shared expert are added up together with those of the other experts.
+        shared = self._dense(None if has_experts else workers)
         inner: FeedForward | Mixture | None = shared
-        if config.mixture is not None and self._index in config.mixture.layers:
+        if has_experts:
+            assert config.mixture is not None
             *_, router = config.layer_groups(self._index)
             groups = mixture_groups(
                 config.mixture,
@@ -133,8 +137,8 @@ class LayerLoader:
             scale=config.residual_scale,
         )
 
-    def _dense(self) -> FeedForward | None:
-        """The block that all tokens use, or None if the layer has only experts."""
+    def _dense(self, workers: WorkerGroup | None) -> FeedForward | None:
+        """The block that all tokens use, or None if the layer has only experts. `workers` add up its outputs."""
         config = self._config
         _, _, gate_up, down, _ = config.layer_groups(self._index)
         if not gate_up:
@@ -142,7 +146,7 @@ class LayerLoader:
         sparsity = 0.0 if config.altup is None else config.altup.sparsities[self._index]
         return FeedForward(
             gate_up=self._linear(gate_up, LayerGroups.GATE_UP, config.mlp_bias),
-            down=self._linear(down, LayerGroups.DOWN, config.mlp_bias),
+            down=self._linear(down, LayerGroups.DOWN, config.mlp_bias, workers),
             xielu=Xielu(self._place, self._prefix) if config.activation == XIELU else None,
             sparsity=sparsity_multiplier(sparsity) if sparsity else None,
         )
@@ -158,12 +162,19 @@ class LayerLoader:
             norm=self._place.norm(f"{self._prefix}.{INPUT_NORM}", config.hidden_size),
         )
 
-    def _linear(self, modules: tuple[int, ...], flag: LayerGroups, has_bias: bool = False) -> AdaptableLinear:
+    def _linear(
+        self,
+        modules: tuple[int, ...],
+        flag: LayerGroups,
+        has_bias: bool = False,
+        workers: WorkerGroup | None = None,
+    ) -> AdaptableLinear:
+        """Load linear layers that share an input. If `workers` is not None, they add up their outputs."""
         shapes = self._config.modules
         linear = self._place.linear(self._prefix, [shapes[module] for module in modules], has_bias)
         adding = linear if isinstance(linear, AddingLinear) and not has_bias else None
-        group, workers = module_group(shapes, modules), self._place.backend.workers
-        if workers is not None and flag in (LayerGroups.O, LayerGroups.DOWN):
+        group = module_group(shapes, modules)
+        if workers is not None:
             return SummedLinear(linear, group, int(flag), adding, workers)
         return AdaptableLinear(linear, group, int(flag), adding)
 

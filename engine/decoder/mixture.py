@@ -50,6 +50,7 @@ class Mixture:
         prefix: str,
     ) -> None:
         self.shared = shared
+        self._workers = place.backend.workers
         self._groups = groups
         self._routing = config.routing
         self._scales_input = config.scales_input
@@ -100,13 +101,14 @@ class Mixture:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, step: DecoderStep, adapters: LayerAdapters
     ) -> torch.Tensor:
-        """The sum of the outputs of the experts and the shared expert.
+        """The sum of the outputs of the experts and the shared expert, of which each worker has a part.
 
         `x` `[num_tokens, hidden_size]` is the normalised `residual`.
         """
         shared = None if self.shared is None else self.shared(x, residual, step, adapters)
         if self._branch_norms is None:
-            return self._experts(x, x, shared, step, adapters)
+            y = self._experts(x, x, shared, step, adapters)
+            return y if self._workers is None else self._workers.sum(y)
         assert shared is not None
         kernels = adapters.kernels
         after_block, before_experts, after_experts = self._branch_norms

@@ -15,6 +15,7 @@ from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.files.float_formats import STORAGE
 from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.base_format import CheckpointTensors, CodedTensor
+from loramux.adapter_store.formats.quantization.divided import divided
 from loramux.adapter_store.formats.quantization.parts import CodedWeight
 from loramux.engine.architectures.stacked_experts import StackedPlace, stacked_place
 from loramux.engine.architectures.weight_files import (
@@ -80,21 +81,27 @@ class Weights:
             raise misshapen(name, tuple(tensor.shape), shape)
         return tensor
 
-    def part(self, name: str, shape: tuple[int, ...], axis: int, ranges: Sequence[range]) -> torch.Tensor:
-        """The indices in `ranges` along `axis` of the float tensor `name`, which has `shape`. Of a safetensors file,
-        nothing else is read. Raises ModelNotSupported if the tensor is missing, quantised, or has a different shape.
+    def part(self, name: str, shape: tuple[int, ...], axis: int, ranges: Sequence[range]) -> torch.Tensor | CodedWeight:
+        """The indices in `ranges` along `axis` of the tensor `name`, which has `shape`. Of a float tensor in a
+        safetensors file, nothing else is read.
+
+        Raises ModelNotSupported if the tensor is missing or has a different shape, or if a quantised weight cannot be
+        divided in this way.
         """
-        self._unread.discard(name)
-        if name not in self._plain:
-            raise missing(name)
-        found = tuple(self._plain[name].shape)
-        if found != shape:
-            raise misshapen(name, found, shape)
         if name in self._places:
+            self._unread.discard(name)
+            found = tuple(self._plain[name].shape)
+            if found != shape:
+                raise misshapen(name, found, shape)
             file, stored = self._places[name]
             source = file.get_slice(stored)
         else:
-            source = self._read(name)
+            source = self.tensor(name, shape)
+            if not isinstance(source, torch.Tensor):
+                try:
+                    return divided(source, axis, ranges)
+                except ValueError as error:
+                    raise ModelNotSupported(f"the quantised weight {name} cannot be divided: {error}") from error
         before = (slice(None),) * axis
         parts = [_float(name, source[(*before, slice(one.start, one.stop))]) for one in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)

@@ -28,6 +28,7 @@ from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.adapters.stager import Stager
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.model_files import base_sha256, model_sha256
+from loramux.engine.architectures.weight_files import checkpoint_of
 from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.decoder.decoder import Decoder
 from loramux.engine.decoder.weights import WeightSource
@@ -56,6 +57,7 @@ from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.parallel.parallel_execution import ParallelCopier, ParallelExecutor
 from loramux.engine.parallel.sharded_adapters import AdapterDivider
 from loramux.engine.parallel.sharding import module_shards
+from loramux.engine.parallel.weight_parts import check_groups
 from loramux.engine.parallel.worker import Worker
 from loramux.engine.parallel.workers import Workers
 from loramux.engine.protocol.errors import ConfigNotUsable, PoolTooSmall
@@ -173,8 +175,12 @@ def _start_workers(config: EngineConfig) -> Workers | None:
     size = config.tensor_parallel_size
     if size == 1:
         return None
-    model = ModelConfig.load(Path(config.model_dir))
-    check_workers(config, model, config.quantized_dir is not None or model.quantization is not None)
+    model_dir = Path(config.model_dir)
+    model = ModelConfig.load(model_dir)
+    check_workers(config, model)
+    if config.quantized_dir is not None or model.quantization is not None:
+        quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
+        check_groups(checkpoint_of(model_dir, quantized_dir), model, size)
     return Workers(msgspec.json.encode(config), size)
 
 
@@ -223,7 +229,7 @@ def _assemble(
         size = config.tensor_parallel_size
         shards = [module_shards(model, size, worker) for worker in range(size)]
         divider = AdapterDivider(base.whole_target, base.target, shards)
-        executor, copier = ParallelExecutor(executor, workers), ParallelCopier(copier, workers, divider)
+        executor, copier = ParallelExecutor(executor, workers), ParallelCopier(copier, workers, divider, wake)
         num_pages_of = divider.num_pages
     adapters = AdapterPool(
         pages,

@@ -197,11 +197,8 @@ def check_activations(config: EngineConfig, is_quantized: bool) -> None:
         raise DeviceNotUsable("activations in int8 need a CPU with AVX2 or AVX512_VNNI: omit --activations")
 
 
-def check_workers(config: EngineConfig, model: ModelConfig, is_quantized: bool) -> None:
-    """Raise ConfigNotUsable if `tensor_parallel_size` workers cannot share this base on this device.
-
-    `is_quantized` is True if the engine's weights are quantised.
-    """
+def check_workers(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigNotUsable if `tensor_parallel_size` workers cannot share this base on this device."""
     size = config.tensor_parallel_size
     if size == 1:
         return
@@ -216,7 +213,7 @@ def check_workers(config: EngineConfig, model: ModelConfig, is_quantized: bool) 
         raise ConfigNotUsable(
             f"{size} workers need a thread each, but num_threads is {config.num_threads}: lower tensor_parallel_size"
         )
-    check_sharding(model, size, is_quantized)
+    check_sharding(model, size)
 
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

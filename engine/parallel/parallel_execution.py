@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import queue
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
+from loramux.adapter_store.tiers.staged_adapter import StagedAdapter
 from loramux.engine.adapters.adapter_load import AdapterLoad
-from loramux.engine.adapters.page_copier import Copier
+from loramux.engine.adapters.page_copier import QUICK_COPY_BYTES, Copier
+from loramux.engine.device.device_faults import reason_of
 from loramux.engine.execution.executor import Executor, Forward
 from loramux.engine.parallel.sharded_adapters import AdapterDivider
 from loramux.engine.parallel.worker_messages import PlaceAdapter, RunStep
@@ -36,26 +45,71 @@ class ParallelExecutor:
             raise
 
 
-class ParallelCopier:
-    """Divides adapters with `divider`, copies the share of worker 0 with `copier`, and sends the others theirs.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Divided:
+    """The share of worker 0 in an adapter, and the messages with the shares of the others."""
 
-    A worker copies and publishes an adapter before it reads further messages. Worker 0 may publish it later. No step
-    reads the adapter before that.
+    own: PackedAdapter
+    messages: Sequence[bytes]
+
+
+class ParallelCopier:
+    """Divides adapters with `divider`, sends the other workers their shares, and copies the share of worker 0 with
+    `copier`.
+
+    Large adapters are divided on a separate thread, which calls `wake` at the end. A worker copies and publishes an
+    adapter before it reads further messages. Worker 0 may publish it later. No step reads the adapter before that.
     """
 
-    def __init__(self, copier: Copier, workers: Workers, divider: AdapterDivider) -> None:
+    def __init__(self, copier: Copier, workers: Workers, divider: AdapterDivider, wake: Callable[[], None]) -> None:
         self._copier = copier
         self._workers = workers
         self._divider = divider
+        self._wake = wake
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-divider")
+        self._divided: queue.SimpleQueue[tuple[AdapterLoad, _Divided | str]] = queue.SimpleQueue()
 
     def copy(self, load: AdapterLoad) -> None:
         assert load.staged is not None
-        load.staged = divided = self._divider.divide(load.staged)
-        self._workers.send_each([PlaceAdapter.of(load.slot, load.pages, share) for share in divided.others])
-        self._copier.copy(load)
+        if load.staged.packed.payload.nbytes <= QUICK_COPY_BYTES:
+            self._place(load, self._divide(load, load.staged))
+        else:
+            self._thread.submit(self._divide_later, load, load.staged)
 
     def poll(self) -> list[tuple[AdapterLoad, str | None]]:
-        return self._copier.poll()
+        settled: list[tuple[AdapterLoad, str | None]] = []
+        while not self._divided.empty():
+            load, divided = self._divided.get()
+            if isinstance(divided, str):
+                settled.append((load, divided))
+            else:
+                self._place(load, divided)
+        return [*settled, *self._copier.poll()]
 
     def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
         self._copier.close()
+
+    def _place(self, load: AdapterLoad, divided: _Divided) -> None:
+        """Only the engine's thread sends messages, so each worker reads them in the order of steps."""
+        staged = load.staged
+        assert staged is not None
+        load.staged = StagedAdapter(divided.own, lambda digest: None, staged.stages)
+        staged.release()
+        self._workers.send_each(divided.messages)
+        self._copier.copy(load)
+
+    def _divide(self, load: AdapterLoad, staged: StagedAdapter) -> _Divided:
+        own, *others = self._divider.shares_of(staged.packed)
+        encode = self._workers.encode
+        return _Divided(own, [encode(PlaceAdapter.of(load.slot, load.pages, share)) for share in others])
+
+    def _divide_later(self, load: AdapterLoad, staged: StagedAdapter) -> None:
+        divided: _Divided | str
+        try:
+            divided = self._divide(load, staged)
+        except Exception as error:
+            print(f"dividing adapter {load.digest} among the workers failed: {reason_of(error)}", file=sys.stderr)
+            divided = f"dividing failed: {type(error).__name__}"
+        self._divided.put((load, divided))
+        self._wake()

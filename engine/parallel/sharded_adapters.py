@@ -11,21 +11,8 @@ import numpy.typing as npt
 
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, rows_of_part
-from loramux.adapter_store.tiers.staged_adapter import StagedAdapter
 from loramux.engine.parallel.sharding import Shard
 from loramux.kernels.layout import AFFINE, A, AdapterLayout, LinearShape
-
-
-class DividedAdapter(StagedAdapter):
-    """An adapter in host memory, divided among the workers. `packed` is worker 0's share, and `others` those of the
-    other workers.
-    """
-
-    __slots__ = ("others",)
-
-    def __init__(self, shares: Sequence[PackedAdapter], staged: StagedAdapter) -> None:
-        super().__init__(shares[0], lambda digest: None, staged.stages)
-        self.others = shares[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +31,9 @@ class AdapterDivider:
         """Number of pages of each worker's share."""
         return self._layout(packed).num_pages
 
-    def divide(self, staged: StagedAdapter) -> DividedAdapter:
-        """Divide a staged adapter, and release it. All shares have the same layout."""
-        shares = [self.share_of(staged.packed, worker) for worker in range(len(self.shards))]
-        staged.release()
-        return DividedAdapter(shares, staged)
+    def shares_of(self, packed: PackedAdapter) -> list[PackedAdapter]:
+        """The share of each worker. All shares have the same layout."""
+        return [self.share_of(packed, worker) for worker in range(len(self.shards))]
 
     def share_of(self, packed: PackedAdapter, worker: int) -> PackedAdapter:
         """The pages of worker `worker`. The outer modules and trained rows are the same for each worker."""
@@ -64,7 +49,8 @@ class AdapterDivider:
         for layer in range(num_layers):
             # Copies, because the pages of a layer are not contiguous.
             whole, stream = source[:, layer].reshape(-1), pages[:, layer].reshape(-1).copy()
-            for index, shard in enumerate(self.shards[worker]):
+            for index in np.flatnonzero(layout.ranks[layer]).tolist():
+                shard = self.shards[worker][index]
                 self._copy_share(whole, old, stream, layout, layer, index, shard, has_shift=worker == 0)
             pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
         return PackedAdapter(packed.digest, layout, packed.scales, payload, packed.outer_scales, packed.base)
@@ -85,8 +71,6 @@ class AdapterDivider:
         has_shift: bool,
     ) -> None:
         rank, begins = layout.rank_and_offsets(layer, index)
-        if not rank:
-            return
         old_begins = old.rank_and_offsets(layer, index)[1]
         own, whole = self.own.all_modules[index], self.whole.all_modules[index]
         for part in layout.parts:

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
+import numpy as np
 import torch
 
+from loramux.adapter_store.formats.quantization.parts import CodedWeight
 from loramux.engine.architectures.model_config import ModelConfig
-from loramux.engine.architectures.weight_files import EMBEDDING, HEAD, HEAD_BIAS
+from loramux.engine.architectures.weight_files import HEAD
 from loramux.engine.decoder.weights import Weights
-from loramux.engine.parallel.sharding import module_shards, vocabulary_share
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The part of a stored tensor of `shape` that a worker reads: `ranges` along `axis`, then rows of zeros up to
-    `num_rows`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    axis: int
-    ranges: Sequence[range]
-    num_rows: int
+from loramux.engine.parallel.weight_parts import weight_parts
+from loramux.kernels.quantized import QuantizedWeight
 
 
 class ShardedWeights:
-    """The part of a model's tensors that worker `worker` of `size` needs. No other part is read.
+    """The tensors of worker `worker` of `size`. Of a float tensor, only the worker's part is read.
 
     The bias of a layer whose outputs are added up belongs to worker 0, and is zero in other workers. A head that is
     tied to the embedding consists of rows of the embedding. Rows of the head that stand for no token are zero.
@@ -35,38 +24,42 @@ class ShardedWeights:
 
     def __init__(self, weights: Weights, model: ModelConfig, size: int, worker: int) -> None:
         self._weights = weights
-        self._parts: dict[str, _Part] = {}
-        self._zeros: set[str] = set()
-        shards = module_shards(model, size, worker)
-        for module, shard in zip(model.modules, shards, strict=False):
-            whole = (module.out_features, module.in_features)
-            for layer in (one for one in range(model.num_layers) if module.is_in(one)):
-                name = f"model.layers.{layer}.{module.name}"
-                if shard.is_summed:
-                    self._add(f"{name}.weight", whole, 1, shard.inputs)
-                    if worker > 0:
-                        self._zeros.add(f"{name}.bias")
-                else:
-                    self._add(f"{name}.weight", whole, 0, shard.outputs)
-                    self._add(f"{name}.bias", whole[:1], 0, shard.outputs)
-        tokens, share = [vocabulary_share(model.vocab_size, size, worker)], -(-model.vocab_size // size)
-        stored_head = EMBEDDING if model.tied_embeddings else HEAD
-        self._parts[HEAD] = _Part(stored_head, (model.vocab_size, model.hidden_size), 0, tokens, share)
-        self._parts[HEAD_BIAS] = _Part(HEAD_BIAS, (model.vocab_size,), 0, tokens, share)
+        # A quantised head is a separate weight, even if the float model's head is tied to the embedding.
+        self._is_tied = model.tied_embeddings and not weights.has_quantized_head
+        self._parts = weight_parts(model, size, worker, has_own_head=not self._is_tied)
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | CodedWeight:
         """The worker's part of a tensor, which has the given shape."""
         part = self._parts.get(name)
         if part is None:
-            tensor = self._weights.tensor(name, shape)
-            assert isinstance(tensor, torch.Tensor), "quantised weights are refused"
-            return torch.zeros_like(tensor) if name in self._zeros else tensor
+            return self._weights.tensor(name, shape)
+        if not part.ranges:
+            stored = self._weights.tensor(name, shape)
+            assert isinstance(stored, torch.Tensor), "biases are not quantised"
+            return torch.zeros_like(stored)
         found = self._weights.part(part.name, part.shape, part.axis, part.ranges)
-        if len(found) < part.num_rows:
-            found = torch.cat([found, found.new_zeros(part.num_rows - len(found), *found.shape[1:])])
-        assert found.shape == shape
-        return found
+        if name == HEAD and self._is_tied and not isinstance(found, torch.Tensor):
+            # The embedding is dequantised, so that its head is, too.
+            found = torch.from_numpy(found.dequantize())
+        padded = _padded(found, shape[0])
+        assert tuple(padded.shape) == shape
+        return padded
 
-    def _add(self, name: str, whole: tuple[int, ...], axis: int, ranges: Sequence[range]) -> None:
-        num_rows = sum(map(len, ranges)) if axis == 0 else whole[0]
-        self._parts[name] = _Part(name, whole, axis, ranges, num_rows)
+
+def _padded(weight: torch.Tensor | CodedWeight, num_rows: int) -> torch.Tensor | CodedWeight:
+    """The weight, followed by rows of zeros up to `num_rows`."""
+    num_missing = num_rows - weight.shape[0]
+    if not num_missing:
+        return weight
+    if isinstance(weight, QuantizedWeight):
+        # Rows with a scale of 0.
+        rows = ((0, num_missing), (0, 0))
+        return replace(
+            weight,
+            codes=np.pad(weight.codes, rows),
+            scales=np.pad(weight.scales, rows),
+            zeros=None if weight.zeros is None else np.pad(weight.zeros, rows),
+            minima=None if weight.minima is None else np.pad(weight.minima, rows),
+        )
+    floats = weight if isinstance(weight, torch.Tensor) else torch.from_numpy(weight.dequantize())
+    return torch.cat([floats, floats.new_zeros(num_missing, *floats.shape[1:])])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -26,6 +27,9 @@ WORKER_COMMAND = (sys.executable, "-m", "loramux.engine.server.worker_process")
 
 JOIN = b"join"
 """Tells a worker that all workers have loaded their share of the model, so that it joins the group."""
+
+JOIN_POLL_S = 0.02
+"""How often to look whether a worker has ended while the workers connect, in seconds."""
 
 END_S = 0.5
 """How long workers may take to end once their connections are closed, in seconds. Then they are killed. It is less than
@@ -77,7 +81,6 @@ class Workers:
         self._directory = tempfile.TemporaryDirectory(prefix="loramux-workers-")
         meeting = Path(self._directory.name) / "meeting"
         self.group = GlooGroup(meeting, size, 0)
-        self._encoder = msgspec.msgpack.Encoder()
         self._workers: list[_Worker] = []
         with ExitStack() as stack:
             stack.callback(self.close)
@@ -95,27 +98,47 @@ class Workers:
             worker.await_signal()
         for worker in self._workers:
             worker.send(JOIN)
-        try:
-            self.group.join()
-        except RuntimeError as error:
-            for worker in self._workers:
-                if worker.process.poll() is not None:
-                    raise worker.lost() from error
-            raise WorkerLost(f"the tensor-parallel workers cannot connect: {reason_of(error)}") from error
+        self._join_group()
         # The others may still be reading the file through which they meet.
         for worker in self._workers:
             worker.await_signal()
         self._directory.cleanup()
 
+    def _join_group(self) -> None:
+        """Connect the workers. Raises WorkerLost as soon as one of them has ended."""
+        failures: list[RuntimeError] = []
+
+        def join() -> None:
+            try:
+                self.group.join()
+            except RuntimeError as error:
+                failures.append(error)
+
+        # On a thread of its own, because gloo waits for a worker that has ended as for any other.
+        thread = threading.Thread(target=join, name="join-workers", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(JOIN_POLL_S)
+            for worker in self._workers:
+                if worker.process.poll() is not None:
+                    raise worker.lost()
+        if failures:
+            raise WorkerLost(f"the tensor-parallel workers cannot connect: {reason_of(failures[0])}") from failures[0]
+
+    @staticmethod
+    def encode(message: ToWorker) -> bytes:
+        """Encode a message, on any thread."""
+        return msgspec.msgpack.encode(message)
+
     def send(self, message: ToWorker) -> None:
-        encoded = self._encoder.encode(message)
+        encoded = self.encode(message)
         for worker in self._workers:
             worker.send(encoded)
 
-    def send_each(self, messages: list[ToWorker]) -> None:
-        """Send message `i` to worker `i` + 1."""
+    def send_each(self, messages: Sequence[bytes]) -> None:
+        """Send the encoded message `i` to worker `i` + 1."""
         for worker, message in zip(self._workers, messages, strict=True):
-            worker.send(self._encoder.encode(message))
+            worker.send(message)
 
     def filenos(self) -> list[int]:
         """File descriptors that become readable when a worker ends."""

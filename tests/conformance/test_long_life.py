@@ -16,7 +16,10 @@ import pytest
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend
+from loramux.engine.loop.config import pack_target
 from loramux.engine.pages import state_checkpoints
+from loramux.engine.parallel.sharded_adapters import AdapterDivider
+from loramux.engine.parallel.sharding import worker_config
 from loramux.engine.protocol.messages import (
     Abort,
     AdapterState,
@@ -69,19 +72,24 @@ def make_life_subject(family: str, directory: Path) -> Subject:
 class Life:
     """Drives one engine with random events. The pool is too small for the load."""
 
-    def __init__(self, subject: Subject, seed: int, backend: Backend | None = None) -> None:
+    def __init__(self, subject: Subject, seed: int, backend: Backend | None = None, num_workers: int = 1) -> None:
         self.subject = subject
         self.rng = random.Random(seed)
         config = ModelConfig.load(subject.directory)
-        geometry = config.geometry(4, 4)
+        own = worker_config(config, num_workers)
+        geometry = own.geometry(4, 4)
+        divider = AdapterDivider(pack_target(config, "float32"), pack_target(own, "float32"), ())
+        largest = max(divider.num_pages(packed) for packed in subject.adapters.values())
         # Room for the largest adapter, and for the states of a few sequences, if they have any.
-        num_pages = max(subject.num_pages.values()) + 18 + 5 * config.num_state_pages(geometry)
+        num_pages = largest + 18 + 5 * config.num_state_pages(geometry)
         self.activated = [name for name in NAMES if subject.reference.peft_config[name].alora_invocation_tokens]
         self.assembled = subject.assemble(
             backend,
-            pool_bytes=num_pages * geometry.total_page_bytes,
+            pool_bytes=num_workers * num_pages * geometry.total_page_bytes,
             max_resident_adapters=3,
             max_sequences=8,
+            tensor_parallel_size=num_workers,
+            num_threads=max(num_workers, len(os.sched_getaffinity(0))),
         )
         # Set all bits, which is NaN, so that reads of unwritten memory are noticed.
         self.assembled.views.raw.fill_(0xFF)

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from loramux.admin.doctor.memory_plan import WorkersPlan, plan_workers
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.assembly import AssembledEngine
 from loramux.engine.loop.config import pack_target
 from loramux.engine.parallel import workers
+from loramux.engine.parallel.gloo_group import GlooGroup
 from loramux.engine.parallel.workers import WorkerLost
 from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
@@ -81,6 +83,35 @@ def logits_of(
     return dict(recorder.by_sequence)
 
 
+class Exchanges:
+    """The exchanges of worker 0: for each step, the rows and bytes of each sum, and then of the logits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[list[tuple[int, int]]] = [[]]
+        add_up, join_columns = GlooGroup.sum, GlooGroup.join_columns
+
+        def counted_sum(group: GlooGroup, y: torch.Tensor) -> torch.Tensor:
+            self.steps[-1].append((len(y), y.nbytes))
+            return add_up(group, y)
+
+        def counted_join(group: GlooGroup, y: torch.Tensor) -> torch.Tensor:
+            self.steps[-1].append((len(y), y.nbytes))
+            self.steps.append([])
+            return join_columns(group, y)
+
+        monkeypatch.setattr(GlooGroup, "sum", counted_sum)
+        monkeypatch.setattr(GlooGroup, "join_columns", counted_join)
+
+    def check(self, plan: WorkersPlan, size: int) -> None:
+        """Each step has the planned exchanges, whatever its adapters."""
+        *steps, rest = self.steps
+        assert (rest, len(steps) > NUM_TOKENS) == ([], True)
+        for *sums, (num_samples, logit_bytes) in steps:
+            assert len(sums) == plan.num_sums
+            assert {num_bytes for _, num_bytes in sums} == {sums[0][0] * plan.sum_bytes}
+            assert size * logit_bytes == num_samples * plan.join_bytes
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=campaign)])
 def test_mixed_adapters_equal_peft_and_one_worker(subject: Subject, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a busy machine, a worker may need long to exit.
@@ -88,6 +119,7 @@ def test_mixed_adapters_equal_peft_and_one_worker(subject: Subject, size: int, m
     asked = requests(subject)
     with assembled(subject) as alone:
         expected = logits_of(alone, asked, monkeypatch)
+    exchanges = Exchanges(monkeypatch)
     with assembled(subject, tensor_parallel_size=size, num_threads=size) as engine:
         found = logits_of(engine, asked, monkeypatch)
         stats = engine.engine.stats(StatsRequest(call_id=""))
@@ -95,6 +127,7 @@ def test_mixed_adapters_equal_peft_and_one_worker(subject: Subject, size: int, m
         assert stats.num_kv_pages == 0
         processes = [worker.process for worker in engine.workers._workers]
     assert [process.returncode for process in processes] == [0] * (size - 1)
+    exchanges.check(plan_workers(subject.directory, "cpu", size), size)
     for sequence_id, (name, add) in asked.items():
         assert_parity(subject, name, add, found[sequence_id])
         assert [row.argmax() for row in found[sequence_id]] == [row.argmax() for row in expected[sequence_id]]

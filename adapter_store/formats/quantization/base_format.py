@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,16 @@ class CodedTensor:
             return self.format.read(self.parts)
         except ValueError as error:
             raise BaseNotSupported(f"the quantised weight {self.parts.module}: {error}") from error
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def kind_of(name: str, coded: CodedTensor) -> tuple[str, str, tuple[int, ...], frozenset[str]]:
+    """The kind of the quantised weight `name`. Weights that differ only in their layer or expert number have the same
+    kind, and so the same groups and size.
+    """
+    return _NUMBER.sub("", name), coded.dtype, coded.shape, frozenset(coded.parts.tensors)
 
 
 @dataclass(frozen=True, slots=True)

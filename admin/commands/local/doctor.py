@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loramux.admin.commands.options import AsJson, ConfigFile, DatabaseUrl, DataDir
+from loramux.admin.commands.options import AsJson, ConfigFile, DatabaseUrl, DataDir, given_amount
 from loramux.admin.commands.output import error_document, fail, print_json
 from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 
 if TYPE_CHECKING:
     from loramux.admin.doctor.findings import Finding
+    from loramux.admin.doctor.memory_plan import WorkersPlan
 
 MARKS = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "failed": "[bold red]FAILED[/bold red]"}
 
@@ -42,6 +44,25 @@ def doctor(
             min=1, max=64, help="With --plan: the number of engines of the server (default: 1).", show_default=False
         ),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=64,
+            help="With --plan: the number of workers that share the model in each engine (default: 1).",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="With --plan: cpu or cuda, also of another machine (default: this machine's).", show_default=False
+        ),
+    ] = None,
+    pool_bytes: Annotated[
+        str | None,
+        typer.Option(help="With --plan: the size of an engine's page pool, such as 100GiB.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, the connection to the server and the server's components. Show how to fix each problem.
@@ -56,10 +77,22 @@ def doctor(
     from loramux.admin.server.settings import SettingsError, load_settings
 
     if plan is not None:
-        _plan(local_model_path(plan, config, data_dir, as_json), data_parallel_size or 1, as_json)
+        from loramux.platform.amounts import BYTES_UNIT
+
+        if device not in (None, "cpu", "cuda"):
+            raise typer.BadParameter("must be cpu or cuda", param_hint="--device")
+        num_bytes = None if pool_bytes is None else given_amount(pool_bytes, BYTES_UNIT, "--pool-bytes")
+        path = local_model_path(plan, config, data_dir, as_json)
+        _plan(path, data_parallel_size or 1, tensor_parallel_size or 1, device, num_bytes, as_json)
         return
-    if data_parallel_size is not None:
-        raise typer.BadParameter("--data-parallel-size needs --plan")
+    only_planned = {
+        "--data-parallel-size": data_parallel_size,
+        "--tensor-parallel-size": tensor_parallel_size,
+        "--device": device,
+        "--pool-bytes": pool_bytes,
+    }
+    if given := [option for option, value in only_planned.items() if value is not None]:
+        raise typer.BadParameter(f"{given[0]} needs --plan")
     overrides = {
         "model": model,
         "config": config,
@@ -118,17 +151,20 @@ def _show(finding: Finding) -> None:
         console.print(Text(f"         to fix it: {finding.mend}"))
 
 
-def _plan(model: Path, num_engines: int, as_json: bool) -> None:
-    from loramux.admin.doctor.memory_plan import plan_memory, plan_tokens
+def _plan(
+    model: Path, num_engines: int, num_workers: int, device: str | None, pool_bytes: int | None, as_json: bool
+) -> None:
+    from loramux.admin.doctor.memory_plan import plan_memory, plan_tokens, plan_workers
     from loramux.engine.loop.config import resolve_device
     from loramux.engine.pages.pool_size import in_gib
-    from loramux.engine.protocol.errors import ModelNotSupported
+    from loramux.engine.protocol.errors import EngineError
 
-    device = resolve_device("auto")
+    device = device or resolve_device("auto")
     try:
-        plans = plan_memory(model, device)
-        tokens = plan_tokens(model, device)
-    except ModelNotSupported as error:
+        plans = plan_memory(model, device, pool_bytes, num_workers=num_workers)
+        tokens = plan_tokens(model, device, pool_bytes, num_workers=num_workers)
+        workers = plan_workers(model, device, num_workers) if num_workers > 1 else None
+    except EngineError as error:
         fail(str(error), REFUSED, error_document(str(error), "model_not_supported") if as_json else None)
     if as_json:
         data = [
@@ -137,22 +173,49 @@ def _plan(model: Path, num_engines: int, as_json: bool) -> None:
                 "weights_bytes": plan.weights,
                 "pool_bytes": plan.pool,
                 "process_bytes": plan.process,
+                "worker_bytes": plan.worker,
                 "total_bytes": plan.total_of(num_engines),
                 "problem": plan.problem,
             }
             for plan in plans
         ]
-        about = {"device": device, "num_engines": num_engines, "pool_tokens": tokens}
-        print_json({"object": "memory_plan", **about, "data": data})
+        about = {"device": device, "num_engines": num_engines, "num_workers": num_workers, "pool_tokens": tokens}
+        exchanges = None if workers is None else asdict(workers)
+        print_json({"object": "memory_plan", **about, "workers": exchanges, "data": data})
         return
-    print(f"{model} on {device}; the pool has its default size (set pool_bytes to change it)")
+    size = "its default size (set pool_bytes to change it)" if pool_bytes is None else in_gib(pool_bytes)
+    print(f"{model} on {device}; the pool has {size}")
     if num_engines > 1:
         place = ", on a GPU of its own" if device == "cuda" else ""
         print(f"each of the {num_engines} engines has the weights and a pool{place}; the total is that of all engines")
-    print(f"{'format':<28}{'weights':>12}{'pool':>12}{'process':>12}{'total':>12}")
+    if num_workers > 1:
+        print(f"weights: those of each of the {num_workers} workers; worker: its weights and its share of the pool")
+    columns = ("weights", *(("worker",) if num_workers > 1 else ()), "pool", "process", "total")
+    print(f"{'format':<28}{''.join(f'{name:>12}' for name in columns)}")
     for plan in plans:
-        figures = (plan.weights, plan.pool, plan.process, plan.total_of(num_engines))
+        of_worker = (plan.worker,) if num_workers > 1 else ()
+        figures = (plan.weights, *of_worker, plan.pool, plan.process, plan.total_of(num_engines))
         sizes = "".join(f"{in_gib(size):>12}" for size in figures)
         print(f"{plan.format:<28}{sizes if plan.problem is None else f'  {plan.problem}'}")
     room = ", ".join(f"{number:,} with --kv-dtype {name}" for name, number in tokens.items())
     print(f"tokens that fit into a pool without adapters: {room}")
+    if workers is not None:
+        _show_workers(workers, device)
+
+
+def _show_workers(plan: WorkersPlan, device: str) -> None:
+    from loramux.admin.doctor.memory_plan import ADAPTER_RANK, NUM_ADAPTERS
+    from loramux.engine.pages.pool_size import in_gib
+
+    print(f"each worker has the whole embedding, {in_gib(plan.embedding_bytes)}")
+    print(
+        f"a decode step adds up outputs {plan.num_sums} times, {plan.sum_bytes / 1024:.1f} KiB for each sequence, and "
+        f"joins the logits once, {plan.join_bytes / 1024:.1f} KiB for each sequence"
+    )
+    print(
+        f"{NUM_ADAPTERS} adapters of rank {ADAPTER_RANK} on all linear layers add no exchange; they take "
+        f"{in_gib(plan.adapter_bytes)} in each worker's share of the pool, or {in_gib(plan.whole_adapter_bytes)} in a "
+        "pool that is not divided"
+    )
+    if device == "cuda":
+        print("tensor parallelism does not run on GPUs so far, so this is a plan only")

@@ -11,9 +11,23 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.admin.doctor import memory_plan
-from loramux.admin.doctor.memory_plan import GATEWAY_BYTES, PROCESS_BYTES, plan_engine, plan_memory, plan_tokens
+from loramux.admin.doctor.memory_plan import (
+    GATEWAY_BYTES,
+    PROCESS_BYTES,
+    WORKER_BYTES,
+    plan_engine,
+    plan_memory,
+    plan_tokens,
+    plan_workers,
+)
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.architectures.weight_files import HEAD
+from loramux.engine.architectures.weight_shapes import weight_shapes
+from loramux.engine.decoder.weights import open_weights
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.protocol.errors import ModelNotSupported
+from loramux.engine.parallel.sharded_weights import ShardedWeights
+from loramux.engine.parallel.sharding import worker_config
+from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
 from tests.admin.command_line import Run
 from tests.conformance.tiny_models import SMALL_SHAPE
 from tests.quantized_layouts import LAYOUTS, quantize_directory
@@ -166,3 +180,93 @@ def test_an_engines_own_format_is_planned(tmp_path: Path, dtype: str, method: st
     assert (plan.format, plan.pool) == (name, 5 << 20)
     sizes = weights(tmp_path)
     assert plan.weights == sizes.get(name, 2 * sizes["bfloat16"])
+
+
+def worker_bytes(directory: Path, num_workers: int) -> int:
+    """Bytes of the tensors that worker 0 reads."""
+    model = ModelConfig.load(directory)
+    shapes = {**weight_shapes(worker_config(model, num_workers)), HEAD: (-(-VOCAB // num_workers), HIDDEN)}
+    with open_weights(directory) as weights:
+        sharded = ShardedWeights(weights, model, num_workers, 0)
+        tensors = [sharded.tensor(name, shape) for name, shape in shapes.items()]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_a_worker_has_what_it_reads(tmp_path: Path, num_workers: int, is_tied: bool) -> None:
+    save(tmp_path, tie_word_embeddings=is_tied)
+    [plan, *_] = plan_memory(tmp_path, "cpu", 8 << 20, num_workers=num_workers)
+    [alone, *_] = plan_memory(tmp_path, "cpu", 8 << 20)
+    assert plan.weights == worker_bytes(tmp_path, num_workers)
+    rotary = alone.process - PROCESS_BYTES
+    assert plan.process == alone.process + (num_workers - 1) * (WORKER_BYTES + rotary)
+    assert plan.total == num_workers * plan.weights + plan.pool + plan.process
+    assert plan.worker == plan.weights + (8 << 20) // num_workers
+    # Every worker has the whole embedding, so all of them together have more than one.
+    assert plan.all_weights > alone.weights + (num_workers - 2) * 2 * VOCAB * HIDDEN
+
+
+def test_scales_of_summed_outputs_are_in_every_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "host_features", lambda: {"avx2"})
+    save(tmp_path, num_key_value_heads=2)
+    planned = {plan.format: plan.weights for plan in plan_memory(tmp_path, "cpu", num_workers=2)}
+    divided = LAYERS * (HIDDEN + 2 * INNER + 2 * 64) // 2
+    summed = LAYERS * 2 * HIDDEN
+    num_weights = LAYERS * (2 * HIDDEN * HIDDEN + 2 * 64 * HIDDEN + 3 * INNER * HIDDEN) // 2
+    head_and_rest = OUTER - VOCAB * HIDDEN
+    assert planned["int8"] == head_and_rest + num_weights + 4 * (divided + summed)
+
+
+@pytest.mark.parametrize(("layout", "per_weight"), [("ct-w4a16-asymmetric", 0.5 + (2 + 4) / 32), ("nf4", 0.5 + 4 / 64)])
+def test_a_worker_has_its_part_of_the_codes(
+    tmp_path: Path, layout: str, per_weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "host_features", lambda: {"avx2"})
+    torch.manual_seed(0)
+    quantize_directory(save(tmp_path, num_key_value_heads=2), tmp_path, LAYOUTS[layout])
+    planned = {plan.format: plan.weights for plan in plan_memory(tmp_path, "cpu", num_workers=2)}
+    [own] = planned.keys() - {"bfloat16"}
+    num_weights = LAYERS * (2 * HIDDEN * HIDDEN + 2 * 64 * HIDDEN + 3 * INNER * HIDDEN) // 2
+    assert planned[own] == OUTER - VOCAB * HIDDEN + math.floor(per_weight * num_weights)
+
+
+def test_groups_that_workers_cannot_divide_are_a_problem(tmp_path: Path) -> None:
+    save(tmp_path, intermediate_size=96)
+    problems = {plan.format: plan.problem for plan in plan_memory(tmp_path, "cpu", num_workers=4) if plan.problem}
+    assert list(problems) == ["int4", "int4+head"]
+    assert "4 workers cannot divide the groups of 32 inputs of model.layers.0.mlp.down_proj" in str(problems["int4"])
+    quantized = tmp_path / "quantized"
+    quantize_directory(save(quantized), quantized, LAYOUTS["ct-w4a16"])
+    with pytest.raises(ConfigNotUsable, match=r"^4 workers cannot divide .*o_proj.*: inputs 0 to 32 are not whole"):
+        plan_memory(quantized, "cpu", num_workers=4)
+
+
+def test_workers_divide_the_pool(tmp_path: Path) -> None:
+    save(tmp_path, num_key_value_heads=2)
+    alone = plan_tokens(tmp_path, "cpu", pool_bytes=1 << 20)
+    assert plan_tokens(tmp_path, "cpu", pool_bytes=1 << 20, num_workers=2) == alone
+    # Four workers have two heads twice.
+    assert plan_tokens(tmp_path, "cpu", pool_bytes=2 << 20, num_workers=4) == alone
+
+
+def test_exchanges_of_workers_are_planned(loramux: Run, tmp_path: Path) -> None:
+    save(tmp_path, vocab_size=321)
+    plan = plan_workers(tmp_path, "cpu", 2)
+    assert (plan.num_sums, plan.sum_bytes) == (2 * LAYERS, 4 * HIDDEN)
+    # The last of 322 columns stands for no token.
+    assert (plan.join_bytes, plan.embedding_bytes) == (4 * 322, 2 * 321 * HIDDEN)
+    assert plan.whole_adapter_bytes // 2 < plan.adapter_bytes <= plan.whole_adapter_bytes
+    on_gpu = plan_workers(tmp_path, "cuda", 2)
+    assert (on_gpu.sum_bytes, on_gpu.join_bytes) == (2 * HIDDEN, 2 * 322)
+    options = ("--tensor-parallel-size", "2", "--device", "cuda", "--pool-bytes", "64MiB")
+    text = loramux("doctor", "--plan", str(tmp_path), *options)
+    assert f"adds up outputs {2 * LAYERS} times, 0.2 KiB for each sequence" in text.stdout
+    assert text.stdout.endswith("tensor parallelism does not run on GPUs so far, so this is a plan only\n")
+    document = json.loads(loramux("doctor", "--plan", str(tmp_path), *options, "--json").stdout)
+    assert (document["num_workers"], document["workers"]["num_sums"]) == (2, 2 * LAYERS)
+    [first, *_] = document["data"]
+    assert first["worker_bytes"] == first["weights_bytes"] + (32 << 20)
+    refused = loramux("doctor", "--plan", str(tmp_path), "--tensor-parallel-size", "3")
+    assert (refused.exit_code, "does not divide the model's 4 attention heads" in refused.stderr) == (1, True)
+    assert loramux("doctor", "--plan", str(tmp_path), "--device", "tpu").exit_code == 2

@@ -59,9 +59,8 @@ def test_engines_on_a_cpu_divide_the_threads(demo_base: Path) -> None:
 def test_workers_are_planned_only_for_a_base_that_they_can_share(demo_base: Path) -> None:
     assert [one.tensor_parallel_size for one in plan(demo_base, num_threads=2)] == [1]
     settings = {"num_threads": 4, "tensor_parallel_size": 4}
-    assert [one.tensor_parallel_size for one in plan(demo_base, **settings)] == [4]
-    with pytest.raises(StartRefused, match="tensor parallelism does not support quantised weights"):
-        plan(demo_base, **settings, quantization="int8")
+    for quantization in (None, "int8"):
+        assert [one.tensor_parallel_size for one in plan(demo_base, **settings, quantization=quantization)] == [4]
     with pytest.raises(StartRefused, match="4 workers need a thread each, but num_threads is 2"):
         plan(demo_base, **{**settings, "num_threads": 2})
     both = {"tensor_parallel_size": 2, "data_parallel_size": 2}
@@ -90,7 +89,11 @@ def test_engines_that_do_not_fit_into_the_memory_together_are_refused(
         plan(demo_base, **sizes, data_parallel_size=2)
     assert str(refused.value).startswith("2 engines need 5.")
     assert "1.0 GiB of pages and 1.0 GiB of host tier each, but 4.0 GiB are available" in str(refused.value)
-    plan(demo_base, **{**sizes, "host_tier_bytes": 0}, data_parallel_size=2)
+    fewer = {**sizes, "host_tier_bytes": 0, "data_parallel_size": 2}
+    plan(demo_base, **fewer)
+    # Each further worker has a process and an embedding of its own.
+    with pytest.raises(StartRefused, match=r"^2 engines need 7\."):
+        plan(demo_base, **{**fewer, "num_threads": 16}, tensor_parallel_size=8)
 
 
 def test_each_engine_gets_a_gpu(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,12 @@ import pytest
 
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, rows_of_part
-from loramux.adapter_store.tiers.staged_adapter import StagedAdapter
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.config import pack_target
 from loramux.engine.parallel.sharded_adapters import AdapterDivider
 from loramux.engine.parallel.sharding import module_shards, worker_config
 from loramux.kernels.layout import AFFINE, A, RowCounts
-from tests.engine.parallel.test_sharding import LLAMA, PHI3
+from tests.engine.parallel.test_sharding import GPT_OSS, LLAMA, PHI3, QWEN2_MOE
 
 VOCAB_SIZE = 40
 TRAINED = RowCounts((3, 5))
@@ -55,7 +54,7 @@ def part_of(packed: PackedAdapter, target: PackTarget, layer: int | None, index:
     return rows_of_part(stream, module, part, rank, begins[part], target, layer)
 
 
-@pytest.mark.parametrize("family", [{}, PHI3], ids=["llama", "fused"])
+@pytest.mark.parametrize("family", [{}, PHI3, QWEN2_MOE, GPT_OSS], ids=["llama", "fused", "experts", "stacked experts"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_worker_gets_its_share_of_each_part(family: dict[str, Any], size: int, dtype: str, tmp_path: Path) -> None:
@@ -64,11 +63,8 @@ def test_each_worker_gets_its_share_of_each_part(family: dict[str, Any], size: i
     whole, own = pack_target(model, dtype), pack_target(worker_config(model, size), dtype)
     shards = [module_shards(model, size, worker) for worker in range(size)]
     packed = filled(whole, np.random.default_rng(3))
-    released: list[str] = []
     divider = AdapterDivider(whole, own, shards)
-    divided = divider.divide(StagedAdapter(packed, released.append))
-    assert released == ["digest"]
-    shares = [divided.packed, *divided.others]
+    shares = divider.shares_of(packed)
     assert {one.num_pages for one in shares} == {divider.num_pages(packed)}
     for worker, share in enumerate(shares):
         assert share.payload.shape == (share.num_pages, 2, own.geometry.page_bytes)

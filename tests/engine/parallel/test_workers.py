@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -46,31 +47,28 @@ def test_a_worker_that_refuses_its_share_says_why(monkeypatch: pytest.MonkeyPatc
         started.join()
 
 
-@pytest.mark.parametrize(
-    ("is_killed", "said"),
-    [
-        (True, f"^tensor-parallel worker 1 has ended with exit status -{signal.SIGKILL}$"),
-        (False, "^the tensor-parallel workers cannot connect: "),
-    ],
-    ids=["killed", "stuck"],
-)
-def test_a_worker_that_does_not_join_the_others_stops_the_start(
-    monkeypatch: pytest.MonkeyPatch, is_killed: bool, said: str
-) -> None:
+def test_a_worker_that_does_not_join_the_others_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_group, "JOIN_TIMEOUT", timedelta(seconds=0.2))
+    said = "^the tensor-parallel workers cannot connect: "
+    with workers(LOADED + UNTIL_CLOSED, monkeypatch) as started, pytest.raises(WorkerLost, match=said):
+        started.join()
+
+
+def test_a_worker_that_ends_while_the_others_join_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
     with workers(LOADED + UNTIL_CLOSED, monkeypatch) as started:
         [process] = [worker.process for worker in started._workers]
-        join = started.group.join
 
-        def kill_and_join() -> None:
+        def kill_and_wait() -> None:
             process.kill()
-            process.wait()
-            join()
+            assert is_over.wait(WAIT_S)
 
-        if is_killed:
-            monkeypatch.setattr(started.group, "join", kill_and_join)
-        with pytest.raises(WorkerLost, match=said):
+        monkeypatch.setattr(started.group, "join", kill_and_wait)
+        with pytest.raises(
+            WorkerLost, match=f"^tensor-parallel worker 1 has ended with exit status -{signal.SIGKILL}$"
+        ):
             started.join()
+        is_over.set()
 
 
 def test_a_failed_start_leaves_no_process_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
