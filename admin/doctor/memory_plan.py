@@ -44,23 +44,24 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 class MemoryPlan:
     """Memory in bytes that a server takes with one format of weights; `problem` says why a format cannot be used.
 
-    `weights` includes the embedding and the head. `process` is everything except the weights and the pool.
+    `weights` includes the embedding and the head. `kv_host` is the host memory for evicted K and V, and
+    `process` is everything else without the host tier of adapters.
     """
 
     format: str
     weights: int = 0
     pool: int = 0
     process: int = 0
+    kv_host: int = 0
     problem: str | None = None
 
     @property
     def total(self) -> int:
-        return self.weights + self.pool + self.process
+        return self.weights + self.pool + self.process + self.kv_host
 
     def total_of(self, num_engines: int) -> int:
         """Return the memory of a server with several engines, in bytes. Each has its own weights and pool."""
-        further = self.weights + self.pool + self.process - GATEWAY_BYTES
-        return self.total + (num_engines - 1) * further
+        return self.total + (num_engines - 1) * (self.total - GATEWAY_BYTES)
 
 
 def has_products_by_codes(device: str) -> bool:
@@ -69,7 +70,11 @@ def has_products_by_codes(device: str) -> bool:
 
 
 def plan_memory(
-    model_dir: Path, device: str, pool_bytes: int | None = None, max_model_len: int | None = None
+    model_dir: Path,
+    device: str,
+    pool_bytes: int | None = None,
+    max_model_len: int | None = None,
+    kv_host_bytes: int = 0,
 ) -> list[MemoryPlan]:
     """Return plans for bfloat16, for the checkpoint's own format and, if the checkpoint is not quantised, for each
     value of `--quantization`.
@@ -102,7 +107,7 @@ def plan_memory(
         plans.append(MemoryPlan(config.quantization.name, _Sizes(config, own, device).total(codes), pool, process))
     elif own != "bfloat16":
         plans.append(MemoryPlan(own, _Sizes(config, own, device).total({}), pool, process))
-    return plans
+    return [replace(plan, kv_host=kv_host_bytes) for plan in plans]
 
 
 def plan_engine(config: EngineConfig, method: str | None) -> MemoryPlan:
@@ -111,7 +116,7 @@ def plan_engine(config: EngineConfig, method: str | None) -> MemoryPlan:
     Raises ModelNotSupported.
     """
     model_dir = Path(config.model_dir)
-    plans = plan_memory(model_dir, config.device, config.pool_bytes, config.max_model_len)
+    plans = plan_memory(model_dir, config.device, config.pool_bytes, config.max_model_len, config.kv_host_bytes)
     model = ModelConfig.load(model_dir)
     name = method or (config.dtype if model.quantization is None else model.quantization.name)
     found = next((plan for plan in plans if plan.format == name), None)

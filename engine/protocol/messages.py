@@ -401,6 +401,27 @@ class DraftCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Estimated time of steps that was spent on rejected tokens, in seconds."""
 
 
+class HostPageCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Copies of evicted prefix pages in host memory (`EngineConfig.kv_host_bytes`), and what happened to them since
+    startup. All 0 if there is no such memory.
+    """
+
+    num_slots: int = 0
+    """Maximum number of pages in host memory."""
+    num_pages: int = 0
+    num_saved: int = 0
+    """Pages copied to host memory."""
+    num_loaded: int = 0
+    """Pages copied back into the pool."""
+    num_evictions: int = 0
+    """Pages deleted from host memory to make room for others."""
+    restored_tokens: int = 0
+    """Tokens with which sequences began because their pages were copied back, after a preemption, too."""
+    recomputed_tokens: int = 0
+    """Tokens that were computed although their pages were in host memory, because copying them would have been slower.
+    """
+
+
 class DecodeReads(msgspec.Struct, frozen=True, kw_only=True):
     """What decode steps had to read since startup, and how long these steps took. All 0 on a CPU.
 
@@ -489,6 +510,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     decode_reads: DecodeReads = DecodeReads()
     grammars: GrammarCounts = GrammarCounts()
     drafts: DraftCounts = DraftCounts()
+    host_pages: HostPageCounts = HostPageCounts()
     tiers: tuple[TierContents, ...] = ()
     """Contents of the tiers. Empty unless the request sets `with_tiers`."""
     changes: tuple[AdapterChange, ...] = ()
@@ -518,6 +540,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`EngineConfig.kv_dtype`."""
     num_kv_tokens: int = 0
     """Number of tokens whose K and V fit into an empty pool: `CacheLayout.num_tokens`."""
+    num_host_kv_tokens: int = 0
+    """The same for the host memory of `EngineConfig.kv_host_bytes`."""
     num_dequantized: int = 0
     """Number of linear layers, without experts, whose quantised weights the device has no kernel for. They are
     dequantised.

@@ -39,6 +39,9 @@ def doctor(
     data_parallel_size: Annotated[
         int, typer.Option(min=1, max=64, help="With --plan: the number of engines of the server.")
     ] = 1,
+    kv_host_bytes: Annotated[
+        str, typer.Option(help="With --plan: the setting of this name, such as 8GiB.", metavar="SIZE")
+    ] = "0",
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, the connection to the server and the server's components. Show how to fix each problem.
@@ -53,7 +56,7 @@ def doctor(
     from loramux.admin.server.settings import SettingsError, load_settings
 
     if plan is not None:
-        _plan(local_model_path(plan, config, data_dir, as_json), data_parallel_size, as_json)
+        _plan(local_model_path(plan, config, data_dir, as_json), data_parallel_size, _num_bytes(kv_host_bytes), as_json)
         return
     overrides = {
         "model": model,
@@ -113,7 +116,16 @@ def _show(finding: Finding) -> None:
         console.print(Text(f"         to fix it: {finding.mend}"))
 
 
-def _plan(model: Path, num_engines: int, as_json: bool) -> None:
+def _num_bytes(size: str) -> int:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(ByteSize).validate_python(size)
+    except ValidationError as error:
+        raise typer.BadParameter(f"{size!r} is not a size such as 8GiB or 500MB") from error
+
+
+def _plan(model: Path, num_engines: int, kv_host_bytes: int, as_json: bool) -> None:
     from loramux.admin.doctor.memory_plan import plan_memory, plan_tokens
     from loramux.engine.loop.config import resolve_device
     from loramux.engine.pages.pool_size import in_gib
@@ -121,7 +133,7 @@ def _plan(model: Path, num_engines: int, as_json: bool) -> None:
 
     device = resolve_device("auto")
     try:
-        plans = plan_memory(model, device)
+        plans = plan_memory(model, device, kv_host_bytes=kv_host_bytes)
         tokens = plan_tokens(model, device)
     except ModelNotSupported as error:
         fail(str(error), REFUSED, error_document(str(error), "model_not_supported") if as_json else None)
@@ -132,6 +144,7 @@ def _plan(model: Path, num_engines: int, as_json: bool) -> None:
                 "weights_bytes": plan.weights,
                 "pool_bytes": plan.pool,
                 "process_bytes": plan.process,
+                "kv_host_bytes": plan.kv_host,
                 "total_bytes": plan.total_of(num_engines),
                 "problem": plan.problem,
             }
@@ -144,9 +157,11 @@ def _plan(model: Path, num_engines: int, as_json: bool) -> None:
     if num_engines > 1:
         place = ", on a GPU of its own" if device == "cuda" else ""
         print(f"each of the {num_engines} engines has the weights and a pool{place}; the total is that of all engines")
-    print(f"{'format':<28}{'weights':>12}{'pool':>12}{'process':>12}{'total':>12}")
+    host = ("host K/V",) if kv_host_bytes else ()
+    print(f"{'format':<28}" + "".join(f"{name:>12}" for name in ("weights", "pool", *host, "process", "total")))
     for plan in plans:
-        figures = (plan.weights, plan.pool, plan.process, plan.total_of(num_engines))
+        in_host = (plan.kv_host,) if kv_host_bytes else ()
+        figures = (plan.weights, plan.pool, *in_host, plan.process, plan.total_of(num_engines))
         sizes = "".join(f"{in_gib(size):>12}" for size in figures)
         print(f"{plan.format:<28}{sizes if plan.problem is None else f'  {plan.problem}'}")
     room = ", ".join(f"{number:,} with --kv-dtype {name}" for name, number in tokens.items())

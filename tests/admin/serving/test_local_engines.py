@@ -84,7 +84,7 @@ def test_engines_that_do_not_fit_into_the_memory_together_are_refused(
     demo_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"pool_bytes": 1 << 30, "host_tier_bytes": 1 << 30, "num_threads": 2}
-    monkeypatch.setattr(quantized_base, "free_memory", lambda: 4 << 30)
+    monkeypatch.setattr(engine_plans, "free_memory", lambda: 4 << 30)
     plan(demo_base, **sizes)
     with pytest.raises(StartRefused) as refused:
         plan(demo_base, **sizes, data_parallel_size=2)
