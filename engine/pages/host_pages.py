@@ -152,6 +152,11 @@ class HostPages:
         for key in list(self._by_digest.get(digest, ())):
             self.forget(key)
 
+    def purge_owner(self, owner: bytes) -> None:
+        """Delete all copies of an owner's pages."""
+        for key in list(self._by_owner.get(owner, ())):
+            self.forget(key)
+
     def pays(self, num_pages: int, num_tokens: int) -> bool:
         """True if copying `num_pages` pages is faster than computing the `num_tokens` tokens in them, by the measured
         times of both. As long as no prompt has been measured, copying is assumed to be faster.

@@ -136,6 +136,12 @@ class PrefixCache:
             self._forget(cached)
         self.host.purge(digest)
 
+    def purge_owner(self, owner: bytes) -> None:
+        """Remove all pages of an isolation key, and their copies in host memory."""
+        for cached in [one for one in self._by_key.values() if one.owner == owner]:
+            self._forget(cached)
+        self.host.purge_owner(owner)
+
     def _forget(self, cached: CachedPage) -> None:
         """Remove a page from the pool's part of the cache."""
         del self._by_key[cached.key]

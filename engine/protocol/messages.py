@@ -15,7 +15,7 @@ from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -206,6 +206,15 @@ class Pin(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
     is_pinned: bool = True
 
 
+class ForgetPrefixes(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
+    """Delete all pages of an isolation key from the prefix cache, in the pool and in host memory.
+
+    Running sequences of the key continue, and cache their pages when they fill them. The answer is `absent`.
+    """
+
+    isolation_key: bytes
+
+
 class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Allow the engine to send this gateway `count` more StepOutput messages."""
 
@@ -304,7 +313,8 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AdapterState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to Load, Unload or Pin. `state` is `resident`, `absent` or `failed`.
+    """Answer to Load, Unload, Pin or ForgetPrefixes. `state` is `resident`, `absent` or `failed`. For ForgetPrefixes,
+    `digest` is empty.
 
     With `failed`, `code` is `adapter_unavailable` (the adapter cannot be loaded), `superseded` (a later call requested
     the opposite), `pin_limit` or `invalid_request`.
@@ -561,7 +571,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Carries no data. If sending a Heartbeat fails, the engine knows that the gateway is gone."""
 
 
-ToEngine = Add | Extend | Abort | Load | Unload | Pin | Credit | StatsRequest
+ToEngine = Add | Extend | Abort | Load | Unload | Pin | ForgetPrefixes | Credit | StatsRequest
 FromEngine = StepOutput | Finished | Rejected | AdapterState | Stats | EngineReady | Heartbeat
 
 

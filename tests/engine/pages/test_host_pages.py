@@ -5,7 +5,7 @@ import random
 import pytest
 
 from loramux.engine.pages.host_pages import HostPages
-from loramux.engine.protocol.messages import Add, Unload
+from loramux.engine.protocol.messages import Add, ForgetPrefixes, Unload
 from loramux.engine.sequences.cache_groups import CacheLayout, cache_layout, hybrid_layout
 from loramux.engine.sequences.cached_page import CachedPage
 from tests.engine.simulated_engine import VOCAB_SIZE, Simulation, simulate_engine, stats_of
@@ -207,13 +207,9 @@ def test_an_evicted_prefix_is_restored_and_billed_as_cached(layers: str, digest:
     for num_host_pages, cached in ((200, expected), (0, 0)):
         simulation = small_engine(layers, num_host_pages=num_host_pages)
         ask(simulation, "first", prompt, digest)
-        for number in range(3):
-            evict_all(simulation)
-        found = ask(simulation, "again", prompt, digest)
-        assert found == cached if cached is not None else found < expected
-        counts = stats_of(simulation).host_pages
-        assert (counts.restored_tokens > 0) == (num_host_pages > 0)
-        assert counts.restored_tokens <= expected
+        evict_all(simulation)
+        assert ask(simulation, "again", prompt, digest) == cached
+        assert stats_of(simulation).host_pages.restored_tokens == cached
 
 
 @pytest.mark.parametrize(
@@ -252,6 +248,19 @@ def test_a_broken_adapters_copies_are_deleted() -> None:
     assert simulation.finished["broken"].code == "not_finite"
     simulation.executor.not_finite_for.clear()
     assert ask(simulation, "again", prompt, "a") == 0
+
+
+def test_a_deleted_tenants_pages_are_deleted_everywhere() -> None:
+    simulation, prompt = small_engine(num_pages=40), tokens(100)
+    for isolation_key in (OWNER, OTHER):
+        ask(simulation, f"first of {isolation_key!r}", prompt, isolation_key=isolation_key)
+    evict_all(simulation)
+    ask(simulation, "in the pool", prompt[:60], isolation_key=OWNER)
+    simulation.engine.forget_prefixes(b"gateway", ForgetPrefixes(call_id="f", isolation_key=OWNER))
+    simulation.run()
+    assert [(one.call_id, one.state) for one in simulation.answers] == [("f", "absent")]
+    assert ask(simulation, "again", prompt) == 0
+    assert ask(simulation, "other again", prompt, isolation_key=OTHER) == 96
 
 
 def test_copies_of_a_base_that_computed_nan_are_deleted() -> None:
