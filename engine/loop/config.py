@@ -214,6 +214,8 @@ def check_workers(config: EngineConfig, model: ModelConfig, is_quantized: bool) 
 
 def check_kv_host_bytes(config: EngineConfig) -> None:
     """Raise ConfigNotUsable if this machine lacks the memory for `kv_host_bytes`."""
+    if not config.kv_host_bytes:
+        return
     available = free_memory()
     if config.kv_host_bytes > available:
         raise ConfigNotUsable(

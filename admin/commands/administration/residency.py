@@ -115,4 +115,4 @@ def _print_fill(document: Document) -> None:
             f"({pages['pinned']} pinned), {pages['kv']} contain keys and values ({pages['prefix']} cached prefixes)"
         )
         if pages["host_total"]:
-            print(f"{pages['host_prefix']} of {pages['host_total']} pages of host memory contain evicted prefixes")
+            print(f"{pages['host_prefix']} of {pages['host_total']} pages in main memory contain evicted prefixes")
