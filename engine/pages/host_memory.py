@@ -67,7 +67,7 @@ class PinnedHostMemory:
 
     def _parts(self, slot: int) -> tuple[torch.Tensor, ...]:
         row = self._pieces[slot // self._slots_per_piece][slot % self._slots_per_piece]
-        return row.split([part.shape[1] for part in self._pool])
+        return torch.split(row, [part.shape[1] for part in self._pool])
 
     def _measured_load_s(self, accelerator: Accelerator) -> float:
         count = min(NUM_MEASURED, self.num_slots, self._num_pages)

@@ -196,9 +196,9 @@ class HostPages:
 
     def _evict_for(self, owner: bytes) -> bool:
         """Free a slot for a page of this owner. Returns False if all pages are held."""
-        own = self._by_owner.get(owner, {})
-        candidates = own if MAX_SHARE * len(own) >= self.num_slots else self._by_key
-        oldest = next(iter(candidates), None)
+        own = self._by_owner.get(owner)
+        is_large = own is not None and MAX_SHARE * len(own) >= self.num_slots
+        oldest = next(iter(own if own is not None and is_large else self._by_key), None)
         if oldest is None:
             return False
         self._num_evictions += 1
