@@ -119,10 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--base", type=Path, help="directory or GGUF file of a base (default: a random model)")
     add("--size", choices=sorted(SHAPES), default="small", help="shape of the random model")
-    add("--tenants", type=int, default=20)
+    add("--tenants", type=int, default=12)
     add("--turns", type=int, default=10)
-    add("--message", type=int, default=100, help="tokens of each message")
-    add("--answer", type=int, default=20, help="tokens of each answer")
+    add("--message", type=int, default=80, help="tokens of each message")
+    add("--answer", type=int, default=8, help="tokens of each answer")
     add("--oversize", type=float, default=3.0, help="size of all conversations, in pools")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
