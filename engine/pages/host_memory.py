@@ -16,16 +16,15 @@ PIECE_BYTES = 256 << 20
 power of two.
 """
 
-NUM_MEASURED = 16
-"""Number of pages whose copies are timed at startup."""
+MEASURED_BYTES = 64 << 20
+"""Number of bytes whose copies are timed at startup. Most caches of a CPU are smaller."""
 
 
 class PinnedHostMemory:
     """Slots of `pool_page_bytes` bytes in pinned host memory. A slot has a page's bytes and, if K and V are int8, its
     scales.
 
-    Copies are submitted to the current stream, like steps, so they run in the order of their submission. On a CPU, they
-    are finished when the call returns.
+    Copies run in the order in which they and steps are submitted. On a CPU, they are finished when the call returns.
     """
 
     def __init__(self, views: PoolViews, accelerator: Accelerator, num_bytes: int) -> None:
@@ -33,13 +32,14 @@ class PinnedHostMemory:
 
         Overwrites pages of the pool, which must not have owners yet. Raises ConfigNotUsable if no slot fits.
         """
-        page_bytes = views.geometry.pool_page_bytes
+        self._page_bytes = page_bytes = views.geometry.pool_page_bytes
         self.num_slots = num_bytes // page_bytes
         if not self.num_slots:
             raise ConfigNotUsable(
                 f"kv_host_bytes is {num_bytes} bytes, but a page of keys and values takes {page_bytes}: raise it, or "
                 "set it to 0"
             )
+        self._accelerator = accelerator
         self._num_pages = views.raw.shape[0]
         tensors = (views.raw,) if views.kv_scales is None else (views.raw, views.kv_scales)
         # uint8 [P, number of bytes in a page]
@@ -55,28 +55,28 @@ class PinnedHostMemory:
             raise ConfigNotUsable(
                 f"{in_gib(num_bytes)} of host memory for keys and values cannot be allocated: lower kv_host_bytes"
             ) from error
-        self.load_s = self._measured_load_s(accelerator)
+        self.load_s = self._measured_load_s()
 
     def save(self, page: int, slot: int) -> None:
         for part, copy in zip(self._pool, self._parts(slot), strict=True):
-            copy.copy_(part[page], non_blocking=True)
+            self._accelerator.copy(copy, part[page])
 
     def load(self, slot: int, page: int) -> None:
         for part, copy in zip(self._pool, self._parts(slot), strict=True):
-            part[page].copy_(copy, non_blocking=True)
+            self._accelerator.copy(part[page], copy)
 
     def _parts(self, slot: int) -> tuple[torch.Tensor, ...]:
         row = self._pieces[slot // self._slots_per_piece][slot % self._slots_per_piece]
         return torch.split(row, [part.shape[1] for part in self._pool])
 
-    def _measured_load_s(self, accelerator: Accelerator) -> float:
-        count = min(NUM_MEASURED, self.num_slots, self._num_pages)
+    def _measured_load_s(self) -> float:
+        count = max(1, min(MEASURED_BYTES // self._page_bytes, self.num_slots, self._num_pages))
         for index in range(count):
             # The operating system provides memory when it is first written, which is not part of a copy back.
             self.save(index, index)
-        accelerator.fence().wait()
+        self._accelerator.fence().wait()
         started_s = time.perf_counter()
         for index in range(count):
             self.load(index, index)
-        accelerator.fence().wait()
+        self._accelerator.fence().wait()
         return (time.perf_counter() - started_s) / count
