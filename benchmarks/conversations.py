@@ -38,7 +38,7 @@ GOAL = 0.3
 
 
 class Conversations:
-    """One conversation per tenant. `sizes` are the numbers of tokens of a first message, a later message, and an answer."""
+    """One conversation per tenant. `sizes` are the numbers of tokens of first messages, later messages and answers."""
 
     def __init__(self, num_tenants: int, vocab_size: int, sizes: tuple[int, int, int]) -> None:
         self._dice = random.Random(1)
