@@ -49,6 +49,11 @@ BENCHMARKS = {
     "kv-quality": Benchmark("kv_quality", "How much a KV cache in 8 bits changes the predictions of a model"),
     "memory": Benchmark("memory", "Memory of a server with 16, 8 and 4 bits, compared with its plan"),
     "speculation": Benchmark("speculation", "Decoding with drafts, compared with decoding without"),
+    "conversations": Benchmark(
+        "conversations",
+        "Conversations that do not fit into the pool, with host memory for K and V and without",
+        "4 minutes",
+    ),
     "versions": Benchmark("versions", "Decode steps, compared with those of another checkout (CHECKOUT)"),
     "simulation": Benchmark("simulation", "Engine steps per second on a simulated device"),
     "routing": Benchmark("routing", "The choice of replicas in a simulated fleet, by policy", "7 minutes"),

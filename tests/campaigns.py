@@ -73,6 +73,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/conformance/test_quantized_experts.py",
                 "tests/conformance/test_prompt_logprobs.py",
                 "tests/conformance/test_hybrids.py",
+                "tests/conformance/test_host_pages.py",
                 "tests/conformance/test_token_rules.py",
                 marks=ALL,
             ),

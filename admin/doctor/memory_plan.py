@@ -51,7 +51,8 @@ class MemoryPlan:
     """Memory in bytes that a server takes with one format of weights; `problem` says why a format cannot be used.
 
     `weights` are those of each of `num_workers` workers, and include its embedding and its head. `pool` is the page
-    pool of all workers together. `process` is everything else.
+    pool of all workers together. `kv_host` is the host memory for evicted K and V, and `process` is everything else
+    without the host tier of adapters.
     """
 
     format: str
@@ -59,6 +60,7 @@ class MemoryPlan:
     pool: int = 0
     process: int = 0
     num_workers: int = 1
+    kv_host: int = 0
     problem: str | None = None
 
     @property
@@ -73,7 +75,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.all_weights + self.pool + self.process
+        return self.all_weights + self.pool + self.process + self.kv_host
 
     def total_of(self, num_engines: int) -> int:
         """Return the memory of a server with several engines, in bytes. Each has its own weights and pool."""
@@ -109,6 +111,7 @@ def plan_memory(
     pool_bytes: int | None = None,
     max_model_len: int | None = None,
     num_workers: int = 1,
+    kv_host_bytes: int = 0,
 ) -> list[MemoryPlan]:
     """Return plans for bfloat16, for the checkpoint's own format and, if the checkpoint is not quantised, for each
     value of `--quantization`.
@@ -149,7 +152,7 @@ def plan_memory(
         plans.append(plan(config.quantization.name, own, codes))
     elif own != "bfloat16":
         plans.append(plan(own, own, {}))
-    return plans
+    return [replace(plan, kv_host=kv_host_bytes) for plan in plans]
 
 
 def plan_engine(config: EngineConfig, method: str | None) -> MemoryPlan:
@@ -158,7 +161,9 @@ def plan_engine(config: EngineConfig, method: str | None) -> MemoryPlan:
     Raises ModelNotSupported.
     """
     model_dir, num_workers = Path(config.model_dir), config.tensor_parallel_size
-    plans = plan_memory(model_dir, config.device, config.pool_bytes, config.max_model_len, num_workers)
+    plans = plan_memory(
+        model_dir, config.device, config.pool_bytes, config.max_model_len, num_workers, config.kv_host_bytes
+    )
     model = ModelConfig.load(model_dir)
     name = method or (config.dtype if model.quantization is None else model.quantization.name)
     found = next((plan for plan in plans if plan.format == name), None)

@@ -16,7 +16,7 @@ from loramux.adapter_store.registry.records import Adapter, AdapterVersion
 from loramux.adapter_store.tiers.disk_tier import purge_files
 from loramux.admin.rest.bodies import PurgeRequest
 from loramux.admin.rest.services import AdminServices
-from loramux.engine.protocol.messages import Unload
+from loramux.engine.protocol.messages import ForgetPrefixes, Unload
 from loramux.platform.accounts.tenants import Tenant, TenantActive, TenantRows
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import InvalidRequest
@@ -113,9 +113,11 @@ async def purge_tenant(services: AdminServices, tenant: Tenant, body: PurgeReque
     await _end_requests(services, tenant.id)
     adapters = await _adapters_of(services, tenant.id)
     purged = [await _purge_adapter(services, adapter.id) for adapter in adapters]
+    share = await services.call(services.accounts.tenants.share, tenant.id)
     num_erased = await services.call(services.usage.erasure.erase, tenant.id)
     rows = await services.call(services.accounts.tenants.purge, tenant.id)
     services.accounts.api_keys.forget_recent()
+    await _forget_prefixes(services, share.isolation_key)
     document = await _finish(services, tenant.slug, purged, rows, len(adapters))
     return {**document, "usage_events": num_erased}
 
@@ -136,6 +138,14 @@ async def forget_copies(services: AdminServices, digests: Collection[str]) -> bo
         else:
             is_done &= state.state == "absent"
     return is_done
+
+
+async def _forget_prefixes(services: AdminServices, isolation_key: bytes) -> None:
+    """Delete the K and V of a tenant's prompts from this server's engines. An engine that has died has none."""
+    try:
+        await services.engine.client.call(ForgetPrefixes(isolation_key=isolation_key), UNLOAD_TIMEOUT_S)
+    except (EngineUnavailable, TimeoutError) as error:
+        _log.warning("K and V of a purged tenant stay until their pages are needed", error=str(error))
 
 
 async def _purge_adapter(services: AdminServices, adapter_id: str) -> Purge:

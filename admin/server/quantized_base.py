@@ -16,6 +16,7 @@ from rich.progress import Progress
 from loramux.adapter_store.formats.files.mapped_tensors import map_directory
 from loramux.admin.errors import StartRefused
 from loramux.engine.loop.config import EngineConfig
+from loramux.engine.pages.pool_size import free_memory
 from loramux.engine.quantizing.messages import (
     QuantizeJob,
     QuantizeLine,
@@ -68,14 +69,6 @@ _WORKING_SPACE = 1.25
 
 def float_bytes(model_dir: Path) -> int:
     return sum(tensor.nbytes for tensor in map_directory(model_dir).values())
-
-
-def free_memory() -> int:
-    """Linux's `MemAvailable`, in bytes."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _encode(model_dir: Path, text: str) -> tuple[int, ...]:

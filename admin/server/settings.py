@@ -75,6 +75,7 @@ FLAGS = frozenset(
         "adapter_dtype",
         "speculate",
         "kv_dtype",
+        "kv_host_bytes",
         "device",
         "database_url",
         "blob_url",
@@ -350,6 +351,10 @@ class Settings(ModelSettings):
     """
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
     host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
+    kv_host_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(0)
+    """Main memory for the [cached prefixes that the pool evicts](concepts.md#evicted-prefixes-in-main-memory), in each
+    engine. 0 turns it off. Not with `tensor_parallel_size`.
+    """
     oidc_issuer: str | None = None
     oidc_client_id: str | None = None
     oidc_client_secret: SecretStr | None = None

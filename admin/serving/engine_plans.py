@@ -10,7 +10,7 @@ from loramux.admin.errors import StartRefused
 from loramux.admin.server.settings import Settings
 from loramux.engine.device.cuda_driver import count_gpus
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.pages.pool_size import in_gib
+from loramux.engine.pages.pool_size import free_memory, in_gib
 from loramux.engine.protocol.errors import EngineError
 
 
@@ -19,7 +19,7 @@ def plan_engines(settings: Settings, config: EngineConfig) -> Sequence[EngineCon
     machine cannot run them.
 
     On a CPU, the engines divide the threads, and the memory of all of them must be available. On GPUs, each has its
-    own. The pool and the host tier have the configured sizes in each engine.
+    own. The pool and the host tiers have the configured sizes in each engine.
     """
     num_engines = settings.data_parallel_size or max(1, len(settings.devices))
     if config.device == "cuda":
@@ -57,9 +57,8 @@ def _on_gpus(settings: Settings, config: EngineConfig, num_engines: int) -> Sequ
 
 
 def _check_memory(settings: Settings, config: EngineConfig, num_engines: int) -> None:
-    # Other servers need neither module, and importing them takes time.
+    # Other servers do not need this module, and importing it takes time.
     from loramux.admin.doctor.memory_plan import plan_engine
-    from loramux.admin.server.quantized_base import free_memory
 
     try:
         plan = plan_engine(config, settings.quantization)
@@ -70,6 +69,7 @@ def _check_memory(settings: Settings, config: EngineConfig, num_engines: int) ->
     if needed > available:
         raise StartRefused(
             f"{num_engines} engines need {in_gib(needed)} of memory, with {in_gib(plan.all_weights)} of weights, "
-            f"{in_gib(plan.pool)} of pages and {in_gib(config.host_tier_bytes)} of host tier each, but "
-            f"{in_gib(available)} are available: lower data_parallel_size, pool_bytes or host_tier_bytes"
+            f"{in_gib(plan.pool)} of pages and {in_gib(config.host_tier_bytes + plan.kv_host)} of host tier each, but "
+            f"{in_gib(available)} are available: lower data_parallel_size, pool_bytes, host_tier_bytes or "
+            "kv_host_bytes"
         )

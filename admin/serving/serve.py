@@ -34,6 +34,7 @@ from loramux.engine.loop.config import (
     DEFAULT_SEQUENCES,
     EngineConfig,
     check_activations,
+    check_kv_host_bytes,
     check_workers,
     resolve_device,
     resolve_dtype,
@@ -142,6 +143,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             eviction_policy=settings.eviction_policy,
             disk_tier_bytes=int(settings.disk_tier_bytes),
             host_tier_bytes=int(settings.host_tier_bytes),
+            kv_host_bytes=int(settings.kv_host_bytes),
             pdl=settings.pdl,
             fused_lora=settings.fused_lora,
             speculate=settings.speculate,
@@ -158,6 +160,8 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
         is_quantized = settings.quantization is not None or model.quantization is not None
         check_activations(config, is_quantized)
         check_workers(config, model)
+        if runs_here:
+            check_kv_host_bytes(config)
     except EngineError as error:
         raise StartRefused(str(error)) from error
     return model, config
@@ -340,6 +344,8 @@ def _announce(
         weights += f", {info.num_dequantized} linear layers expanded to {config.dtype}"
     room = "" if info is None else f", room for {info.num_kv_tokens:,} tokens"
     drafts = "" if info is None or info.guesses is None else f", drafts from the {info.guesses}"
+    if info is not None and info.num_host_kv_tokens:
+        room += f" and {info.num_host_kv_tokens:,} in main memory"
     lines = [
         f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights}{drafts}{room})",
         f"  OpenAI API  {url}/v1",

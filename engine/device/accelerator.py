@@ -74,6 +74,12 @@ class Accelerator(Protocol):
         """Start a copy to host memory. The copy is complete once a later fence has passed."""
         ...
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy `source` to `target`, contiguous uint8 `[num_bytes]`, of which one is in memory from `host_buffer`. The
+        device runs copies and steps in the order in which they are submitted.
+        """
+        ...
+
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a small host tensor to the device, for steps submitted from now on."""
         ...
@@ -132,6 +138,11 @@ class HostAccelerator:
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # torch would divide the copy among OpenMP threads, which wait for each other. On a busy machine, that takes
+        # many times as long as the copy.
+        target.numpy()[:] = source.numpy()
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

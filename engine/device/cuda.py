@@ -112,6 +112,9 @@ class CudaAccelerator:
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu", non_blocking=True)
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 

@@ -214,8 +214,16 @@ class SimulatedExecutor:
         return {"last": states[-1], "cls": states[0], "mean": sum(states) / len(states)}[pooling]
 
     def copy_page(self, source: int, target: int) -> None:
+        self.fill_page(target, self.page_states(source))
+
+    def page_states(self, page: int) -> list[int]:
         size = self._page_places
-        self._states[target * size : (target + 1) * size] = self._states[source * size : (source + 1) * size]
+        return self._states[page * size : (page + 1) * size]
+
+    def fill_page(self, page: int, states: list[int]) -> None:
+        size = self._page_places
+        assert len(states) == size
+        self._states[page * size : (page + 1) * size] = states
 
     def forget(self, pages: Iterable[int]) -> None:
         """Treat the contents of these pages as never written."""
@@ -275,6 +283,29 @@ class SimulatedExecutor:
         state = self._states[block * self._block_tokens + position % self._block_tokens]
         assert state != UNWRITTEN, f"position {position} was never written"
         return state
+
+
+class SimulatedHostMemory:
+    """Slots for copies of the executor's pages. Slots that are empty, or have been forgotten, cannot be loaded."""
+
+    def __init__(self, executor: SimulatedExecutor, num_slots: int, load_s: float = 0.0) -> None:
+        self.num_slots = num_slots
+        self.load_s = load_s
+        self._executor = executor
+        self._slots: dict[int, list[int]] = {}
+
+    def save(self, page: int, slot: int) -> None:
+        assert slot in range(self.num_slots)
+        self._slots[slot] = self._executor.page_states(page)
+
+    def load(self, slot: int, page: int) -> None:
+        assert slot in self._slots, "an empty slot"
+        self._executor.fill_page(page, self._slots[slot])
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Treat the contents of these slots as never written."""
+        for slot in slots:
+            self._slots.pop(slot, None)
 
 
 def _next_state(before: int, token: int, position: int, salt: int) -> int:

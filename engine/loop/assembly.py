@@ -43,12 +43,14 @@ from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.head_drafts import HeadRunner
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import reachable_shapes
-from loramux.engine.loop.config import EngineConfig, activation_bits, check_workers
+from loramux.engine.loop.config import EngineConfig, activation_bits, check_kv_host_bytes, check_workers
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.loop.loaded_base import LoadedBase, load_base, pool_dtypes
 from loramux.engine.pages.eviction import new_policy
+from loramux.engine.pages.host_memory import PinnedHostMemory
+from loramux.engine.pages.host_pages import HostPages
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.pool_memory import allocate_pool, copy_page, pool_bytes_of
@@ -150,6 +152,7 @@ def assemble_engine(
     Before each step, the engine passes the ids of the running sequences to `note_running`. `spans` receives the spans
     of traced sequences. Tests and benchmarks can supply their own stager, weights and backend.
     """
+    check_kv_host_bytes(config)
     with ExitStack() as stack:
         workers = _start_workers(config)
         if workers is not None:
@@ -244,7 +247,9 @@ def _assemble(
     _warm_up(executor, base)
     reads = _reads(base, views, weight_bytes)
     identity = (repr(model).encode(), base.dtype.encode(), config.kv_dtype.encode())
-    prefixes = PrefixCache(pages, policy, base.target.geometry.page_tokens, identity)
+    pools = [views] if head_views is None else [views, head_views]
+    memory = PinnedHostMemory(pools, accelerator, config.kv_host_bytes) if config.kv_host_bytes else None
+    prefixes = PrefixCache(pages, policy, base.target.geometry.page_tokens, identity, HostPages(memory))
     kv = KvPages(pages, adapters.reclaimer, prefixes, cache, config.max_batch_tokens, partial(copy_page, views))
     limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
     scheduler = Scheduler(queue, kv, adapters, limits)
@@ -268,7 +273,7 @@ def _assemble(
         clock=time.monotonic,
         lookahead=backend.runs_ahead,
     )
-    ready = _ready(base, pages.num_pages, has_files=weights is None)
+    ready = _ready(base, pages.num_pages, prefixes.host.num_slots, has_files=weights is None)
     return AssembledEngine(engine, adapters, grammars, stager, views, ready, workers, head_views)
 
 
@@ -405,7 +410,7 @@ def _guesses(base: LoadedBase) -> str | None:
     return "text" if base.head is None else "head"
 
 
-def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
+def _ready(base: LoadedBase, num_pages: int, num_host_pages: int, has_files: bool) -> EngineReady:
     """Without `has_files`, the weights are not those of the model directory, and their digest is left out."""
     config, model_dir = base.config, Path(base.config.model_dir)
     return EngineReady(
@@ -418,6 +423,7 @@ def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
         adapter_dtype=config.adapter_dtype,
         kv_dtype=config.kv_dtype,
         num_kv_tokens=base.decoder.cache_layout.num_tokens(num_pages),
+        num_host_kv_tokens=base.decoder.cache_layout.num_tokens(num_host_pages),
         num_dequantized=base.num_dequantized,
         model_sha256=model_sha256(model_dir),
         base_sha256=base_sha256(model_dir) if has_files else "",

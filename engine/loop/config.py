@@ -11,6 +11,7 @@ from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.quantization.base_format import rounds_inputs
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.cuda_driver import missing_for_cuda
+from loramux.engine.pages.pool_size import free_memory, in_gib
 from loramux.engine.parallel.sharding import check_sharding
 from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
 from loramux.engine.tracing.spans import TraceConfig
@@ -86,6 +87,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Largest share of the pool's pages, and of the slots, that pinned adapters may take. 0 refuses every pin."""
     disk_tier_bytes: int = 16 << 30
     host_tier_bytes: int = 1 << 30
+    kv_host_bytes: int = 0
+    """Size of the host memory for prefix pages that the pool evicts. 0 turns it off."""
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
     tensor_parallel_size: int = 1
     """Number of processes that divide the model's linear layers, the pool and the threads among themselves."""
@@ -209,11 +212,28 @@ def check_workers(config: EngineConfig, model: ModelConfig) -> None:
             "the workers of a tensor-parallel engine cannot divide the base's head for drafts: use --speculate text or "
             "auto, or omit tensor_parallel_size"
         )
+    if config.kv_host_bytes:
+        raise ConfigNotUsable(
+            "several workers cannot keep keys and values in host memory so far: omit kv_host_bytes or "
+            "tensor_parallel_size"
+        )
     if config.num_threads < size:
         raise ConfigNotUsable(
             f"{size} workers need a thread each, but num_threads is {config.num_threads}: lower tensor_parallel_size"
         )
     check_sharding(model, size)
+
+
+def check_kv_host_bytes(config: EngineConfig) -> None:
+    """Raise ConfigNotUsable if this machine lacks the memory for `kv_host_bytes`."""
+    if not config.kv_host_bytes:
+        return
+    available = free_memory()
+    if config.kv_host_bytes > available:
+        raise ConfigNotUsable(
+            f"kv_host_bytes is {in_gib(config.kv_host_bytes)}, but only {in_gib(available)} of memory are available: "
+            "lower it"
+        )
 
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -28,9 +28,11 @@ from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.protocol.messages import (
     Abort,
+    AdapterState,
     Add,
     Extend,
     Finished,
+    ForgetPrefixes,
     FromEngine,
     Load,
     Pin,
@@ -230,6 +232,10 @@ class Engine:
 
     def pin(self, owner: bytes, pin: Pin) -> None:
         self._calls.pin(owner, pin)
+
+    def forget_prefixes(self, owner: bytes, forget: ForgetPrefixes) -> None:
+        self._prefixes.purge_owner(forget.isolation_key)
+        self._post(owner, AdapterState(call_id=forget.call_id, digest="", state="absent"))
 
     def step(self) -> bool:
         """Run one step. Returns False if nothing could run, for example because adapters are still loading."""

@@ -115,10 +115,13 @@ class EngineStats:
     def count_committed(self, read_bytes: int, prompt_tokens: int, seconds: float) -> None:
         """Count the time until a step was committed that computed `prompt_tokens`. `read_bytes` is 0 for steps that do
         not count as decode steps.
+
+        The time of a large step also decides whether pages in host memory are worth copying: see `HostPages.pays`.
         """
         if prompt_tokens >= self._min_prefill_tokens:
             self._prefill_tokens += prompt_tokens
             self._prefill_seconds += seconds
+            self._prefixes.host.note_computed(prompt_tokens, seconds)
         if read_bytes:
             self._decode_bytes += read_bytes
             self._decode_seconds += seconds
@@ -184,6 +187,7 @@ class EngineStats:
             ),
             grammars=self._grammars(),
             drafts=self._drafts(),
+            host_pages=self._prefixes.host.counts(),
             tiers=self._contents() if with_tiers else (),
             changes=() if changes_after is None else self._adapters.changes.after(changes_after),
         )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from array import array
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
 from operator import itemgetter
 
 from loramux.engine.pages.eviction import Reclaimer
+from loramux.engine.pages.host_pages import AnyPage, HostPage
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.pages.state_checkpoints import CopyPage, StateCheckpoints, checkpoint_pages
@@ -18,25 +21,38 @@ from loramux.engine.sequences.sequence import PageTable, Sequence, block_list
 RUNNING = -1
 """Queue position of running sequences: ahead of all waiting sequences."""
 
+FindPage = Callable[[bytes], AnyPage | None]
+"""Finds a page of the prefix cache by its key: `PrefixCache.find` or `find_anywhere`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """A cached prefix of `num_tokens` tokens: for each group, the pages that later tokens see.
 
     In a hybrid decoder, `checkpoint` are the pages of the state after these tokens, and K and V of the first
-    `num_known` tokens are cached.
+    `num_known` tokens are cached. Pages that are only in host memory get new pages of the pool when a sequence starts
+    with the prefix, except those of the checkpoint, which are copied into the state.
     """
 
     num_tokens: int = 0
-    pages: tuple[tuple[CachedPage, ...], ...] = ()
-    checkpoint: tuple[CachedPage, ...] = ()
+    pages: tuple[tuple[AnyPage, ...], ...] = ()
+    checkpoint: tuple[AnyPage, ...] = ()
     num_known: int = 0
+    num_restored: int = 0
+    """Number of tokens by which the pages in host memory extend the prefix."""
+    num_declined: int = 0
+    """Number of tokens by which they would have extended it, if they are not used because computing is faster."""
 
     @property
     def num_idle(self) -> int:
         """Number of pages that no sequence uses. They can be evicted until a sequence starts with this prefix."""
-        num_idle = sum(cached.num_users == 0 for pages in self.pages for cached in pages)
-        return num_idle + sum(cached.num_users == 0 for cached in self.checkpoint)
+        every = chain(*self.pages, self.checkpoint)
+        return sum(page.num_users == 0 for page in every if isinstance(page, CachedPage))
+
+    @property
+    def copies(self) -> list[HostPage]:
+        """The pages of K and V that are only in host memory."""
+        return [page for page in chain(*self.pages) if isinstance(page, HostPage)]
 
 
 NO_PREFIX = Prefix()
@@ -80,21 +96,32 @@ class KvPages:
     def find_prefix(self, sequence: Sequence) -> Prefix:
         """Find the longest cached prefix that leaves at least one token to compute, without changing any state.
 
-        A sequence that still needs scores of prompt tokens uses no cached prefix, because the logits of its prompt are
-        needed.
+        Pages in host memory extend the prefix if copying them is faster than computing their tokens. A sequence that
+        still needs scores of prompt tokens uses no cached prefix, because the logits of its prompt are needed.
         """
         if sequence.num_unscored or not sequence.shares_prefixes:
             return NO_PREFIX
+        longest = self._longest_prefix(sequence, self._cache.find_anywhere)
+        num_copies = sum(isinstance(page, HostPage) for page in chain(*longest.pages, longest.checkpoint))
+        if not num_copies:
+            return longest
+        in_pool = self._longest_prefix(sequence, self._cache.find)
+        num_more = longest.num_tokens - in_pool.num_tokens
+        if self._cache.host.pays(num_copies, num_more):
+            return replace(longest, num_restored=num_more)
+        return replace(in_pool, num_declined=num_more)
+
+    def _longest_prefix(self, sequence: Sequence, find_page: FindPage) -> Prefix:
         num_tokens = self._multiple(len(sequence.tokens) - 1)
-        found: list[tuple[CachedPage, ...]] = []
+        found: list[tuple[AnyPage, ...]] = []
         for index in range(len(self._groups)):
             # A group without a window comes first, so that the search through a windowed group is short.
-            num_tokens, pages = self._longest(sequence, index, num_tokens)
+            num_tokens, pages = self._longest(sequence, index, num_tokens, find_page)
             found.append(pages)
         if not num_tokens:
             return NO_PREFIX
         if self._checkpoints is not None:
-            return self._up_to_checkpoint(self._checkpoints, found[0])
+            return self._up_to_checkpoint(self._checkpoints, found[0], find_page)
         return Prefix(
             num_tokens,
             tuple(
@@ -103,22 +130,26 @@ class KvPages:
             ),
         )
 
-    def _up_to_checkpoint(self, checkpoints: StateCheckpoints, pages: tuple[CachedPage, ...]) -> Prefix:
+    def _up_to_checkpoint(
+        self, checkpoints: StateCheckpoints, pages: tuple[AnyPage, ...], find_page: FindPage
+    ) -> Prefix:
         """The longest part of these pages of K and V that ends with a checkpoint."""
         num_known = self._shared_tokens * len(pages)
         for count in range(len(pages), 0, -1):
-            checkpoint = checkpoints.find(pages[count - 1].key)
+            checkpoint = checkpoints.find(pages[count - 1].key, find_page)
             if checkpoint:
                 return Prefix(self._shared_tokens * count, (pages[:count],), checkpoint, num_known)
         return Prefix(num_known=num_known)
 
-    def _longest(self, sequence: Sequence, group: int, num_tokens: int) -> tuple[int, tuple[CachedPage, ...]]:
+    def _longest(
+        self, sequence: Sequence, group: int, num_tokens: int, find_page: FindPage
+    ) -> tuple[int, tuple[AnyPage, ...]]:
         """Find the longest prefix of up to `num_tokens` tokens that is cached in one group, and its pages."""
         own = self._groups[group]
         if own.window is None:
-            pages: list[CachedPage] = []
+            pages: list[AnyPage] = []
             while len(pages) < num_tokens // own.page_tokens:
-                cached = self._find(sequence, group, len(pages))
+                cached = self._find(sequence, group, len(pages), find_page)
                 if cached is None:
                     break
                 pages.append(cached)
@@ -129,7 +160,7 @@ class KvPages:
             first, last = own.first_seen(num_tokens) // own.page_tokens, num_tokens // own.page_tokens
             pages = []
             while len(pages) < last - first:
-                cached = self._find(sequence, group, last - 1 - len(pages))
+                cached = self._find(sequence, group, last - 1 - len(pages), find_page)
                 if cached is None:
                     break
                 pages.append(cached)
@@ -142,7 +173,7 @@ class KvPages:
         """Number of free or evictable pages needed to start a sequence with a cached prefix and `num_tokens` more
         tokens.
         """
-        num_pages = prefix.num_idle + self._layout.num_state_pages
+        num_pages = prefix.num_idle + len(prefix.copies) + self._layout.num_state_pages
         for group in self._groups:
             end = self._end(group, prefix.num_tokens, num_tokens)
             num_pages += -(-end // group.page_tokens) - prefix.num_tokens // group.page_tokens
@@ -153,26 +184,52 @@ class KvPages:
         tables = zip(sequence.tables, self._groups, strict=True)
         return sum(len(table.blocks) // group.num_blocks for table, group in tables) + len(sequence.state_pages)
 
-    def attach(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Start the sequence with the prefix that `find_prefix` has just found.
+    def attach(self, sequence: Sequence, prefix: Prefix, position: int = RUNNING) -> None:
+        """Start the sequence with the prefix that `find_prefix` has just found. There must be room for it at this queue
+        position.
 
         The first `grow` must be followed by `restore_state`.
         """
         assert not any(table.blocks for table in sequence.tables)
         assert not sequence.num_in_flight
-        sequence.tables = [PageTable() for _ in self._groups]
-        for table, group, pages in zip(sequence.tables, self._groups, prefix.pages, strict=bool(prefix.pages)):
-            first_page = prefix.num_tokens // group.page_tokens - len(pages)
-            table.first_block = first_page * group.num_blocks
-            for cached in pages:
-                table.blocks.extend(self._layout.blocks(group, self._cache.acquire(cached)))
-                table.cached.append(cached)
-        sequence.num_computed = sequence.num_room = prefix.num_tokens
-        sequence.next_offer = 0
+        for page in chain(*prefix.pages):
+            if isinstance(page, CachedPage):
+                self._cache.acquire(page)
         if self._checkpoints is not None:
             self._checkpoints.acquire(prefix.checkpoint)
             sequence.checkpoints = self._planned_checkpoints(sequence, prefix)
             sequence.used_checkpoints = [prefix.pages[0][-1].key] if prefix.checkpoint else []
+        restored = self._restore(prefix.copies, position)
+        sequence.tables = [PageTable() for _ in self._groups]
+        for table, group, pages in zip(sequence.tables, self._groups, prefix.pages, strict=bool(prefix.pages)):
+            first_page = prefix.num_tokens // group.page_tokens - len(pages)
+            table.first_block = first_page * group.num_blocks
+            for page in pages:
+                cached = restored[page] if isinstance(page, HostPage) else page
+                table.blocks.extend(self._layout.blocks(group, cached.page))
+                table.cached.append(cached)
+        sequence.num_computed = sequence.num_room = prefix.num_tokens
+        sequence.next_offer = 0
+        self._cache.host.count_decision(prefix.num_restored, prefix.num_declined)
+
+    def _restore(self, copies: list[HostPage], position: int) -> dict[HostPage, CachedPage]:
+        """Copy pages back from host memory into new pages of the pool. Pages of the same prefix that are in the pool
+        must be in use, so that they are not evicted to make room.
+        """
+        if not copies:
+            return {}
+        host = self._cache.host
+        for copy in copies:
+            # The pages that are evicted to make room may need slots in host memory.
+            host.hold(copy)
+        has_room = self._reclaimer.make_room(len(copies), position)
+        assert has_room
+        pages = self._pages.alloc(len(copies), PageOwner.KV)
+        restored = {copy: self._cache.restore(copy, page) for copy, page in zip(copies, pages, strict=True)}
+        # The end of a prefix is evicted before its beginning.
+        for copy in reversed(copies):
+            host.put_back(copy)
+        return restored
 
     def restore_state(self, sequence: Sequence, prefix: Prefix) -> None:
         """Copy the state after the prefix into the pages that the sequence has got since `attach`."""
@@ -284,7 +341,8 @@ class KvPages:
             page = planned.pop(0) // self._shared_tokens - 1
             last_block = (page + 1) * self._groups[0].num_blocks - 1
             key, digest = self._key(sequence, 0, page), self._digest(sequence, last_block)
-            if key is not None and not sequence.is_tainted and checkpoints.save(key, digest, sequence.state_pages):
+            owner, state_pages = sequence.add.isolation_key, sequence.state_pages
+            if key is not None and not sequence.is_tainted and checkpoints.save(key, digest, owner, state_pages):
                 sequence.used_checkpoints.append(key)
                 self._offer(sequence, 0, sequence.num_computed)
         sequence.next_offer = planned[0] if planned else sys.maxsize
@@ -308,9 +366,7 @@ class KvPages:
                 key = self._key(sequence, index, page)
                 if key is None:
                     continue
-                cached = self._cache.find(key)
-                if cached is not None:
-                    self._cache.forget(cached)
+                self._cache.forget(key)
                 if self._checkpoints is not None:
                     self._checkpoints.forget(key)
 
@@ -336,7 +392,7 @@ class KvPages:
                 return
             block = table.blocks[(page - first) * num_blocks]
             digest = self._digest(sequence, (page + 1) * num_blocks - 1)
-            table.cached.append(self._cache.insert(key, block // page_step, digest))
+            table.cached.append(self._cache.insert(key, block // page_step, digest, sequence.add.isolation_key))
 
     def _free_unseen(self, table: PageTable, group: CacheGroup, num_known: int) -> None:
         """Free the pages that no later token sees, except the pages that the first token after the longest shareable
@@ -354,9 +410,9 @@ class KvPages:
         del table.cached[:count], table.blocks[:num_blocks]
         table.first_block += num_blocks
 
-    def _find(self, sequence: Sequence, group: int, page: int) -> CachedPage | None:
+    def _find(self, sequence: Sequence, group: int, page: int, find_page: FindPage) -> AnyPage | None:
         key = self._key(sequence, group, page)
-        return None if key is None else self._cache.find(key)
+        return None if key is None else find_page(key)
 
     def _key(self, sequence: Sequence, group: int, page: int) -> bytes | None:
         """Key of a page in one group, or None without an isolation key. All tokens of the page must be known."""

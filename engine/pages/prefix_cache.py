@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence as Tokens
 
 from loramux.engine.pages.eviction import EvictionPolicy
+from loramux.engine.pages.host_pages import AnyPage, HostPage, HostPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.sequences.cached_page import CachedPage
 
@@ -24,15 +25,25 @@ class PrefixCache:
 
     Pages before an adapter's activation have no digest, so the base and other adapters share them. The page in which an
     adapter is activated belongs to the adapter, and its key also contains the number of tokens before the activation.
+
+    `host` keeps copies of evicted pages in host memory, with the same keys.
     """
 
-    def __init__(self, pages: PagePool, policy: EvictionPolicy, page_tokens: int, identity: Tokens[bytes] = ()) -> None:
+    def __init__(
+        self,
+        pages: PagePool,
+        policy: EvictionPolicy,
+        page_tokens: int,
+        identity: Tokens[bytes] = (),
+        host: HostPages | None = None,
+    ) -> None:
         self._pages = pages
         self._policy = policy
         self._page_tokens = page_tokens
         self._identity = tuple(identity)
         self._by_key: dict[bytes, CachedPage] = {}
         self._by_digest: defaultdict[str, set[CachedPage]] = defaultdict(set)
+        self.host = HostPages() if host is None else host
         self.num_evictions = 0
         self.num_idle = 0
         """Number of pages that no sequence uses."""
@@ -61,7 +72,12 @@ class PrefixCache:
         return hashlib.sha256(_tagged(*parts)).digest()
 
     def find(self, key: bytes) -> CachedPage | None:
+        """The page with this key, if it is in the pool."""
         return self._by_key.get(key)
+
+    def find_anywhere(self, key: bytes) -> AnyPage | None:
+        """The page with this key in the pool or, failing that, its copy in host memory."""
+        return self._by_key.get(key) or self.host.find(key)
 
     def acquire(self, cached: CachedPage) -> int:
         if cached.num_users == 0:
@@ -71,14 +87,24 @@ class PrefixCache:
         self._pages.share(cached.page)
         return cached.page
 
-    def insert(self, key: bytes, page: int, digest: str | None) -> CachedPage | None:
-        """Cache a page that its sequence has filled. Returns None if a page with the same content is already cached."""
+    def insert(self, key: bytes, page: int, digest: str | None, owner: bytes) -> CachedPage | None:
+        """Cache a page that its sequence has filled. Returns None if a page with the same content is already cached.
+
+        `owner` is the isolation key of the sequence.
+        """
         if key in self._by_key:
             return None
-        cached = self._by_key[key] = CachedPage(self, key, page, digest, num_users=1)
+        cached = self._by_key[key] = CachedPage(self, key, page, digest, owner, num_users=1)
         self._pages.share(page)
         if digest is not None:
             self._by_digest[digest].add(cached)
+        return cached
+
+    def restore(self, copy: HostPage, page: int) -> CachedPage:
+        """Fill a page that a sequence has allocated with a copy from host memory, and cache it as `insert` does."""
+        self.host.load(copy, page)
+        cached = self.insert(copy.key, page, copy.digest, copy.owner)
+        assert cached is not None
         return cached
 
     def release(self, cached: CachedPage) -> None:
@@ -89,10 +115,35 @@ class PrefixCache:
             self._policy.add(cached)
             self.num_idle += 1
 
-    def forget(self, cached: CachedPage) -> None:
-        """Remove a page from the cache. The page becomes free once no sequence uses it."""
-        if self._by_key.get(cached.key) is not cached:
-            return
+    def evict(self, page: CachedPage) -> None:
+        """Remove an idle page from the pool. Its copy in host memory can be restored."""
+        self.num_evictions += 1
+        self.host.save(page)
+        self._forget(page)
+
+    def forget(self, key: bytes) -> None:
+        """Remove a page and its copy in host memory, if they are cached. The page becomes free once no sequence uses
+        it.
+        """
+        cached = self._by_key.get(key)
+        if cached is not None:
+            self._forget(cached)
+        self.host.forget(key)
+
+    def purge(self, digest: str) -> None:
+        """Remove all pages that depend on an adapter, and their copies in host memory."""
+        for cached in list(self._by_digest.get(digest, ())):
+            self._forget(cached)
+        self.host.purge(digest)
+
+    def purge_owner(self, owner: bytes) -> None:
+        """Remove all pages of an isolation key, and their copies in host memory."""
+        for cached in [one for one in self._by_key.values() if one.owner == owner]:
+            self._forget(cached)
+        self.host.purge_owner(owner)
+
+    def _forget(self, cached: CachedPage) -> None:
+        """Remove a page from the pool's part of the cache."""
         del self._by_key[cached.key]
         if cached.num_users == 0:
             self._policy.discard(cached)
@@ -102,10 +153,6 @@ class PrefixCache:
             if not self._by_digest[cached.digest]:
                 del self._by_digest[cached.digest]
         self._pages.free([cached.page])
-
-    def purge(self, digest: str) -> None:
-        for cached in list(self._by_digest.get(digest, ())):
-            self.forget(cached)
 
 
 def _tagged(*parts: bytes) -> bytes:

@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Callable
 
 from loramux.engine.pages.eviction import EvictionPolicy
+from loramux.engine.pages.host_pages import AnyPage, HostPage
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
-from loramux.engine.sequences.cached_page import CachedPage
 
 CopyPage = Callable[[int, int], None]
 """Copies the first page to the second, after the steps that have been submitted."""
@@ -46,7 +46,8 @@ class StateCheckpoints:
 
     The pages of a checkpoint are entries of the prefix cache of their own, with keys that extend the key of the page of
     K and V before the checkpoint. A checkpoint therefore depends on the same isolation key, adapter and tokens as this
-    page. Its pages are evicted in the same order as all others, and a checkpoint that lacks a page is not used.
+    page. Its pages are evicted in the same order as all others, and some of them can be in the pool and others in host
+    memory. A checkpoint that lacks a page is not used.
     """
 
     def __init__(
@@ -59,23 +60,26 @@ class StateCheckpoints:
         self._num_pages = num_pages
         self._copy_page = copy_page
 
-    def find(self, key: bytes) -> tuple[CachedPage, ...]:
-        """The pages of the checkpoint after the page of K and V with this key. Empty if there is no checkpoint."""
-        found: list[CachedPage] = []
+    def find(self, key: bytes, find_page: Callable[[bytes], AnyPage | None]) -> tuple[AnyPage, ...]:
+        """The pages of the checkpoint after the page of K and V with this key. Empty if there is no checkpoint.
+
+        `find_page` is a method of the prefix cache.
+        """
+        found: list[AnyPage] = []
         for index in range(self._num_pages):
-            cached = self._cache.find(_key(key, index))
-            if cached is None:
+            page = find_page(_key(key, index))
+            if page is None:
                 return ()
-            found.append(cached)
+            found.append(page)
         return tuple(found)
 
-    def save(self, key: bytes, digest: str | None, state_pages: array[int]) -> bool:
+    def save(self, key: bytes, digest: str | None, owner: bytes, state_pages: array[int]) -> bool:
         """Copy a sequence's state into a checkpoint, unless there is one already. `digest` is that of the adapter on
-        which the state depends.
+        which the state depends, and `owner` the sequence's isolation key.
 
         Returns False if there is no room: see `_make_room`.
         """
-        if self.find(key):
+        if self.find(key, self._cache.find_anywhere):
             return True
         # The rest of an incomplete checkpoint comes from another computation, and rounding can differ between the two.
         self.forget(key)
@@ -84,35 +88,39 @@ class StateCheckpoints:
         targets = self._pages.alloc(self._num_pages, PageOwner.KV)
         for index, (source, target) in enumerate(zip(state_pages, targets, strict=True)):
             self._copy_page(source, target)
-            cached = self._cache.insert(_key(key, index), target, digest)
+            cached = self._cache.insert(_key(key, index), target, digest, owner)
             assert cached is not None
             self._cache.release(cached)
         self._pages.free(targets)
         return True
 
-    def acquire(self, checkpoint: tuple[CachedPage, ...]) -> None:
+    def acquire(self, checkpoint: tuple[AnyPage, ...]) -> None:
         """Keep a checkpoint from being evicted until it is restored."""
-        for cached in checkpoint:
-            self._cache.acquire(cached)
+        for page in checkpoint:
+            if isinstance(page, HostPage):
+                self._cache.host.hold(page)
+            else:
+                self._cache.acquire(page)
 
-    def restore(self, checkpoint: tuple[CachedPage, ...], state_pages: array[int]) -> None:
+    def restore(self, checkpoint: tuple[AnyPage, ...], state_pages: array[int]) -> None:
         """Copy an acquired checkpoint into a sequence's state, and release it."""
-        for cached, target in zip(checkpoint, state_pages, strict=True):
-            self._copy_page(cached.page, target)
+        for page, target in zip(checkpoint, state_pages, strict=True):
+            if isinstance(page, HostPage):
+                self._cache.host.load(page, target)
+            else:
+                self._copy_page(page.page, target)
         self._release(checkpoint)
 
     def touch(self, key: bytes) -> None:
         """Record that a checkpoint, if it is still complete, has been used until now."""
-        checkpoint = self.find(key)
+        checkpoint = self.find(key, self._cache.find_anywhere)
         self.acquire(checkpoint)
         self._release(checkpoint)
 
     def forget(self, key: bytes) -> None:
         """Remove a checkpoint, even an incomplete one, from the cache."""
         for index in range(self._num_pages):
-            cached = self._cache.find(_key(key, index))
-            if cached is not None:
-                self._cache.forget(cached)
+            self._cache.forget(_key(key, index))
 
     def _make_room(self) -> bool:
         """Evict cached prefixes and other checkpoints until the pages of a checkpoint are free. If they cannot be freed
@@ -129,10 +137,13 @@ class StateCheckpoints:
             item.evict()
         return True
 
-    def _release(self, checkpoint: tuple[CachedPage, ...]) -> None:
-        for cached in checkpoint:
-            self._cache.release(cached)
-            self._pages.free([cached.page])
+    def _release(self, checkpoint: tuple[AnyPage, ...]) -> None:
+        for page in checkpoint:
+            if isinstance(page, HostPage):
+                self._cache.host.put_back(page)
+            else:
+                self._cache.release(page)
+                self._pages.free([page.page])
 
 
 def _key(key: bytes, index: int) -> bytes:

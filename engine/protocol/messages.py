@@ -15,7 +15,7 @@ from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 from loramux.engine.protocol.service_tiers import DEFAULT_TIER
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -206,6 +206,15 @@ class Pin(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
     is_pinned: bool = True
 
 
+class ForgetPrefixes(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
+    """Delete all pages of an isolation key from the prefix cache, in the pool and in host memory.
+
+    Running sequences of the key continue, and cache their pages when they fill them. The answer is `absent`.
+    """
+
+    isolation_key: bytes
+
+
 class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Allow the engine to send this gateway `count` more StepOutput messages."""
 
@@ -304,7 +313,8 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AdapterState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to Load, Unload or Pin. `state` is `resident`, `absent` or `failed`.
+    """Answer to Load, Unload, Pin or ForgetPrefixes. `state` is `resident`, `absent` or `failed`. For ForgetPrefixes,
+    `digest` is empty.
 
     With `failed`, `code` is `adapter_unavailable` (the adapter cannot be loaded), `superseded` (a later call requested
     the opposite), `pin_limit` or `invalid_request`.
@@ -405,6 +415,27 @@ class DraftCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which the base's own head has drafted tokens, in seconds."""
 
 
+class HostPageCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Copies of evicted prefix pages in host memory (`EngineConfig.kv_host_bytes`), and what happened to them since
+    startup. All 0 if there is no such memory.
+    """
+
+    num_slots: int = 0
+    """Maximum number of pages in host memory."""
+    num_pages: int = 0
+    num_saved: int = 0
+    """Pages copied to host memory."""
+    num_loaded: int = 0
+    """Pages copied back into the pool."""
+    num_evictions: int = 0
+    """Pages deleted from host memory to make room for others."""
+    restored_tokens: int = 0
+    """Tokens with which sequences began because their pages were copied back, after a preemption, too."""
+    recomputed_tokens: int = 0
+    """Tokens that were computed although their pages were in host memory, because copying them would have been slower.
+    """
+
+
 class DecodeReads(msgspec.Struct, frozen=True, kw_only=True):
     """What decode steps had to read since startup, and how long these steps took. All 0 on a CPU.
 
@@ -493,6 +524,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     decode_reads: DecodeReads = DecodeReads()
     grammars: GrammarCounts = GrammarCounts()
     drafts: DraftCounts = DraftCounts()
+    host_pages: HostPageCounts = HostPageCounts()
     tiers: tuple[TierContents, ...] = ()
     """Contents of the tiers. Empty unless the request sets `with_tiers`."""
     changes: tuple[AdapterChange, ...] = ()
@@ -522,6 +554,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`EngineConfig.kv_dtype`."""
     num_kv_tokens: int = 0
     """Number of tokens whose K and V fit into an empty pool: `CacheLayout.num_tokens`."""
+    num_host_kv_tokens: int = 0
+    """The same for the host memory of `EngineConfig.kv_host_bytes`."""
     num_dequantized: int = 0
     """Number of linear layers, without experts, whose quantised weights the device has no kernel for. They are
     dequantised.
@@ -543,7 +577,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Carries no data. If sending a Heartbeat fails, the engine knows that the gateway is gone."""
 
 
-ToEngine = Add | Extend | Abort | Load | Unload | Pin | Credit | StatsRequest
+ToEngine = Add | Extend | Abort | Load | Unload | Pin | ForgetPrefixes | Credit | StatsRequest
 FromEngine = StepOutput | Finished | Rejected | AdapterState | Stats | EngineReady | Heartbeat
 
 

@@ -549,7 +549,7 @@ class Scheduler:
         num_held = _num_held(sequence, prefix, budget)
         if entry is not None:
             sequence.slot = self._adapters.acquire(entry)
-        self._kv.attach(sequence, prefix)
+        self._kv.attach(sequence, prefix, position)
         has_room = self._kv.grow(sequence, num_held, position)
         assert has_room
         self._kv.restore_state(sequence, prefix)

@@ -12,20 +12,22 @@ COMPUTE_COST = 1.0
 class PageCache(Protocol):
     """The cache that owns a page: `PrefixCache`."""
 
-    num_evictions: int
-
-    def forget(self, page: CachedPage) -> None:
-        """Remove a page from the cache."""
+    def evict(self, page: CachedPage) -> None:
+        """Remove a page from the pool's part of the cache, because its memory is needed."""
 
 
 @dataclass(slots=True, eq=False)
 class CachedPage:
-    """One full page, or a page of a checkpoint. Its key contains a hash of everything that its content depends on."""
+    """One full page, or a page of a checkpoint. Its key contains a hash of everything that its content depends on.
+
+    `owner` is the isolation key.
+    """
 
     cache: PageCache
     key: bytes
     page: int
     digest: str | None
+    owner: bytes
     num_users: int = 0
     num_pages: ClassVar[int] = 1
     cost: ClassVar[float] = COMPUTE_COST
@@ -34,5 +36,4 @@ class CachedPage:
     """False, because sequences recompute a missing prefix instead of waiting for it."""
 
     def evict(self) -> None:
-        self.cache.num_evictions += 1
-        self.cache.forget(self)
+        self.cache.evict(self)

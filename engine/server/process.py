@@ -30,6 +30,7 @@ from loramux.engine.protocol.messages import (
     Add,
     Credit,
     Extend,
+    ForgetPrefixes,
     FromEngine,
     Heartbeat,
     Load,
@@ -182,6 +183,8 @@ class EngineServer:
                 self._engine.unload(owner, message)
             case Pin():
                 self._engine.pin(owner, message)
+            case ForgetPrefixes():
+                self._engine.forget_prefixes(owner, message)
             case StatsRequest(with_tiers=True):
                 self._num_looks += 1
                 self._stager.look(lambda: self._answer(owner, message))

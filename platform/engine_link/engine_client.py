@@ -52,7 +52,7 @@ class EngineClient(Protocol):
         """Raise a sequence's token limit. Ignored if the sequence has ended. Never blocks."""
 
     async def call(self, message: EngineCall[AnswerT], timeout_s: float) -> AnswerT:
-        """Send a Load, Unload, Pin or StatsRequest, and return the engine's answer.
+        """Send a Load, Unload, Pin, ForgetPrefixes or StatsRequest, and return the engine's answer.
 
         Raises EngineUnavailable, or TimeoutError if the answer does not arrive in time.
         """

@@ -23,6 +23,7 @@ from loramux.engine.protocol.messages import (
     EngineReady,
     Extend,
     Finished,
+    ForgetPrefixes,
     Load,
     Pin,
     PromptLogprob,
@@ -97,6 +98,7 @@ class ScriptedEngine:
         self.pinned: set[str] = set()
         self.unloadable: set[str] = set()
         self.purged: list[str] = []
+        self.forgotten_prefixes: list[bytes] = []
         self._info = EngineReady(
             max_model_len=max_model_len,
             num_pages=64,
@@ -174,6 +176,9 @@ class ScriptedEngine:
                 self.resident.pop(digest, None)
                 self.pinned.discard(digest)
                 return AdapterState(call_id="unload", digest=digest, state="absent")
+            case ForgetPrefixes(isolation_key=isolation_key):
+                self.forgotten_prefixes.append(isolation_key)
+                return AdapterState(call_id="forget", digest="", state="absent")
             case StatsRequest(with_tiers=with_tiers):
                 return self._stats(with_tiers)
 

@@ -23,6 +23,7 @@ from loramux.engine.protocol.messages import (
     EngineCall,
     Extend,
     Finished,
+    ForgetPrefixes,
     FromEngine,
     Heartbeat,
     Load,
@@ -134,7 +135,7 @@ class EngineFront:
                 self._engine.extend(link.inner_id(sequence_id), max_tokens)
             case Credit(count=count):
                 link.grant(count)
-            case Load() | Unload() | Pin() | StatsRequest():
+            case Load() | Unload() | Pin() | ForgetPrefixes() | StatsRequest():
                 self._start(self._call(link, message))
 
     def _add(self, link: _Link, add: Add) -> None:

@@ -35,9 +35,9 @@ NO_ENGINE_ID = "group"
 class EngineGroup:
     """Takes the place of the local engine in a RoutedEngine. It never runs a sequence.
 
-    `call` sends a Load to an engine that holds the adapter or to the first home of the adapter, and an Unload or a Pin
-    to every engine. A StatsRequest is answered with the sum over the engines. Its changes are those of all engines. An
-    adapter that one engine evicts while another holds it counts as held.
+    `call` sends a Load to an engine that holds the adapter or to the first home of the adapter, and an Unload, a Pin or
+    a ForgetPrefixes to every engine. A StatsRequest is answered with the sum over the engines. Its changes are those of
+    all engines. An adapter that one engine evicts while another holds it counts as held.
 
     `none_ready` says in one sentence that no engine is ready. `note_resident` receives an engine's identifier and the
     digest of an adapter that the engine has just loaded. With `shares_disk`, all engines have the same disk tier.

@@ -15,6 +15,7 @@ from loramux.engine.protocol.messages import (
     DraftCounts,
     GrammarCounts,
     GraphMemory,
+    HostPageCounts,
     ResidentAdapter,
     Stats,
     StepTimes,
@@ -42,6 +43,9 @@ GAUGES = (
     ),
     *("num_prefix_pages", "num_idle_prefix_pages", "num_pinned_pages", "num_slots", "max_sequences", "num_engines"),
 )
+
+HOST_PAGE_GAUGES = ("num_slots", "num_pages")
+HOST_PAGE_COUNTERS = tuple(name for name in HostPageCounts.__struct_fields__ if name not in HOST_PAGE_GAUGES)
 
 
 class SummedStats:
@@ -108,6 +112,8 @@ def combined(live: Sequence[Stats], retired: Sequence[Stats] = (), shares_disk: 
     )
     grammars = {name: sum(getattr(one.grammars, name) for one in every) for name in GrammarCounts.__struct_fields__}
     drafts = {name: sum(getattr(one.drafts, name) for one in every) for name in DraftCounts.__struct_fields__}
+    host_pages = {name: sum(getattr(one.host_pages, name) for one in every) for name in HOST_PAGE_COUNTERS}
+    host_pages |= {name: sum(getattr(one.host_pages, name) for one in live) for name in HOST_PAGE_GAUGES}
     return structs.replace(
         live[0],
         **sums,
@@ -117,6 +123,7 @@ def combined(live: Sequence[Stats], retired: Sequence[Stats] = (), shares_disk: 
         graphs=graphs,
         grammars=GrammarCounts(**grammars),
         drafts=DraftCounts(**drafts),
+        host_pages=HostPageCounts(**host_pages),
         decode_reads=DecodeReads(
             num_bytes=sum(one.decode_reads.num_bytes for one in every),
             seconds=sum(one.decode_reads.seconds for one in every),

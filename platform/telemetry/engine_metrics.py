@@ -23,6 +23,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from _steps(self._stats)
         yield from _pool(self._stats)
+        yield from _host_pages(self._stats)
         yield from _loading(self._stats.loading)
 
 
@@ -163,6 +164,26 @@ def _pool(stats: Stats) -> Iterator[Metric]:
     evictions.add_metric(("adapter",), stats.num_adapter_evictions)
     evictions.add_metric(("prefix_page",), stats.num_prefix_evictions)
     yield evictions
+
+
+def _host_pages(stats: Stats) -> Iterator[Metric]:
+    counts, size = stats.host_pages, stats.page_bytes
+    yield _gauge("loramux_engine_host_page_bytes", "Bytes of evicted prefixes in host memory", counts.num_pages * size)
+    limit = counts.num_slots * size
+    yield _gauge("loramux_engine_host_page_limit_bytes", "Largest size of evicted prefixes in host memory", limit)
+    copied = CounterMetricFamily(
+        "loramux_engine_host_page_copies", "Pages copied to and from host memory", labels=("direction",)
+    )
+    copied.add_metric(("save",), counts.num_saved)
+    copied.add_metric(("load",), counts.num_loaded)
+    yield copied
+    yield _counter("loramux_engine_host_page_evictions", "Pages evicted from host memory", counts.num_evictions)
+    tokens = CounterMetricFamily(
+        "loramux_engine_host_page_tokens", "Tokens with pages in host memory, by what was done", labels=("outcome",)
+    )
+    tokens.add_metric(("restored",), counts.restored_tokens)
+    tokens.add_metric(("recomputed",), counts.recomputed_tokens)
+    yield tokens
 
 
 def _loading(counts: LoadCounts) -> Iterator[Metric]:

@@ -13,11 +13,17 @@ from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.drafting.speculation import MAX_ROWS, Speculation
-from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedPages, simulated_adapters
+from loramux.engine.execution.simulation import (
+    SimulatedExecutor,
+    SimulatedHostMemory,
+    SimulatedPages,
+    simulated_adapters,
+)
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.pages.eviction import LeastRecentlyUsed
+from loramux.engine.pages.host_pages import HostPages
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
@@ -63,6 +69,7 @@ class Simulation:
     executor: SimulatedExecutor
     stager: MemoryStager
     adapter_pages: SimulatedPages
+    host_memory: SimulatedHostMemory
     clock: Clock
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -111,6 +118,7 @@ class Simulation:
         ranks = Counter(one.rank for one in running)
         assert self.scheduler.running_by_rank == [ranks[rank] for rank in range(BACKGROUND_RANK + 1)]
         self.pages.check_integrity()
+        self.prefixes.host.check_integrity()
         return ran
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -155,6 +163,7 @@ def simulate_engine(
     num_labels: dict[str, int] | None = None,
     speculates: bool = False,
     has_head: bool = False,
+    num_host_pages: int = 0,
     **waiting: float,
 ) -> Simulation:
     """`cache` replaces the layout that follows from `windows` and `num_state_pages`.
@@ -168,10 +177,11 @@ def simulate_engine(
     stager = MemoryStager(simulated_adapters(adapters or {}, vocab_sizes, num_labels))
     adapter_pages = SimulatedPages()
     pool = AdapterPool(pages, num_slots, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident)
-    prefixes = PrefixCache(pages, policy, 16)
     if cache is None:
         cache = replace(cache_layout(windows, max_model_len), num_state_pages=num_state_pages)
     executor = SimulatedExecutor(vocab_size, cache, num_pages, adapter_pages, eos)
+    host_memory = SimulatedHostMemory(executor, num_host_pages)
+    prefixes = PrefixCache(pages, policy, 16, host=HostPages(host_memory))
     kv = KvPages(pages, pool.reclaimer, prefixes, cache, max_batch_tokens, executor.copy_page)
     scheduler = Scheduler(queue, kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
     limits = EngineLimits(vocab_size, max_model_len, eos, 16, **waiting)
@@ -183,7 +193,9 @@ def simulate_engine(
     parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars, speculation)
     observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads, drafts=speculation.counts))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
-    return Simulation(engine, pages, pool, prefixes, scheduler, grammars, executor, stager, adapter_pages, clock)
+    return Simulation(
+        engine, pages, pool, prefixes, scheduler, grammars, executor, stager, adapter_pages, host_memory, clock
+    )
 
 
 def stats_of(simulation: Simulation) -> Stats:

@@ -71,6 +71,27 @@ _ALL = (
         test="tests/engine/pages/test_prefix_cache.py::test_prefixes_of_an_evicted_adapter_stay_valid_until_unload",
     ),
     Mutant(
+        name="host-page-key-without-adapter",
+        fault="K and V that one adapter had left in host memory answered requests for another (LMCache, vllm#44250)",
+        path="engine/pages/prefix_cache.py",
+        changes=(('adapter = b"" if digest is None else digest.encode()', 'adapter = b""'),),
+        test="tests/engine/pages/test_host_pages.py::test_another_adapter_or_owner_finds_no_copies",
+    ),
+    Mutant(
+        name="host-page-key-without-tenant",
+        fault="K and V that one tenant had left in host memory answered requests of another",
+        path="engine/pages/prefix_cache.py",
+        changes=(("_tagged(isolation_key, *self._identity)", "_tagged(*self._identity)"),),
+        test="tests/engine/pages/test_host_pages.py::test_another_adapter_or_owner_finds_no_copies",
+    ),
+    Mutant(
+        name="purge-forgets-host-pages",
+        fault="after an unload, K and V of the adapter stayed in host memory",
+        path="engine/pages/prefix_cache.py",
+        changes=(("        self.host.purge(digest)\n", ""),),
+        test="tests/engine/pages/test_host_pages.py::test_an_unloaded_adapters_copies_are_deleted",
+    ),
+    Mutant(
         name="purge-forgets-host-memory",
         fault="a purge of an adapter's bytes left a copy in another tier",
         path="engine/adapters/adapter_calls.py",

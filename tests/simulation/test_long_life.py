@@ -52,7 +52,13 @@ class Life:
     """Drives one engine with random events and checks every token that it generates."""
 
     def __init__(
-        self, seed: int, lookahead: bool, layers: str = "whole", speculates: bool = False, has_head: bool = False
+        self,
+        seed: int,
+        lookahead: bool,
+        layers: str = "whole",
+        speculates: bool = False,
+        has_head: bool = False,
+        num_host_pages: int = 0,
     ) -> None:
         self.rng = random.Random(seed)
         self.speculates = speculates
@@ -74,7 +80,10 @@ class Life:
             vocab_sizes=self.vocab_sizes,
             speculates=speculates,
             has_head=has_head,
+            num_host_pages=num_host_pages,
         )
+        # Copying takes no time, until an event says otherwise.
+        self.simulation.prefixes.host.note_computed(1, 1.0)
         has_states = LAYOUTS[layers].num_state_pages > 0
         # Few long prompts and adapters, so that many requests find a checkpoint.
         self.digests = ["adapter3", "adapter4", "adapter5"] if has_states else [*self.names, "missing"]
@@ -111,6 +120,8 @@ class Life:
             self.simulation.hold_loads()
         elif rng.random() < 0.2:
             self.simulation.let_loads_go()
+        if self.simulation.host_memory.num_slots and rng.random() < 0.02:
+            self.simulation.host_memory.load_s = rng.choice([0.0, 0.0, 1e9])
         self._step()
 
     def end(self) -> None:
@@ -220,6 +231,8 @@ class Life:
         self.simulation.pages.check_integrity()
         # No later step may read a page that is free now.
         self.simulation.executor.forget(self.simulation.pages._free)
+        self.simulation.prefixes.host.check_integrity()
+        self.simulation.host_memory.forget(self.simulation.prefixes.host.free_slots)
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(1000) for _ in range(count))
@@ -232,8 +245,9 @@ def live(
     layers: str = "whole",
     speculates: bool = False,
     has_head: bool = False,
+    num_host_pages: int = 0,
 ) -> Life:
-    life = Life(seed, lookahead, layers, speculates, has_head)
+    life = Life(seed, lookahead, layers, speculates, has_head, num_host_pages)
     with recorded("simulation") as figures:
         for number in range(num_turns):
             life.turn(number)
@@ -337,3 +351,25 @@ def test_long_runs_of_sequences_with_a_state_lose_and_leak_nothing(seed: int) ->
     # In the smallest pool, checkpoints are evicted before another request needs them.
     assert counts.cached_tokens > 0 or life.simulation.pages.num_pages == 24
     assert counts.num_adapter_evictions > 0
+
+
+def check_host_pages(life: Life) -> None:
+    """Check that copies were restored, replaced and declined."""
+    counts = stats_of(life.simulation).host_pages
+    assert min(counts.num_saved, counts.num_loaded, counts.num_evictions, counts.restored_tokens) > 0
+    assert counts.recomputed_tokens > 0
+
+
+@pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
+@pytest.mark.parametrize("layers", ["whole", "mixed", "state of 2"])
+def test_pages_in_host_memory_lose_and_leak_nothing(layers: str, lookahead: bool) -> None:
+    life = live(7, lookahead, 250, layers, num_host_pages=30)
+    assert stats_of(life.simulation).host_pages.restored_tokens > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("layers", ["whole", "sliding", "mixed", "state of 2"])
+@pytest.mark.parametrize("seed", range(500, 504))
+def test_long_runs_with_pages_in_host_memory_lose_and_leak_nothing(seed: int, layers: str) -> None:
+    life = live(seed, bool(seed % 2), NUM_TURNS, layers, speculates=seed > 501, num_host_pages=[10, 60][seed // 2 % 2])
+    check_host_pages(life)

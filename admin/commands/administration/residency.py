@@ -114,3 +114,5 @@ def _print_fill(document: Document) -> None:
             f"{pages['free']} of {pages['total']} pages are free; {pages['adapters']} contain adapters "
             f"({pages['pinned']} pinned), {pages['kv']} contain keys and values ({pages['prefix']} cached prefixes)"
         )
+        if pages["host_total"]:
+            print(f"{pages['host_prefix']} of {pages['host_total']} pages in main memory contain evicted prefixes")

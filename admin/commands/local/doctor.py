@@ -63,6 +63,10 @@ def doctor(
         str | None,
         typer.Option(help="With --plan: the size of an engine's page pool, such as 100GiB.", show_default=False),
     ] = None,
+    kv_host_bytes: Annotated[
+        str | None,
+        typer.Option(help="With --plan: the setting of this name, such as 8GiB.", metavar="SIZE", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, the connection to the server and the server's components. Show how to fix each problem.
@@ -82,14 +86,16 @@ def doctor(
         if device not in (None, "cpu", "cuda"):
             raise typer.BadParameter("must be cpu or cuda", param_hint="--device")
         num_bytes = None if pool_bytes is None else given_amount(pool_bytes, BYTES_UNIT, "--pool-bytes")
+        host_bytes = 0 if kv_host_bytes is None else given_amount(kv_host_bytes, BYTES_UNIT, "--kv-host-bytes")
         path = local_model_path(plan, config, data_dir, as_json)
-        _plan(path, data_parallel_size or 1, tensor_parallel_size or 1, device, num_bytes, as_json)
+        _plan(path, data_parallel_size or 1, tensor_parallel_size or 1, device, num_bytes, host_bytes, as_json)
         return
     only_planned = {
         "--data-parallel-size": data_parallel_size,
         "--tensor-parallel-size": tensor_parallel_size,
         "--device": device,
         "--pool-bytes": pool_bytes,
+        "--kv-host-bytes": kv_host_bytes,
     }
     if given := [option for option, value in only_planned.items() if value is not None]:
         raise typer.BadParameter(f"{given[0]} needs --plan")
@@ -152,7 +158,13 @@ def _show(finding: Finding) -> None:
 
 
 def _plan(
-    model: Path, num_engines: int, num_workers: int, device: str | None, pool_bytes: int | None, as_json: bool
+    model: Path,
+    num_engines: int,
+    num_workers: int,
+    device: str | None,
+    pool_bytes: int | None,
+    kv_host_bytes: int,
+    as_json: bool,
 ) -> None:
     from loramux.admin.doctor.memory_plan import plan_memory, plan_tokens, plan_workers
     from loramux.engine.loop.config import resolve_device
@@ -161,7 +173,7 @@ def _plan(
 
     device = device or resolve_device("auto")
     try:
-        plans = plan_memory(model, device, pool_bytes, num_workers=num_workers)
+        plans = plan_memory(model, device, pool_bytes, num_workers=num_workers, kv_host_bytes=kv_host_bytes)
         tokens = plan_tokens(model, device, pool_bytes, num_workers=num_workers)
         workers = plan_workers(model, device, num_workers) if num_workers > 1 else None
     except EngineError as error:
@@ -174,6 +186,7 @@ def _plan(
                 "pool_bytes": plan.pool,
                 "process_bytes": plan.process,
                 "worker_bytes": plan.worker,
+                "kv_host_bytes": plan.kv_host,
                 "total_bytes": plan.total_of(num_engines),
                 "problem": plan.problem,
             }
@@ -190,11 +203,14 @@ def _plan(
         print(f"each of the {num_engines} engines has the weights and a pool{place}; the total is that of all engines")
     if num_workers > 1:
         print(f"weights: those of each of the {num_workers} workers; worker: its weights and its share of the pool")
-    columns = ("weights", *(("worker",) if num_workers > 1 else ()), "pool", "process", "total")
+    worker, host = (("worker",) if num_workers > 1 else ()), (("host K/V",) if kv_host_bytes else ())
+    columns = ("weights", *worker, "pool", *host, "process", "total")
     print(f"{'format':<28}{''.join(f'{name:>12}' for name in columns)}")
     for plan in plans:
         of_worker = (plan.worker,) if num_workers > 1 else ()
-        figures = (plan.weights, *of_worker, plan.pool, plan.process, plan.total_of(num_engines))
+        in_host = (plan.kv_host,) if kv_host_bytes else ()
+        total = plan.total_of(num_engines)
+        figures = (plan.weights, *of_worker, plan.pool, *in_host, plan.process, total)
         sizes = "".join(f"{in_gib(size):>12}" for size in figures)
         print(f"{plan.format:<28}{sizes if plan.problem is None else f'  {plan.problem}'}")
     room = ", ".join(f"{number:,} with --kv-dtype {name}" for name, number in tokens.items())

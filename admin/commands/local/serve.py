@@ -112,6 +112,13 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    kv_host_bytes: Annotated[
+        str | None,
+        typer.Option(
+            help="Main memory for cached prefixes that the page pool evicts, such as 8GiB (default: 0).",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).", show_default=False)] = None,
     data_parallel_size: Annotated[
         int | None,

@@ -25,7 +25,7 @@ class EngineDocument(TypedDict):
 
     `bandwidth_utilization` is the share of the GPU's memory bandwidth that decode steps have used. It is null if there
     were none, or if the engine runs on a CPU. `drafts` counts the drafted tokens that steps have verified,
-    and the tokens that grammars have forced.
+    and the tokens that grammars have forced. `host_pages` describes the copies of evicted prefixes in host memory.
     """
 
     object: Literal["engine"]
@@ -56,6 +56,7 @@ class EngineDocument(TypedDict):
     num_preemptions: int
     bandwidth_utilization: float | None
     drafts: dict[str, Any]
+    host_pages: dict[str, Any]
     loading: dict[str, Any]
 
 
@@ -105,6 +106,7 @@ async def get_engine(
         "num_preemptions": stats.num_preemptions,
         "bandwidth_utilization": stats.decode_reads.utilization,
         "drafts": msgspec.to_builtins(stats.drafts),
+        "host_pages": msgspec.to_builtins(stats.host_pages),
         "loading": msgspec.to_builtins(stats.loading),
     }
 

@@ -50,7 +50,10 @@ class ResidentAdapterDocument(TypedDict):
 
 
 class PoolPages(TypedDict):
-    """Numbers of pages in the pool, by use, and a page's size. `prefix` counts the `kv` pages in the prefix cache."""
+    """Numbers of pages in the pool, by use, and a page's size. `prefix` counts the `kv` pages in the prefix cache.
+
+    `host_prefix` counts the evicted pages of the prefix cache that are kept in host memory, of at most `host_total`.
+    """
 
     total: int
     free: int
@@ -59,6 +62,8 @@ class PoolPages(TypedDict):
     prefix: int
     pinned: int
     page_bytes: int
+    host_prefix: int
+    host_total: int
 
 
 class TierFill(TypedDict):
@@ -208,6 +213,8 @@ def _pages(stats: Stats) -> PoolPages:
         "prefix": stats.num_prefix_pages,
         "pinned": stats.num_pinned_pages,
         "page_bytes": stats.page_bytes,
+        "host_prefix": stats.host_pages.num_pages,
+        "host_total": stats.host_pages.num_slots,
     }
 
 

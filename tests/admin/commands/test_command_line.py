@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.cli import app
+from loramux.engine.protocol.messages import HostPageCounts
 from tests.adapter_store.base_tokenizer import with_tokenizer
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.command_line import Run, printed_json
@@ -111,6 +112,9 @@ def test_preloaded_version_appears_in_residency_and_jobs(
     shown = loramux("residency").stdout
     assert re.search(rf"acme/support@1 .* yes .*{pushed['digest'][:12]}", shown), shown
     assert "pages are free" in shown
+    assert "main memory" not in shown
+    admin_side.engine.figures["host_pages"] = HostPageCounts(num_slots=9, num_pages=8)
+    assert "8 of 9 pages in main memory contain evicted prefixes" in loramux("residency").stdout
     assert loramux("residency", "--tier", "disk").exit_code == 0
     assert "does not share requests" in loramux("replicas").stdout
     assert "validated" in loramux("bases", "list").stdout

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.console.app import create_console
 from loramux.admin.serving.app import create_admin_app
+from loramux.engine.protocol.messages import HostPageCounts
 from loramux.migrations.events import EventType, note_event
 from loramux.migrations.schema import adapter_versions, base_servers, version_bases, webhooks
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
@@ -619,6 +620,13 @@ async def test_pages_report_engine_outage_and_recover(operator: Browser, console
     finally:
         console_side.engine.revive()
     assert "The page pool" in (await operator.get("/residency")).text
+
+
+async def test_residency_shows_evicted_prefixes_in_main_memory(operator: Browser, console_side: AdminSide) -> None:
+    assert "Evicted prefixes" not in (await operator.get("/residency")).text
+    console_side.engine.figures["host_pages"] = HostPageCounts(num_slots=9, num_pages=8)
+    text = (await operator.get("/residency?tier=host")).text
+    assert "Evicted prefixes in main memory: 8 of 9 pages, 32.0 KiB" in text
 
 
 async def test_pages_report_database_outage_and_recover(

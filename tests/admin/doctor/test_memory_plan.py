@@ -148,6 +148,18 @@ def test_command(loramux: Run, tmp_path: Path) -> None:
     assert first["total_bytes"] == first["weights_bytes"] + first["pool_bytes"] + first["process_bytes"]
 
 
+def test_host_memory_for_evicted_prefixes_is_part_of_the_total(loramux: Run, tmp_path: Path) -> None:
+    save(tmp_path)
+    arguments = ("doctor", "--plan", str(tmp_path), "--kv-host-bytes", "3GiB")
+    header, first = loramux(*arguments).stdout.splitlines()[1:3]
+    assert [name.strip() for name in header.split("  ") if name][-3:] == ["host K/V", "process", "total"]
+    assert "3.0 GiB" in first
+    [found, *_] = json.loads(loramux(*arguments, "--json").stdout)["data"]
+    [without, *_] = plan_memory(tmp_path, "cpu")
+    assert (found["kv_host_bytes"], found["total_bytes"]) == (3 << 30, without.total + (3 << 30))
+    assert loramux("doctor", "--plan", str(tmp_path), "--kv-host-bytes", "much").exit_code == 2
+
+
 def test_refused_models_are_refused_here_too(loramux: Run, tmp_path: Path) -> None:
     with pytest.raises(ModelNotSupported, match=r"no config\.json"):
         plan_memory(tmp_path, "cpu")

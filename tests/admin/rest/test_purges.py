@@ -163,8 +163,10 @@ async def test_purged_tenant_leaves_only_sums_and_the_audit_log(
     found = await purge(http, "tenants/acme", dry_run=True)
     assert [found[name] for name in ("adapters", "versions", "keys", "quotas", "usage_events")] == [1, 1, 1, 1, 2]
     assert found["blocked_by"] is None
+    isolation_key = side.services.accounts.tenants.share(tenant.id).isolation_key
     purged = await purge(http, "tenants/acme", confirm="acme")
     assert (purged["usage_events"], purged["versions"], purged["files_pending"]) == (2, 1, 0)
+    assert side.engine.forgotten_prefixes == [isolation_key]
     assert list(side.blobs.list_keys()) == []
     assert (await http.get(f"{V1}/tenants/acme")).status_code == 404
     assert (await http.get(f"{V1}/tenants", headers=headers)).status_code == 401

@@ -16,13 +16,13 @@ import httpx
 import pytest
 
 from loramux.admin.errors import StartRefused
-from loramux.admin.server import quantized_base
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.settings import Settings, SettingsError, load_settings
 from loramux.admin.serving import engine_plans
 from loramux.admin.serving.engine_plans import plan_engines
 from loramux.admin.serving.local_engines import LocalEngines
 from loramux.admin.serving.serve import read_model
+from loramux.engine.loop import config as engine_config
 from loramux.engine.loop.config import EngineConfig
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.local_engine import EngineStartError, Supervision
@@ -63,6 +63,8 @@ def test_workers_are_planned_only_for_a_base_that_they_can_share(demo_base: Path
         assert [one.tensor_parallel_size for one in plan(demo_base, **settings, quantization=quantization)] == [4]
     with pytest.raises(StartRefused, match="4 workers need a thread each, but num_threads is 2"):
         plan(demo_base, **{**settings, "num_threads": 2})
+    with pytest.raises(StartRefused, match="several workers cannot keep keys and values in host memory so far"):
+        plan(demo_base, **settings, kv_host_bytes=1 << 20)
     both = {"tensor_parallel_size": 2, "data_parallel_size": 2}
     assert [one.num_threads for one in plan(demo_base, **both, num_threads=4)] == [2, 2]
     said = "the 2 workers of each of 2 engines need a thread each, but num_threads is 3: lower data_parallel_size"
@@ -83,7 +85,7 @@ def test_engines_that_do_not_fit_into_the_memory_together_are_refused(
     demo_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"pool_bytes": 1 << 30, "host_tier_bytes": 1 << 30, "num_threads": 2}
-    monkeypatch.setattr(quantized_base, "free_memory", lambda: 4 << 30)
+    monkeypatch.setattr(engine_plans, "free_memory", lambda: 4 << 30)
     plan(demo_base, **sizes)
     with pytest.raises(StartRefused) as refused:
         plan(demo_base, **sizes, data_parallel_size=2)
@@ -94,6 +96,16 @@ def test_engines_that_do_not_fit_into_the_memory_together_are_refused(
     # Each further worker has a process and an embedding of its own.
     with pytest.raises(StartRefused, match=r"^2 engines need 7\."):
         plan(demo_base, **{**fewer, "num_threads": 16}, tensor_parallel_size=8)
+    with pytest.raises(StartRefused, match=r"2 engines need .* and 1\.0 GiB of host tier each, but"):
+        plan(demo_base, **{**sizes, "host_tier_bytes": 0, "kv_host_bytes": 1 << 30}, data_parallel_size=2)
+
+
+def test_host_memory_for_evicted_prefixes_must_be_free(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_config, "free_memory", lambda: 4 << 30)
+    assert [one.kv_host_bytes for one in plan(demo_base, kv_host_bytes="4GiB")] == [4 << 30]
+    with pytest.raises(StartRefused) as refused:
+        plan(demo_base, kv_host_bytes="5GiB")
+    assert str(refused.value) == "kv_host_bytes is 5.0 GiB, but only 4.0 GiB of memory are available: lower it"
 
 
 def test_each_engine_gets_a_gpu(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ import pytest
 
 from loramux.engine.execution.simulation import SimulatedExecutor
 from loramux.engine.pages import state_checkpoints
+from loramux.engine.pages.host_pages import AnyPage
+from loramux.engine.pages.kv_pages import FindPage
 from loramux.engine.pages.page_pool import PageOwner
 from loramux.engine.pages.state_checkpoints import StateCheckpoints
 from loramux.engine.protocol.messages import Abort, Add, Unload
 from loramux.engine.sequences.batch import ScheduledSequence, build_batch
 from loramux.engine.sequences.cache_groups import hybrid_layout
-from loramux.engine.sequences.cached_page import CachedPage
 from loramux.engine.sequences.sequence import PageTable, Sequence, block_list
 from tests.engine.simulated_engine import GREEDY, VOCAB_SIZE, Simulation, simulate_engine, stats_of
 
@@ -307,10 +308,10 @@ def test_a_wrong_state_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(state_checkpoints, "_key", lambda key, index: b"state" + bytes([index]))
     elif mutant == "a state of another length":
         find = StateCheckpoints.find
-        earlier: list[tuple[CachedPage, ...]] = []
+        earlier: list[tuple[AnyPage, ...]] = []
 
-        def find_first(checkpoints: StateCheckpoints, key: bytes) -> tuple[CachedPage, ...]:
-            earlier.extend(filter(None, [find(checkpoints, key)]))
+        def find_first(checkpoints: StateCheckpoints, key: bytes, find_page: FindPage) -> tuple[AnyPage, ...]:
+            earlier.extend(filter(None, [find(checkpoints, key, find_page)]))
             return earlier[0] if earlier else ()
 
         monkeypatch.setattr(StateCheckpoints, "find", find_first)

@@ -176,7 +176,7 @@ def test_the_state_before_an_activation_is_that_of_the_base() -> None:
 def test_an_incomplete_checkpoint_is_not_used_and_is_saved_again_as_a_whole(missing: int) -> None:
     bench = Bench()
     bench.run(TOKENS)
-    bench.cache.forget(bench.find(TOKENS).checkpoint[missing])
+    bench.cache.forget(bench.find(TOKENS).checkpoint[missing].key)
     assert bench.find(TOKENS) == Prefix(num_known=52)
     bench.copied.clear()
     bench.run(TOKENS)

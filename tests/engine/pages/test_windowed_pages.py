@@ -71,9 +71,9 @@ def test_a_missing_page_shortens_the_prefix_to_the_part_before_it() -> None:
     first = bench.begin(20)
     pages = bench.kv.find_prefix(bench.sequence(20)).pages[0]
     bench.kv.detach(first)
-    bench.cache.forget(pages[-1])
+    bench.cache.forget(pages[-1].key)
     assert bench.kv.find_prefix(bench.sequence(20)).num_tokens == 12
-    bench.cache.forget(bench.kv.find_prefix(bench.sequence(13)).pages[0][0])
+    bench.cache.forget(bench.kv.find_prefix(bench.sequence(13)).pages[0][0].key)
     # The second page is missing, so only the first page has everything that the next token sees.
     assert bench.kv.find_prefix(bench.sequence(20)).num_tokens == 4
 
@@ -91,7 +91,7 @@ def test_a_prefix_of_mixed_layers_fills_pages_of_both_groups() -> None:
     assert first_tokens(sequence) == [0, 8]
     bench.compute(sequence, 4)
     assert bench.pages.num_owned(PageOwner.KV) == len(bench.cache) + 2
-    bench.cache.forget(prefix.pages[1][0])
+    bench.cache.forget(prefix.pages[1][0].key)
     assert bench.kv.find_prefix(bench.sequence(20)) == NO_PREFIX
 
 

@@ -3,7 +3,15 @@ from __future__ import annotations
 from msgspec import structs
 
 from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
-from loramux.engine.protocol.messages import DecodeReads, DraftCounts, ResidentAdapter, Stats, StepTimes, TierLoad
+from loramux.engine.protocol.messages import (
+    DecodeReads,
+    DraftCounts,
+    HostPageCounts,
+    ResidentAdapter,
+    Stats,
+    StepTimes,
+    TierLoad,
+)
 from loramux.platform.replicas.summed_stats import COUNTERS, GAUGES, SummedStats, combined
 from tests.platform.cluster.test_replica_report import stats
 
@@ -17,7 +25,7 @@ def numbered(number: int) -> Stats:
 def test_every_number_of_the_statistics_is_added_up_or_named_here() -> None:
     others = {
         *("call_id", "max_adapters_in_step", "page_bytes", "step_times", "waiting", "loading", "adapters", "graphs"),
-        *("grammars", "drafts", "tiers", "decode_reads", "changes", "service_tiers"),
+        *("grammars", "drafts", "host_pages", "tiers", "decode_reads", "changes", "service_tiers"),
     }
     assert set(Stats.__struct_fields__) == {*COUNTERS, *GAUGES, *others}
 
@@ -62,6 +70,22 @@ def test_drafts_are_added_up() -> None:
     total = combined([structs.replace(numbered(1), drafts=drafts)], [structs.replace(numbered(2), drafts=drafts)])
     assert total.drafts == DraftCounts(
         text_tokens=10, accepted_text_tokens=6, prediction_tokens=8, grammar_tokens=14, wasted_s=1.0
+    )
+
+
+def test_pages_in_host_memory_are_added_up_while_their_engine_lives() -> None:
+    counts = HostPageCounts(
+        num_slots=9, num_pages=8, num_saved=7, num_loaded=6, num_evictions=5, restored_tokens=4, recomputed_tokens=3
+    )
+    with_counts = [structs.replace(numbered(number), host_pages=counts) for number in range(3)]
+    assert combined(with_counts[:2], with_counts[2:]).host_pages == HostPageCounts(
+        num_slots=18,
+        num_pages=16,
+        num_saved=21,
+        num_loaded=18,
+        num_evictions=15,
+        restored_tokens=12,
+        recomputed_tokens=9,
     )
 
 

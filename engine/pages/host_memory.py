@@ -1,0 +1,83 @@
+"""Host memory for copies of the pool's pages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from loramux.engine.device.accelerator import Accelerator
+from loramux.engine.pages.pool_size import in_gib
+from loramux.engine.protocol.errors import ConfigNotUsable
+from loramux.kernels.tables import PoolViews
+
+PIECE_BYTES = 256 << 20
+"""Largest piece of memory to allocate at once, in bytes, unless a page is larger. torch rounds pinned memory up to a
+power of two.
+"""
+
+MEASURED_BYTES = 64 << 20
+"""Number of bytes whose copies are timed at startup. Most caches of a CPU are smaller."""
+
+
+class PinnedHostMemory:
+    """Slots in pinned host memory. A slot has a page's bytes and, if K and V are int8, its scales, in each pool.
+
+    Copies run in the order in which they and steps are submitted. On a CPU, they are finished when the call returns.
+    """
+
+    def __init__(self, pools: Sequence[PoolViews], accelerator: Accelerator, num_bytes: int) -> None:
+        """Allocate as many whole slots as fit in `num_bytes`, and measure how long a copy takes. A page has the same
+        number in all pools.
+
+        Overwrites pages of the pool, which must not have owners yet. Raises ConfigNotUsable if no slot fits.
+        """
+        self._page_bytes = page_bytes = sum(views.geometry.pool_page_bytes for views in pools)
+        self.num_slots = num_bytes // page_bytes
+        if not self.num_slots:
+            raise ConfigNotUsable(
+                f"kv_host_bytes is {num_bytes} bytes, but a page of keys and values takes {page_bytes}: raise it, or "
+                "set it to 0"
+            )
+        self._accelerator = accelerator
+        self._num_pages = pools[0].raw.shape[0]
+        tensors = [part for views in pools for part in (views.raw, views.kv_scales) if part is not None]
+        # uint8 [P, number of bytes in a page]
+        self._pool = tuple(tensor.view(torch.uint8).view(self._num_pages, -1) for tensor in tensors)
+        assert sum(part.shape[1] for part in self._pool) == page_bytes
+        self._slots_per_piece = min(self.num_slots, max(1, PIECE_BYTES // page_bytes))
+        counts = [self._slots_per_piece] * (self.num_slots // self._slots_per_piece)
+        if rest := self.num_slots % self._slots_per_piece:
+            counts.append(rest)
+        try:
+            self._pieces = [accelerator.host_buffer(count * page_bytes).view(count, page_bytes) for count in counts]
+        except RuntimeError as error:
+            raise ConfigNotUsable(
+                f"{in_gib(num_bytes)} of host memory for keys and values cannot be allocated: lower kv_host_bytes"
+            ) from error
+        self.load_s = self._measured_load_s()
+
+    def save(self, page: int, slot: int) -> None:
+        for part, copy in zip(self._pool, self._parts(slot), strict=True):
+            self._accelerator.copy(copy, part[page])
+
+    def load(self, slot: int, page: int) -> None:
+        for part, copy in zip(self._pool, self._parts(slot), strict=True):
+            self._accelerator.copy(part[page], copy)
+
+    def _parts(self, slot: int) -> tuple[torch.Tensor, ...]:
+        row = self._pieces[slot // self._slots_per_piece][slot % self._slots_per_piece]
+        return torch.split(row, [part.shape[1] for part in self._pool])
+
+    def _measured_load_s(self) -> float:
+        count = max(1, min(MEASURED_BYTES // self._page_bytes, self.num_slots, self._num_pages))
+        for index in range(count):
+            # The operating system provides memory when it is first written, which is not part of a copy back.
+            self.save(index, index)
+        self._accelerator.fence().wait()
+        started_s = time.perf_counter()
+        for index in range(count):
+            self.load(index, index)
+        self._accelerator.fence().wait()
+        return (time.perf_counter() - started_s) / count
