@@ -183,6 +183,8 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
                 made.json("adapters", "push", str(DEMO / "adapters" / name), "--tenant", "acme", "--name", name)
             yield Stand(made, server, key, tenant["id"])
         log = (data_dir / "server.log").read_text()
+        # Ray asks a replica that has been killed, and does not look at the answer.
+        log = re.sub(r"Task exception was never retrieved\nfuture: .*/ray/serve/_private/.*\nTraceback .*\n", "", log)
         assert "Traceback" not in log, log
     finally:
         assert run_cluster(made, "down").returncode == 0
