@@ -96,12 +96,21 @@ def answers_vectors(document: type) -> Responses:
     return {200: {"model": document, **_vectors_as_bytes()}}
 
 
+_EVENT: Json = {
+    "type": "object",
+    "description": "One event of the stream.",
+    "properties": {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+"""The schema of each event of a stream of server-sent events: https://html.spec.whatwg.org/#server-sent-events"""
+
+
 def answers(document: type | UnionType, event: str = "", *, has_vectors: bool = False) -> Responses:
     """For `responses`: generated output, as a JSON document or as a stream of events, the first of the type `event`.
     With `has_vectors`, a response can also consist of vectors as bytes.
     """
     example = f'event: {event}\ndata: {{"type": "{event}"}}' if event else 'data: {"object": "chat.completion.chunk"}'
-    stream: Json = {"schema": {"type": "string"}, "example": f"{example}\n\n"}
+    stream: Json = {"schema": _EVENT, "example": f"{example}\n\n"}
     answer = _vectors_as_bytes() if has_vectors else {"content": {}}
     answer["content"]["text/event-stream"] = stream
     return {200: {"model": document, **answer}}
@@ -120,7 +129,7 @@ def _vectors_as_bytes() -> Json:
 def answers_events(kind: str) -> Responses:
     """For `responses`: a stream of events of some types, such as `kind`."""
     example = f'id: 7\nevent: {kind}\ndata: {{"object": "event", "type": "{kind}", "sequence": 7}}\n\n'
-    return {200: {"content": {"text/event-stream": {"schema": {"type": "string"}, "example": example}}}}
+    return {200: {"content": {"text/event-stream": {"schema": _EVENT, "example": example}}}}
 
 
 def answers_rows(document: type | None = None) -> Responses:

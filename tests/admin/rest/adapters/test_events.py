@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from loramux.adapter_store.registry.aliases import AdapterAliases
@@ -63,6 +64,22 @@ async def test_tenants_key_follows_only_its_own_events(http: httpx.AsyncClient, 
     for path in ("?tenant=globex", "?tenant=nobody"):
         answer = await http.get(f"/admin/v1/events{path}", headers=bearer(keys["acme"]))
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "tenant_not_found")
+
+
+async def test_each_event_is_as_the_openapi_document_describes_it(
+    http: httpx.AsyncClient, admin_side: AdminSide
+) -> None:
+    await new_tenant(http, "acme")
+    await move(admin_side, http, "acme", "support")
+    response = await http.get("/admin/v1/events", headers=bearer(ADMIN_KEY) | {"last-event-id": "0"})
+    document = (await http.get("/openapi.json", headers=bearer(ADMIN_KEY))).json()
+    described = document["paths"]["/admin/v1/events"]["get"]["responses"]["200"]["content"]["text/event-stream"]
+    sent = [part for part in response.text.split("\n\n") if "data:" in part]
+    assert len(sent) == 1
+    for event in sent:
+        fields = dict(line.split(": ", 1) for line in event.splitlines() if not line.startswith(":"))
+        jsonschema.validate(fields, described["schema"])
+        assert fields.keys() == described["schema"]["properties"].keys()
 
 
 async def test_limited_key_follows_only_its_adapters(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
