@@ -501,6 +501,8 @@ class Scheduler:
             if num_free_slots == 0 and (victim := self._vacate(sequence.rank, is_active=True)) is not None:
                 scheduled.pop(victim, None)
                 num_free_slots = self._num_free_slots()
+                # The victim's pages are cached now, and may be pages that the prefix would copy from host memory.
+                prefix = self._find_prefix(sequence, entry, position, budget)
             if num_free_slots == 0 and self._num_yielding_to_first():
                 # A sequence behind this one can still get a slot.
                 continue
@@ -512,6 +514,7 @@ class Scheduler:
                 if self._adapters.can_spare(num_pages - self._yielding_pages(sequence.rank), position):
                     while item is None and (victim := self._vacate(sequence.rank)) is not None:
                         scheduled.pop(victim, None)
+                        prefix = self._find_prefix(sequence, entry, position, budget)
                         item = self._begin(sequence, entry, prefix, position, budget)
             if item is None:
                 self._short_of_pages = self._short_of_pages or sequence

@@ -341,3 +341,23 @@ def test_a_checkpoint_is_saved_again_as_a_whole_if_a_copy_is_missing() -> None:
     assert ask(simulation, "again", prompt) == 0
     evict_all(simulation)
     assert ask(simulation, "third", prompt) > 0
+
+
+@pytest.mark.parametrize("num_steps", [20, 36, 52])
+def test_copies_that_a_victim_offers_meanwhile_are_not_restored_again(num_steps: int) -> None:
+    """With lookahead, a victim's page can become complete when it makes room for a sequence with the same text."""
+    simulation = simulate_engine(num_pages=60, max_model_len=512, num_host_pages=100, lookahead=True, max_sequences=1)
+    prompt = tokens(32)
+    simulation.engine.add(b"gateway", simulation.make_add("first", prompt, 100, isolation_key=OWNER))
+    simulation.run()
+    evict_all(simulation)
+    victim = simulation.make_add("victim", prompt, 100, isolation_key=OWNER, is_background=True)
+    simulation.engine.add(b"gateway", victim)
+    for _ in range(num_steps):
+        simulation.step()
+    text = prompt + tuple(simulation.tokens["first"][:90])
+    other = simulation.make_add("other", text, 4, isolation_key=OWNER)
+    simulation.engine.add(b"gateway", other)
+    simulation.run()
+    for add in (victim, other):
+        assert simulation.tokens[add.sequence_id] == simulation.expected(add)
