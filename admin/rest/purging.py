@@ -115,9 +115,10 @@ async def purge_tenant(services: AdminServices, tenant: Tenant, body: PurgeReque
     purged = [await _purge_adapter(services, adapter.id) for adapter in adapters]
     share = await services.call(services.accounts.tenants.share, tenant.id)
     num_erased = await services.call(services.usage.erasure.erase, tenant.id)
+    # If this server ends before the tenant's row is deleted, the purge can be repeated.
+    await _forget_prefixes(services, share.isolation_key)
     rows = await services.call(services.accounts.tenants.purge, tenant.id)
     services.accounts.api_keys.forget_recent()
-    await _forget_prefixes(services, share.isolation_key)
     document = await _finish(services, tenant.slug, purged, rows, len(adapters))
     return {**document, "usage_events": num_erased}
 
@@ -145,7 +146,7 @@ async def _forget_prefixes(services: AdminServices, isolation_key: bytes) -> Non
     try:
         await services.engine.client.call(ForgetPrefixes(isolation_key=isolation_key), UNLOAD_TIMEOUT_S)
     except (EngineUnavailable, TimeoutError) as error:
-        _log.warning("K and V of a purged tenant stay until their pages are needed", error=str(error))
+        _log.warning("K and V of a purged tenant stay until their pages are needed or the engine ends", error=str(error))
 
 
 async def _purge_adapter(services: AdminServices, adapter_id: str) -> Purge:

@@ -25,6 +25,8 @@ def plan_engines(settings: Settings, config: EngineConfig) -> Sequence[EngineCon
     if config.device == "cuda":
         return _on_gpus(settings, config, num_engines)
     if num_engines == 1:
+        if config.kv_host_bytes:
+            _check_memory(settings, config, num_engines)
         return (config,)
     if config.num_threads < num_engines * config.tensor_parallel_size:
         given = f"this machine has {config.num_threads} cores"
@@ -49,6 +51,12 @@ def _on_gpus(settings: Settings, config: EngineConfig, num_engines: int) -> Sequ
         raise StartRefused(
             f"{num_engines} engines need as many GPUs, but this machine has {num_gpus}: lower data_parallel_size"
         )
+    host_bytes = num_engines * (config.kv_host_bytes + config.host_tier_bytes)
+    if config.kv_host_bytes and host_bytes > (available := free_memory()):
+        raise StartRefused(
+            f"the host tiers of {num_engines} engines need {in_gib(host_bytes)} of memory, but {in_gib(available)} are "
+            "available: lower kv_host_bytes or host_tier_bytes"
+        )
     if num_engines == 1 and not settings.devices:
         return (config,)
     num_threads = max(1, config.num_threads // num_engines)
@@ -67,8 +75,9 @@ def _check_memory(settings: Settings, config: EngineConfig, num_engines: int) ->
     needed = plan.total_of(num_engines) + num_engines * config.host_tier_bytes
     available = free_memory()
     if needed > available:
+        takers = "the engine needs" if num_engines == 1 else f"{num_engines} engines need"
         raise StartRefused(
-            f"{num_engines} engines need {in_gib(needed)} of memory, with {in_gib(plan.all_weights)} of weights, "
+            f"{takers} {in_gib(needed)} of memory, with {in_gib(plan.all_weights)} of weights, "
             f"{in_gib(plan.pool)} of pages and {in_gib(config.host_tier_bytes + plan.kv_host)} of host tier each, but "
             f"{in_gib(available)} are available: lower data_parallel_size, pool_bytes, host_tier_bytes or "
             "kv_host_bytes"
