@@ -55,6 +55,8 @@ class DraftHead:
         assert names is not None
         self._names, self._decoder = names, decoder
         self.config = own
+        accelerator = backend.accelerator
+        allocated_before = accelerator.allocated_bytes() or 0
         place = Placement(_HeadWeights(weights, names.prefix), dtype, backend, own)
         size = own.hidden_size
         self._embedding_norm, self._state_norm, final_norm = (
@@ -65,6 +67,8 @@ class DraftHead:
         cache = kv_layout(own, own.stretched_model_len, kv_itemsize)
         # All layers of the base have one rotary embedding, and the head has the same.
         self._layer = LayerLoader(own, place, 0, rotary=0, window=None, cache=cache).load()
+        self.num_bytes = (accelerator.allocated_bytes() or 0) - allocated_before
+        """Bytes of the weights, or 0 if the device does not count what is allocated."""
 
     @property
     def shapes(self) -> KernelShapes:

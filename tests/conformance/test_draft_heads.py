@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -317,7 +318,12 @@ def test_a_cached_prefix_has_the_heads_keys_and_values(echoing: Subject, tmp_pat
     ],
 )
 def test_a_head_that_does_not_fit_the_base_is_refused(
-    name: str, shape: tuple[int, ...] | None, message: str, echoing: Subject, tmp_path: Path
+    name: str,
+    shape: tuple[int, ...] | None,
+    message: str,
+    echoing: Subject,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def change(head: Tensors) -> None:
         del head[name]
@@ -329,6 +335,10 @@ def test_a_head_that_does_not_fit_the_base_is_refused(
         subject.assemble(speculate="head")
     # A base whose head is not used is served.
     subject.assemble(speculate="off").close()
+    assembled = subject.assemble(speculate="auto")
+    assembled.close()
+    assert assembled.ready.guesses == "text"
+    assert re.search(f"drafts from the text.*{message}", capfd.readouterr().err)
 
 
 def test_a_hybrid_base_is_refused_by_name(tmp_path: Path) -> None:
@@ -336,6 +346,16 @@ def test_a_hybrid_base_is_refused_by_name(tmp_path: Path) -> None:
     subject = Subject(tmp_path, None, {}, {}, {})
     with pytest.raises(ConfigNotUsable, match=r"Qwen3_5ForCausalLM has layers with a recurrent state, which have no"):
         subject.assemble(speculate="head")
+
+
+def test_a_head_that_could_not_draft_on_a_gpu_is_not_loaded(echoing: Subject, tmp_path: Path) -> None:
+    """A GPU samples as many rows per step as sequences can run, and a draft takes a second row."""
+    subject, backend = with_head(echoing, tmp_path, lambda head: None), plain_backend(HostAccelerator())
+    with pytest.raises(ConfigNotUsable, match="a draft needs a second row in a step, but max_sequences on a GPU"):
+        subject.assemble(backend, speculate="head", max_sequences=1)
+    assembled = subject.assemble(backend, speculate="auto", max_sequences=1)
+    assembled.close()
+    assert assembled.head_views is None
 
 
 def test_workers_do_not_divide_a_head(echoing: Subject, tmp_path: Path) -> None:
