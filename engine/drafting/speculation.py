@@ -58,7 +58,8 @@ class Speculation:
         self._drafters: dict[Sequence, Drafter] = {}
         self._heads: dict[Sequence, HeadDrafter] = {}
         self._times = StepTimes()
-        # The time that the head takes to draft, by the number of rows. The other times are without it.
+        # The time that the head takes in steps in which it drafts, by the number of rows. The other times are without
+        # the head.
         self._head_times = StepTimes()
         self._head_s = 0.0
         self._wants_head = False
@@ -187,17 +188,19 @@ class Speculation:
         if draft.source != "grammar":
             self._num_rejected += len(draft.tokens) - num_accepted
 
-    def note_time(self, num_sequences: int, num_rows: int, seconds: float, head_s: float | None = None) -> None:
+    def note_time(
+        self, num_sequences: int, num_rows: int, seconds: float, head_s: float = 0.0, *, has_drafted: bool = False
+    ) -> None:
         """Count the time of a step with one decode row for each sequence, and rows for drafts. `head_s` is the part in
-        which the head has drafted, or None if it has not.
+        which the head has stored its K and V and, with `has_drafted`, has drafted.
 
         Call `note_verified` first.
         """
-        if head_s is not None:
+        self._head_s += head_s
+        seconds = max(0.0, seconds - head_s)
+        if has_drafted:
             self._num_without_head = 0
-            self._head_s += head_s
             self._head_times.note(num_rows, head_s)
-            seconds = max(0.0, seconds - head_s)
         if self._num_rejected:
             usual = self._times.seconds(num_sequences) or seconds
             self._wasted_s += max(0.0, seconds - usual) * self._num_rejected / (num_rows - num_sequences)

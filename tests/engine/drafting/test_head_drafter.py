@@ -33,7 +33,9 @@ def measured(seconds_of_row: float, head_s: float) -> Speculation:
     speculation = Speculation(has_head=True)
     for num_rows in (1, 2, 3, 4, 8):
         for _ in range(2):
-            speculation.note_time(num_rows, num_rows, 1 + seconds_of_row * (num_rows - 1) + head_s, head_s)
+            speculation.note_time(
+                num_rows, num_rows, 1 + seconds_of_row * (num_rows - 1) + head_s, head_s, has_drafted=True
+            )
     return speculation
 
 
@@ -64,7 +66,7 @@ def test_a_head_that_is_wrong_is_tried_seldom() -> None:
     for number in range(200):
         if wants(speculation, sequence):
             tried += 1
-            speculation.note_time(1, 1, 1.05, 0.05)
+            speculation.note_time(1, 1, 1.05, 0.05, has_drafted=True)
             speculation.note_head(sequence, 1000 + number)
         sequence.tokens.append(number)
         sequence.num_tokens = len(sequence.tokens)
@@ -91,13 +93,22 @@ def test_a_head_whose_logits_are_not_finite_is_tried_seldom() -> None:
     for number in range(200):
         if wants(speculation, sequence):
             tried += 1
-            speculation.note_time(1, 1, 1.05, 0.05)
+            speculation.note_time(1, 1, 1.05, 0.05, has_drafted=True)
             speculation.note_head(sequence, None)
             assert lengths(speculation, sequence) == [0]
         sequence.tokens.append(number)
         sequence.num_tokens = len(sequence.tokens)
         sequence.num_computed = sequence.num_tokens - 1
     assert 200 // (PROBE_STEPS + 1) <= tried < 30
+
+
+def test_storing_counts_as_time_of_the_head_and_not_of_rows() -> None:
+    speculation, sequence = measured(0.05, 0.05), decoding(NEW)
+    before = speculation.counts().head_s
+    for _ in range(20):
+        speculation.note_time(1, 1, 1.5, 0.5)
+    assert speculation.counts().head_s == pytest.approx(before + 10)
+    assert wants(speculation, sequence)
 
 
 def test_a_head_that_cannot_pay_is_not_tried() -> None:
