@@ -280,6 +280,17 @@ def test_a_right_head_halves_the_steps_of_a_request(echoing: Subject, tmp_path: 
     assert steps_of(subject, msgspec.structs.replace(add, speculates=False), "head") == (plain, 41)
 
 
+def test_steps_without_drafts_count_the_time_in_which_the_head_stores(echoing: Subject, tmp_path: Path) -> None:
+    assembled = with_head(echoing, tmp_path, always_right).assemble(speculate="head")
+    answers_of(
+        assembled.engine, [Add(sequence_id="a", prompt=(5, 6, 7), max_tokens=9, sampling=GREEDY, speculates=False)]
+    )
+    drafts = assembled.engine.stats(StatsRequest(call_id="")).drafts
+    assembled.close()
+    assert drafts.head_tokens == 0
+    assert drafts.head_s > 0
+
+
 def steps_of(subject: Subject, add: Add, speculate: str, **settings: Any) -> tuple[list[int], int]:
     """The answer to a request, and the number of steps that it took."""
     assembled = subject.assemble(speculate=speculate, **settings)
