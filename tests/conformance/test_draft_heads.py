@@ -114,12 +114,13 @@ def expected_logits(subject: Subject, names: DraftHeadNames, tokens: list[int]) 
         return logits
 
 
+@pytest.mark.parametrize("num_scored", [None, 1], ids=["", "scored"])
 @pytest.mark.parametrize("path", ["cpu", *PATHS])
 @pytest.mark.parametrize("family", ["mimo", pytest.param("glm4_moe", marks=pytest.mark.campaign)])
 def test_the_heads_logits_follow_the_published_formula(
-    family: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, path: str, num_scored: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt takes three steps. The rest of the rows are decoded, some of them twice."""
+    """The prompt takes three steps, which may also score it. The rest of the rows are decoded, some of them twice."""
     subject = make_subject(family, tmp_path, PLANS[:1], SMALL_SHAPE)
     names = add_head(subject.directory)
     compute, found = DraftHead.logits, list[tuple[int, int, int, torch.Tensor]]()
@@ -136,7 +137,8 @@ def test_the_heads_logits_follow_the_published_formula(
     assembled = subject.assemble(backend, speculate="head", max_batch_tokens=16)
     monkeypatch.setattr(DraftHead, "logits", recording)
     prompt = tuple((7 * place) % 50 + 2 for place in range(40))
-    answer = answers_of(assembled.engine, [Add(sequence_id="a", prompt=prompt, max_tokens=20, sampling=GREEDY)])["a"]
+    sampling = msgspec.structs.replace(GREEDY, num_prompt_logprobs=num_scored)
+    answer = answers_of(assembled.engine, [Add(sequence_id="a", prompt=prompt, max_tokens=20, sampling=sampling)])["a"]
     assembled.close()
     tokens = [*prompt, *answer.tokens]
     expected = expected_logits(subject, names, tokens)
