@@ -261,15 +261,20 @@ class Decoder:
         assert residual.streams is not None
         return Residual(self._altup.join(residual.streams[:, rows]))
 
-    def step(self, inputs: StepInputs, embedded: torch.Tensor, kernels: Kernels) -> DecoderStep:
-        """What all layers read of a step, besides its adapters."""
+    def step(
+        self, inputs: StepInputs, embedded: torch.Tensor, kernels: Kernels, *, has_outputs: bool = True
+    ) -> DecoderStep:
+        """What all layers read of a step, besides its adapters. A step that only stores K and V needs no outputs."""
         num_heads, num_tokens = self.config.attention.num_heads, inputs.tokens.shape[0]
         return DecoderStep(
             activate=activation_of(self.config, kernels),
             angles=[(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary],
             query_scale=None if self._query_scales is None else self._query_scales[inputs.positions],
             attention=inputs.attention,
-            outputs={head_dim: embedded.new_zeros(num_tokens, num_heads, head_dim) for head_dim in self._head_dims},
+            outputs={
+                head_dim: embedded.new_zeros(num_tokens, num_heads, head_dim)
+                for head_dim in (self._head_dims if has_outputs else ())
+            },
             states=inputs.states,
             layer_inputs=None if self._layer_inputs is None else self._layer_inputs(inputs.tokens, embedded, kernels),
         )

@@ -55,6 +55,8 @@ class DraftHead:
         assert names is not None
         self._names, self._decoder = names, decoder
         self.config = own
+        accelerator = backend.accelerator
+        allocated_before = accelerator.allocated_bytes() or 0
         place = Placement(_HeadWeights(weights, names.prefix), dtype, backend, own)
         size = own.hidden_size
         self._embedding_norm, self._state_norm, final_norm = (
@@ -65,6 +67,8 @@ class DraftHead:
         cache = kv_layout(own, own.stretched_model_len, kv_itemsize)
         # All layers of the base have one rotary embedding, and the head has the same.
         self._layer = LayerLoader(own, place, 0, rotary=0, window=None, cache=cache).load()
+        self.num_bytes = (accelerator.allocated_bytes() or 0) - allocated_before
+        """Bytes of the weights, or 0 if the device does not count what is allocated."""
 
     @property
     def shapes(self) -> KernelShapes:
@@ -94,7 +98,7 @@ class DraftHead:
 
         `states` is `[num_tokens, hidden_size]`. `next_tokens` `[num_tokens]` is the token after each row.
         """
-        residual, step, adapters = self._begin(inputs, states, next_tokens, kernels, tables)
+        residual, step, adapters = self._begin(inputs, states, next_tokens, kernels, tables, has_outputs=False)
         attention = self._layer.attention
         self._mixer.store(attention.qkv(residual.normed(attention.norm, adapters), adapters), step, adapters)
 
@@ -108,7 +112,7 @@ class DraftHead:
         tables: AdapterTables,
     ) -> torch.Tensor:
         """Logits of the token after each row's next token, `[num_tokens, vocab_size]`. Also does what `store` does."""
-        residual, step, adapters = self._begin(inputs, states, next_tokens, kernels, tables)
+        residual, step, adapters = self._begin(inputs, states, next_tokens, kernels, tables, has_outputs=True)
         self._layer(residual, step, adapters)
         return self._decoder.logits(residual.normed(self._final_norm, adapters))
 
@@ -119,6 +123,8 @@ class DraftHead:
         next_tokens: torch.Tensor,
         kernels: Kernels,
         tables: AdapterTables,
+        *,
+        has_outputs: bool,
     ) -> tuple[Residual, DecoderStep, LayerAdapters]:
         """What the head's layer reads."""
         embedded = self._embedding_norm(kernels, self._decoder.base_embeddings(next_tokens))
@@ -128,4 +134,4 @@ class DraftHead:
         adapters = LayerAdapters(
             kernels, tables, inputs.slots, inputs.segments, groups=0, replaces_norms=False, expands_first=False, layer=0
         )
-        return Residual(x), self._decoder.step(inputs, x, kernels), adapters
+        return Residual(x), self._decoder.step(inputs, x, kernels, has_outputs=has_outputs), adapters

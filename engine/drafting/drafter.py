@@ -60,6 +60,12 @@ class Drafter:
         self._rates = [*FIRST_RATES, PREDICTION_RATE]
         self._proposal: Proposal | None = None
 
+    @property
+    def follows_prediction(self) -> bool:
+        """True if the answer follows the prediction, which goes on."""
+        self._read()
+        return self._place is not None and self._place < len(self._prediction)
+
     def propose(self, max_tokens: int) -> Proposal | None:
         """The most likely next tokens, at most `max_tokens`, which is at least 1, or None."""
         self._read()
@@ -80,6 +86,7 @@ class Drafter:
                 self._rates[kind] += STEP_OF_RATE * (0.99 * is_right - self._rates[kind])
                 if not is_right:
                     break
+            self._proposal = None
         if self._place is not None:
             end = self._place + len(committed)
             self._place = end if tuple(self._prediction[self._place : end]) == tuple(committed) else None

@@ -9,6 +9,9 @@ FIRST_RATE = 0.6
 adapters may lower it.
 """
 
+BEST_RATE = 0.99
+"""The rate that a head which is always right approaches."""
+
 PROBE_STEPS = 32
 """Number of steps without a draft after which the head drafts once, to find out whether it is right more often now."""
 
@@ -24,7 +27,7 @@ class HeadDrafter:
         self._rate = FIRST_RATE
         # The position of the last draft, or None once it has been compared.
         self._place: int | None = None
-        self._drafted = 0
+        self._drafted: int | None = None
 
     @property
     def rate(self) -> float:
@@ -32,18 +35,22 @@ class HeadDrafter:
         self._read()
         return self._rate
 
-    def note(self, drafted: int) -> None:
-        """The head drafts this token as the one after the sequence's newest token."""
+    def note(self, drafted: int | None) -> None:
+        """The head drafts this token as the one after the sequence's newest token. None means that its logits were not
+        finite, which counts as a wrong draft and is not proposed.
+        """
         self._read()
         self._place, self._drafted = len(self._tokens), drafted
 
     def propose(self) -> Proposal | None:
-        """The draft of the next token, or None if the head has not seen the newest token."""
+        """The draft of the next token, or None if the head has not seen the newest token or has no draft."""
         self._read()
-        return None if self._place is None else Proposal((self._drafted,), self._rate, "head")
+        if self._place is None or self._drafted is None:
+            return None
+        return Proposal((self._drafted,), self._rate, "head")
 
     def _read(self) -> None:
         if self._place is not None and self._place < len(self._tokens):
             is_right = self._tokens[self._place] == self._drafted
-            self._rate += STEP_OF_RATE * (0.99 * is_right - self._rate)
+            self._rate += STEP_OF_RATE * (BEST_RATE * is_right - self._rate)
             self._place = None

@@ -7,7 +7,7 @@ from collections import Counter
 from loramux.engine.drafting.draft import Draft, DraftRoom, DraftSource, max_drafts
 from loramux.engine.drafting.drafter import Drafter, Proposal
 from loramux.engine.drafting.forced_tokens import forced_drafts, forced_tokens
-from loramux.engine.drafting.head_drafter import PROBE_STEPS, HeadDrafter
+from loramux.engine.drafting.head_drafter import BEST_RATE, PROBE_STEPS, HeadDrafter
 from loramux.engine.drafting.step_times import StepTimes
 from loramux.engine.protocol.messages import DraftCounts
 from loramux.engine.sequences.batch import ScheduledSequence
@@ -58,7 +58,8 @@ class Speculation:
         self._drafters: dict[Sequence, Drafter] = {}
         self._heads: dict[Sequence, HeadDrafter] = {}
         self._times = StepTimes()
-        # The time that the head takes to draft, by the number of rows. The other times are without it.
+        # The time that the head takes in steps in which it drafts, by the number of rows. The other times are without
+        # the head.
         self._head_times = StepTimes()
         self._head_s = 0.0
         self._wants_head = False
@@ -147,23 +148,27 @@ class Speculation:
         """
         if not num_decode_rows(scheduled):
             return False
-        # This step chooses a token, and no token may follow the last within the limit.
-        drafting = [
-            item.sequence for item in scheduled if item.sequence.grammar is None and max_drafts(item.sequence) > 1
-        ]
+        drafting = [item.sequence for item in scheduled if self._can_draft_with_head(item.sequence)]
         num_sequences, num_rows = len(scheduled), len(scheduled) + len(drafting)
         if not drafting or num_rows > self._max_rows:
             return False
         self._num_without_head += 1
-        if self._num_without_head > PROBE_STEPS:
-            return True
-        rates = [self._head_of(sequence).rate for sequence in drafting]
+        is_probe = self._num_without_head > PROBE_STEPS
+        # A probe finds out whether the rates have risen. If even drafts that are right do not pay, it has no use.
+        rates = [BEST_RATE if is_probe else self._head_of(sequence).rate for sequence in drafting]
         usual = self._times.seconds(num_sequences)
         ratio = self._times.ratio(num_sequences, len(drafting))
         if usual > 0:
             ratio += self._head_times.seconds(num_rows) / usual
         least = min(rates) if len(drafting) == num_sequences else 0.0
         return (1 + sum(rates) / num_sequences) / ratio > MIN_GAIN and ratio <= 1 + least
+
+    def _can_draft_with_head(self, sequence: Sequence) -> bool:
+        """True if the step after this one could verify a draft of the head, and does not prefer a prediction."""
+        # This step chooses a token, and no token may follow the last within the limit.
+        if sequence.grammar is not None or max_drafts(sequence) <= 1:
+            return False
+        return not sequence.add.prediction or not self._drafter_of(sequence).follows_prediction
 
     def _head_of(self, sequence: Sequence) -> HeadDrafter:
         found = self._heads.get(sequence)
@@ -175,8 +180,7 @@ class Speculation:
         """The head has drafted this token as the one after the sequence's newest, which is committed. None means that
         its logits were not finite.
         """
-        if drafted is not None:
-            self._head_of(sequence).note(drafted)
+        self._head_of(sequence).note(drafted)
 
     def note_verified(self, draft: Draft, num_accepted: int) -> None:
         self._num_drafted[draft.source] += len(draft.tokens)
@@ -184,17 +188,19 @@ class Speculation:
         if draft.source != "grammar":
             self._num_rejected += len(draft.tokens) - num_accepted
 
-    def note_time(self, num_sequences: int, num_rows: int, seconds: float, head_s: float | None = None) -> None:
+    def note_time(
+        self, num_sequences: int, num_rows: int, seconds: float, head_s: float = 0.0, *, has_drafted: bool = False
+    ) -> None:
         """Count the time of a step with one decode row for each sequence, and rows for drafts. `head_s` is the part in
-        which the head has drafted, or None if it has not.
+        which the head has stored its K and V and, with `has_drafted`, has drafted.
 
         Call `note_verified` first.
         """
-        if head_s is not None:
+        self._head_s += head_s
+        seconds = max(0.0, seconds - head_s)
+        if has_drafted:
             self._num_without_head = 0
-            self._head_s += head_s
             self._head_times.note(num_rows, head_s)
-            seconds = max(0.0, seconds - head_s)
         if self._num_rejected:
             usual = self._times.seconds(num_sequences) or seconds
             self._wasted_s += max(0.0, seconds - usual) * self._num_rejected / (num_rows - num_sequences)
@@ -229,12 +235,15 @@ class Speculation:
         head = self._heads.get(sequence)
         if self.has_head and not sequence.add.prediction:
             return None if head is None else head.propose()
-        drafter = self._drafters.get(sequence)
-        if drafter is None:
-            drafter = self._drafters[sequence] = Drafter(
+        return self._drafter_of(sequence).propose(most) or (None if head is None else head.propose())
+
+    def _drafter_of(self, sequence: Sequence) -> Drafter:
+        found = self._drafters.get(sequence)
+        if found is None:
+            found = self._drafters[sequence] = Drafter(
                 sequence.tokens, sequence.num_prompt, sequence.add.prediction, reads_text=not self.has_head
             )
-        return drafter.propose(most) or (None if head is None else head.propose())
+        return found
 
     def _best_length(self, num_sequences: int, proposals: list[Proposal]) -> int:
         """The length of drafts that probably yields the most tokens in the same time, or 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class DirectForward:
     eos_token_ids: tuple[int, ...]
     scored: ScoredPrompts | None = None
     pools: PooledPrompts | None = None
-    run_head: Callable[[Sequence[SampledToken]], HeadDrafts | None] | None = None
+    run_head: Callable[[Sequence[SampledToken]], HeadDrafts] | None = None
 
     def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> FinishedStep:
         sampled = sample(self.logits, samples_without(self.samples, unused), self.eos_token_ids, masks)
@@ -109,15 +110,17 @@ class DirectExecutor:
 
     def _head_of(
         self, batch: Batch, inputs: StepInputs, found: _Computed
-    ) -> Callable[[Sequence[SampledToken]], HeadDrafts | None] | None:
+    ) -> Callable[[Sequence[SampledToken]], HeadDrafts] | None:
         states, head = found.states, self._head
         if states is None or head is None:
             return None
 
-        def run_head(sampled: Sequence[SampledToken]) -> HeadDrafts | None:
+        def run_head(sampled: Sequence[SampledToken]) -> HeadDrafts:
+            started_s = time.perf_counter()
             chosen = torch.tensor([-1 if one.token_id is None else one.token_id for one in sampled], dtype=torch.int32)
             submitted = head.submit(batch, inputs, states, chosen)
-            return None if submitted is None else submitted.drafts()
+            tokens = None if submitted is None else submitted.drafts().tokens
+            return HeadDrafts(tokens, time.perf_counter() - started_s)
 
         return run_head
 

@@ -33,7 +33,9 @@ class StepResult(Protocol):
         ...
 
     def head_drafts(self) -> HeadDrafts | None:
-        """What the base's own head has drafted, or None if it has not. Call `tokens` first."""
+        """What the base's own head has done, or None if it has not run, or on a GPU has only stored its K and V. Call
+        `tokens` first.
+        """
         ...
 
 

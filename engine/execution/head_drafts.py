@@ -20,22 +20,24 @@ from loramux.kernels.tables import AdapterTables
 class SubmittedHead:
     """Drafts on their way to the host, int32 `[num_samples]`. A draft is -1 if its logits are not finite.
 
-    The host has spent `launch_s` on submitting them. On a CPU, they are then complete.
+    On a CPU, they are complete.
     """
 
     tokens: torch.Tensor
     fence: Fence
-    launch_s: float
     found: HeadDrafts | None = None
     """The drafts once they have reached the host."""
 
     def drafts(self) -> HeadDrafts:
-        """Wait for the drafts. Call this once the step's own tokens have reached the host."""
+        """Wait for the drafts. Call this once the step's own tokens have reached the host.
+
+        On a GPU, only this wait counts as time of the head, because the launches overlap with the step.
+        """
         if self.found is None:
             started_s = time.perf_counter()
             self.fence.wait()
             tokens = [None if token < 0 else token for token in self.tokens.tolist()]
-            self.found = HeadDrafts(tokens, self.launch_s + time.perf_counter() - started_s)
+            self.found = HeadDrafts(tokens, time.perf_counter() - started_s)
         return self.found
 
 
@@ -58,7 +60,6 @@ class HeadRunner:
         `chosen` int32 `[num_samples]` has a negative number where the logits are not finite.
         """
         assert batch.head is not None
-        started_s = time.perf_counter()
         padding = len(states) - len(batch.head.next_tokens)
         next_tokens = self.accelerator.stage(torch.from_numpy(np.pad(batch.head.next_tokens, (0, padding))))
         rows = inputs.sample_rows[: len(chosen)].long()
@@ -70,7 +71,7 @@ class HeadRunner:
         # The maximum of a row with NaN is NaN.
         tokens = best.indices.masked_fill(~best.values.isfinite(), -1).int()
         on_host = self.accelerator.download(tokens)
-        return SubmittedHead(on_host, self.accelerator.fence(), time.perf_counter() - started_s)
+        return SubmittedHead(on_host, self.accelerator.fence())
 
     @torch.inference_mode()
     def warm_up(self, inputs: StepInputs, states: torch.Tensor, *, drafts: bool) -> None:

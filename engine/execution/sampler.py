@@ -49,10 +49,10 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 class HeadDrafts:
     """The token that the base's own head drafts after each sampled token, or None where its logits are not finite.
 
-    Drafting took `seconds`.
+    `tokens` is None if the head has only stored its K and V. `seconds` is the time for which the step waited for it.
     """
 
-    tokens: list[int | None]
+    tokens: list[int | None] | None
     seconds: float
 
 

@@ -35,7 +35,7 @@ from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.backend import Backend, open_backend
 from loramux.engine.device.worker_group import WorkerGroup
-from loramux.engine.drafting.speculation import MAX_ROWS, Speculation
+from loramux.engine.drafting.speculation import Speculation
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.execution.executor import Executor
@@ -47,7 +47,7 @@ from loramux.engine.loop.config import EngineConfig, activation_bits, check_kv_h
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
-from loramux.engine.loop.loaded_base import LoadedBase, load_base, pool_dtypes
+from loramux.engine.loop.loaded_base import LoadedBase, load_base, max_draft_rows, pool_dtypes
 from loramux.engine.pages.eviction import new_policy
 from loramux.engine.pages.host_memory import PinnedHostMemory
 from loramux.engine.pages.host_pages import HostPages
@@ -261,7 +261,7 @@ def _assemble(
         scheduler,
         executor,
         grammars,
-        _speculation(base, executor),
+        _speculation(base),
         host.protect,
     )
     traces = None if spans is None else SequenceTraces(spans)
@@ -364,9 +364,11 @@ def _reads(base: LoadedBase, views: PoolViews, weight_bytes: int | None) -> Read
     if bandwidth is None:
         return None
     decoder, expert_bytes = base.decoder, base.decoder.expert_bytes
+    # Most steps read only a part of the head for drafts.
+    head_bytes = 0 if base.head is None else base.head.num_bytes
     return ReadsPerStep.of(
         base.model,
-        weight_bytes=weight_bytes - decoder.embedding_bytes - expert_bytes,
+        weight_bytes=weight_bytes - decoder.embedding_bytes - expert_bytes - head_bytes,
         expert_bytes=expert_bytes,
         page_bytes=views.geometry.pool_page_bytes,
         cache=decoder.cache_layout,
@@ -391,14 +393,10 @@ def _stats(parts: EngineParts, stager: Stager, page_bytes: int, reads: ReadsPerS
     )
 
 
-def _speculation(base: LoadedBase, executor: Executor) -> Speculation:
-    config = base.config
-    # On a GPU, a step samples at most one token for each sequence that can run.
-    most = config.max_sequences if isinstance(executor, GraphExecutor) else MAX_ROWS
-    max_rows = min(MAX_ROWS, most, config.max_batch_tokens)
+def _speculation(base: LoadedBase) -> Speculation:
     return Speculation(
-        max_rows,
-        guesses=config.speculate != "off",
+        max_draft_rows(base.config, base.backend),
+        guesses=base.config.speculate != "off",
         lookahead=base.backend.runs_ahead,
         has_head=base.head is not None,
     )

@@ -325,8 +325,8 @@ class Engine:
         self._stats.count_committed(step.read_bytes, step.prompt_tokens, seconds)
         if step.num_rows:
             head = step.result.head_drafts()
-            head_s = None if head is None else head.seconds
-            self._speculation.note_time(step.num_sequences, step.num_rows, seconds, head_s)
+            head_s, has_drafted = (0.0, False) if head is None else (head.seconds, head.tokens is not None)
+            self._speculation.note_time(step.num_sequences, step.num_rows, seconds, head_s, has_drafted=has_drafted)
 
     def _masks(self, sampling: list[Sequence | None], drafts: dict[Sequence, Draft]) -> Masks:
         """The masks of the constrained rows. A row with no allowed token has no mask, and its sequence ends.

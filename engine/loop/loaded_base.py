@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +16,12 @@ from loramux.engine.decoder.decoder import Decoder
 from loramux.engine.decoder.draft_head import DraftHead
 from loramux.engine.decoder.weights import WeightSource, open_weights
 from loramux.engine.device.backend import Backend
+from loramux.engine.drafting.speculation import MAX_ROWS
 from loramux.engine.loop.config import EngineConfig, kv_itemsize, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.parallel.sharded_weights import ShardedWeights
 from loramux.engine.parallel.sharding import worker_config
-from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable
+from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -132,8 +134,7 @@ def load_decoder(
     try:
         if weights is not None:
             decoder = Decoder(model, weights, DTYPES[dtype], max_model_len, backend, itemsize)
-            uses_head = _uses_head(config, model, has_tensors=True)
-            return decoder, DraftHead(decoder, weights, DTYPES[dtype], backend, itemsize) if uses_head else None
+            return decoder, _load_head(config, decoder, weights, dtype, backend, itemsize, has_tensors=True)
         quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
         with open_weights(Path(config.model_dir), quantized_dir, model.draft_tensors) as opened:
             if (workers := backend.workers) is not None:
@@ -145,8 +146,7 @@ def load_decoder(
             own = replace(model, tied_embeddings=is_tied)
             decoder = Decoder(own, opened, DTYPES[dtype], max_model_len, backend, itemsize)
             has_tensors = model.draft_head is not None and opened.has_any(f"{model.draft_head.prefix}.")
-            uses_head = _uses_head(config, model, has_tensors=has_tensors)
-            return decoder, DraftHead(decoder, opened, DTYPES[dtype], backend, itemsize) if uses_head else None
+            return decoder, _load_head(config, decoder, opened, dtype, backend, itemsize, has_tensors=has_tensors)
     except torch.OutOfMemoryError as error:
         if memory is None:
             raise
@@ -156,21 +156,47 @@ def load_decoder(
         ) from error
 
 
-def _uses_head(config: EngineConfig, model: ModelConfig, *, has_tensors: bool) -> bool:
-    """Whether to draft with the base's own head. Raises ConfigNotUsable if the settings demand it and it cannot be.
+def _load_head(
+    config: EngineConfig,
+    decoder: Decoder,
+    weights: WeightSource,
+    dtype: str,
+    backend: Backend,
+    kv_itemsize: int,
+    *,
+    has_tensors: bool,
+) -> DraftHead | None:
+    """The base's own head for drafts, or None if the settings do not want it. `has_tensors` is True if the files
+    contain tensors of the head that `config.json` names.
 
-    `has_tensors` is True if the files contain tensors of the head that `config.json` names.
+    If the head cannot be used, `auto` prints the reason on standard error. `head` raises ConfigNotUsable, or
+    ModelNotSupported if the tensors do not fit the base.
     """
     if config.speculate not in ("head", "auto"):
-        return False
-    problem = _head_problem(model, has_tensors=has_tensors)
-    if problem is not None and config.speculate == "head":
+        return None
+    problem = _head_problem(decoder.config, max_draft_rows(config, backend), has_tensors=has_tensors)
+    if problem is None:
+        try:
+            return DraftHead(decoder, weights, DTYPES[dtype], backend, kv_itemsize)
+        except ModelNotSupported as error:
+            if config.speculate == "head":
+                raise
+            problem = str(error)
+    elif config.speculate == "head":
         raise ConfigNotUsable(f"--speculate head cannot be used, because {problem}: use --speculate text or auto")
-    return problem is None
+    print(f"--speculate auto drafts from the text, and not from the base's own head: {problem}", file=sys.stderr)
+    return None
 
 
-def _head_problem(model: ModelConfig, *, has_tensors: bool) -> str | None:
-    """Why the base's own head for drafts cannot be used, or None."""
+def max_draft_rows(config: EngineConfig, backend: Backend) -> int:
+    """Maximum number of rows of a step with drafts."""
+    # On a GPU, a step samples at most one token for each sequence that can run.
+    most = MAX_ROWS if backend.sample_tokens is None else config.max_sequences
+    return min(MAX_ROWS, most, config.max_batch_tokens)
+
+
+def _head_problem(model: ModelConfig, max_rows: int, *, has_tensors: bool) -> str | None:
+    """Why the base's own head for drafts cannot be used, or None. A step with drafts has at most `max_rows`."""
     if model.delta is not None:
         return f"{model.architecture} has layers with a recurrent state, which have no drafts"
     if any(window is not None for window in model.attention.windows):
@@ -179,4 +205,6 @@ def _head_problem(model: ModelConfig, *, has_tensors: bool) -> str | None:
         return f"config.json names no head for drafts that loramux supports in {model.architecture}"
     if not has_tensors:
         return f"the model's files have no tensor of its head for drafts, {model.draft_head.prefix}"
+    if max_rows < 2:
+        return "a draft needs a second row in a step, but max_sequences on a GPU or max_batch_tokens is 1"
     return None

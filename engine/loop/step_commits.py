@@ -53,6 +53,7 @@ class StepCommits:
         finished, traces = SequenceState.FINISHED, self._traces
         tokens = step.result.tokens()
         head = step.result.head_drafts()
+        drafted = None if head is None else head.tokens
         broken_prompts = self._take_scores(step, outputs) if step.scoring else set()
         if step.pooling:
             ended += self._take_pooled(step, outputs)
@@ -80,9 +81,9 @@ class StepCommits:
                 reason = self._accept(sequence, draft, chosen, reason, outputs, committed)
             if reason is not None:
                 ended.append((sequence, reason))
-            elif head is not None:
+            elif drafted is not None:
                 # The row after which the last committed token was sampled.
-                self._speculation.note_head(sequence, head.tokens[row + len(sequence.tokens) - num_before - 1])
+                self._speculation.note_head(sequence, drafted[row + len(sequence.tokens) - num_before - 1])
         ended += [
             (sequence, "not_finite")
             for sequence in step.scoring

@@ -412,7 +412,9 @@ class DraftCounts(msgspec.Struct, frozen=True, kw_only=True):
     wasted_s: float = 0.0
     """Estimated time of steps that was spent on rejected tokens, in seconds."""
     head_s: float = 0.0
-    """Time in which the base's own head has drafted tokens, in seconds."""
+    """Time that decode steps of few sequences spent on the base's own head, in seconds. On a GPU, it is the time for
+    which the engine waited for drafts.
+    """
 
 
 class HostPageCounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,6 +80,8 @@ def log_probabilities(
     backend.set_num_threads(config.num_threads)
     model = ModelConfig.load(Path(config.model_dir))
     target = pack_target(model, config.dtype, config.adapter_dtype, config.kv_dtype)
+    # Drafts change no predictions.
+    config = msgspec.structs.replace(config, speculate="off")
     decoder, _ = load_decoder(config, model, config.dtype, len(text), None, backend)
     cache = decoder.cache_layout
     tables, state_pages, num_pages = _pages(cache, len(text))

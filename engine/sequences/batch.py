@@ -292,6 +292,9 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
 
 def head_rows(scheduled: list[ScheduledSequence], is_drafting: bool) -> HeadRows:
     """`Batch.head` of a step whose tokens are all known. Call this before the step counts as computed."""
+    if all(item.sequence.num_computed + 1 >= len(item.sequence.tokens) for item in scheduled):
+        # The common case, a decode step: no row's next token is known.
+        return HeadRows(np.zeros(sum(item.num_rows for item in scheduled), np.int32), is_drafting)
     next_tokens = array("i")
     for item in scheduled:
         begin = item.sequence.num_computed

@@ -115,7 +115,9 @@ def _steps(stats: Stats) -> Iterator[Metric]:
         drafted.add_metric((source, "rejected"), count - accepted)
     yield drafted
     yield _counter("loramux_engine_draft_wasted_seconds", "Time of steps spent on rejected drafts", drafts.wasted_s)
-    yield _counter("loramux_engine_draft_head_seconds", "Time in which the base's own head has drafted", drafts.head_s)
+    yield _counter(
+        "loramux_engine_draft_head_seconds", "Time that decode steps spent on the base's own head", drafts.head_s
+    )
     grammars = stats.grammars
     yield _counter("loramux_engine_grammars_compiled", "Grammars compiled", grammars.num_compiled)
     yield _counter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -113,12 +114,13 @@ def expected_logits(subject: Subject, names: DraftHeadNames, tokens: list[int]) 
         return logits
 
 
+@pytest.mark.parametrize("num_scored", [None, 1], ids=["", "scored"])
 @pytest.mark.parametrize("path", ["cpu", *PATHS])
 @pytest.mark.parametrize("family", ["mimo", pytest.param("glm4_moe", marks=pytest.mark.campaign)])
 def test_the_heads_logits_follow_the_published_formula(
-    family: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, path: str, num_scored: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt takes three steps. The rest of the rows are decoded, some of them twice."""
+    """The prompt takes three steps, which may also score it. The rest of the rows are decoded, some of them twice."""
     subject = make_subject(family, tmp_path, PLANS[:1], SMALL_SHAPE)
     names = add_head(subject.directory)
     compute, found = DraftHead.logits, list[tuple[int, int, int, torch.Tensor]]()
@@ -135,7 +137,8 @@ def test_the_heads_logits_follow_the_published_formula(
     assembled = subject.assemble(backend, speculate="head", max_batch_tokens=16)
     monkeypatch.setattr(DraftHead, "logits", recording)
     prompt = tuple((7 * place) % 50 + 2 for place in range(40))
-    answer = answers_of(assembled.engine, [Add(sequence_id="a", prompt=prompt, max_tokens=20, sampling=GREEDY)])["a"]
+    sampling = msgspec.structs.replace(GREEDY, num_prompt_logprobs=num_scored)
+    answer = answers_of(assembled.engine, [Add(sequence_id="a", prompt=prompt, max_tokens=20, sampling=sampling)])["a"]
     assembled.close()
     tokens = [*prompt, *answer.tokens]
     expected = expected_logits(subject, names, tokens)
@@ -279,6 +282,17 @@ def test_a_right_head_halves_the_steps_of_a_request(echoing: Subject, tmp_path: 
     assert steps_of(subject, msgspec.structs.replace(add, speculates=False), "head") == (plain, 41)
 
 
+def test_steps_without_drafts_count_the_time_in_which_the_head_stores(echoing: Subject, tmp_path: Path) -> None:
+    assembled = with_head(echoing, tmp_path, always_right).assemble(speculate="head")
+    answers_of(
+        assembled.engine, [Add(sequence_id="a", prompt=(5, 6, 7), max_tokens=9, sampling=GREEDY, speculates=False)]
+    )
+    drafts = assembled.engine.stats(StatsRequest(call_id="")).drafts
+    assembled.close()
+    assert drafts.head_tokens == 0
+    assert drafts.head_s > 0
+
+
 def steps_of(subject: Subject, add: Add, speculate: str, **settings: Any) -> tuple[list[int], int]:
     """The answer to a request, and the number of steps that it took."""
     assembled = subject.assemble(speculate=speculate, **settings)
@@ -317,7 +331,12 @@ def test_a_cached_prefix_has_the_heads_keys_and_values(echoing: Subject, tmp_pat
     ],
 )
 def test_a_head_that_does_not_fit_the_base_is_refused(
-    name: str, shape: tuple[int, ...] | None, message: str, echoing: Subject, tmp_path: Path
+    name: str,
+    shape: tuple[int, ...] | None,
+    message: str,
+    echoing: Subject,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def change(head: Tensors) -> None:
         del head[name]
@@ -329,6 +348,10 @@ def test_a_head_that_does_not_fit_the_base_is_refused(
         subject.assemble(speculate="head")
     # A base whose head is not used is served.
     subject.assemble(speculate="off").close()
+    assembled = subject.assemble(speculate="auto")
+    assembled.close()
+    assert assembled.ready.guesses == "text"
+    assert re.search(f"drafts from the text.*{message}", capfd.readouterr().err)
 
 
 def test_a_hybrid_base_is_refused_by_name(tmp_path: Path) -> None:
@@ -336,6 +359,16 @@ def test_a_hybrid_base_is_refused_by_name(tmp_path: Path) -> None:
     subject = Subject(tmp_path, None, {}, {}, {})
     with pytest.raises(ConfigNotUsable, match=r"Qwen3_5ForCausalLM has layers with a recurrent state, which have no"):
         subject.assemble(speculate="head")
+
+
+def test_a_head_that_could_not_draft_on_a_gpu_is_not_loaded(echoing: Subject, tmp_path: Path) -> None:
+    """A GPU samples as many rows per step as sequences can run, and a draft takes a second row."""
+    subject, backend = with_head(echoing, tmp_path, lambda head: None), plain_backend(HostAccelerator())
+    with pytest.raises(ConfigNotUsable, match="a draft needs a second row in a step, but max_sequences on a GPU"):
+        subject.assemble(backend, speculate="head", max_sequences=1)
+    assembled = subject.assemble(backend, speculate="auto", max_sequences=1)
+    assembled.close()
+    assert assembled.head_views is None
 
 
 def test_workers_do_not_divide_a_head(echoing: Subject, tmp_path: Path) -> None:
