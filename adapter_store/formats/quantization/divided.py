@@ -32,8 +32,8 @@ class _Part:
             indices = self.indices[begin:end]
             if not len(indices):
                 return self.whole.dequantize(0, 0)
-            first = indices.min()
-            return self.whole.dequantize(int(first), int(indices.max()) + 1)[indices - first]
+            first = int(indices.min())
+            return self.whole.dequantize(first, int(indices.max()) + 1)[indices - first]
         return self.whole.dequantize(begin, end).take(self.indices, self.axis)
 
 
