@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from loramux.engine.parallel.sharding import check_sharding, worker_config
 from loramux.engine.parallel.weight_parts import weight_parts
 from loramux.engine.protocol.errors import ConfigNotUsable, EngineError, ModelNotSupported
 from loramux.engine.quantizing.methods import CHOICES, HEAD_METHOD, METHODS, WITH_HEAD
-from loramux.engine.quantizing.quantize import quantized_names
+from loramux.engine.quantizing.quantize import quantized_names, shared_group
 from loramux.engine.quantizing.sensitivity import EXTRA_BYTES
 from loramux.kernels.cpu.instructions.capability import host_features, integer_products
 from loramux.kernels.cpu.linear.code_groups import groups_of
@@ -135,10 +134,9 @@ def plan_memory(
         return MemoryPlan(name, weights, pool, process, num_workers)
 
     plans = [plan("bfloat16", "bfloat16", {})]
-    names = quantized_names(config)
     for method in CHOICES if config.quantization is None else ():
         try:
-            codes = _method_bytes(config, names, method, device, num_workers) if keeps else {}
+            codes = _method_bytes(config, method, device, num_workers) if keeps else {}
         except EngineError as error:
             plans.append(MemoryPlan(method, problem=str(error)))
         else:
@@ -158,7 +156,7 @@ def plan_memory(
 def plan_engine(config: EngineConfig, method: str | None) -> MemoryPlan:
     """Return the plan for the format of an engine's weights. `method` is the value of `--quantization`, if it is set.
 
-    Raises ModelNotSupported.
+    Raises EngineError like `plan_memory`. The plan's `problem` says why `method` cannot be used.
     """
     model_dir, num_workers = Path(config.model_dir), config.tensor_parallel_size
     plans = plan_memory(
@@ -173,7 +171,7 @@ def plan_engine(config: EngineConfig, method: str | None) -> MemoryPlan:
 
 
 def plan_workers(model_dir: Path, device: str, num_workers: int) -> WorkersPlan:
-    """Return the plan of a tensor-parallel engine. Raises ModelNotSupported."""
+    """Return the plan of a tensor-parallel engine that `check_sharding` accepts. Raises ModelNotSupported."""
     config = ModelConfig.load(model_directory(model_dir))
     dtype = resolve_dtype("auto", config, device)
     # On a CPU, activations are float32.
@@ -240,17 +238,11 @@ def _adapter_bytes(config: ModelConfig, dtype: str) -> int:
     return NUM_ADAPTERS * layout.num_pages * target.geometry.pool_page_bytes
 
 
-def _method_bytes(
-    config: ModelConfig, names: Collection[str], method: str, device: str, num_workers: int
-) -> dict[str, int]:
+def _method_bytes(config: ModelConfig, method: str, device: str, num_workers: int) -> dict[str, int]:
     """Return the size in bytes of each weight that stays quantised on the device, in each worker."""
-    known, own = weight_shapes(config), weight_shapes(worker_config(config, num_workers))
-    linears = METHODS[method.removesuffix(WITH_HEAD)]
-    group = linears.group({known[name][1] for name in names})
-    shapes = {name: own[name] for name in names}
-    uneven = None if group is None else next((name for name, shape in shapes.items() if shape[1] % group), None)
-    if uneven is not None:
-        raise ConfigNotUsable(f"{num_workers} workers cannot divide the groups of {group} inputs of {uneven}")
+    own = weight_shapes(worker_config(config, num_workers))
+    linears, group = METHODS[method.removesuffix(WITH_HEAD)], shared_group(config, method, num_workers)
+    shapes = {name: own[name] for name in quantized_names(config)}
     # A CPU dequantises FP8.
     kept = {} if linears is METHODS["fp8"] and device == "cpu" else shapes
     # A few weights of an int4 model may get 8 bits. Which ones depends on their values, so the plan allows for all.

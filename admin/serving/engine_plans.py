@@ -72,6 +72,8 @@ def _check_memory(settings: Settings, config: EngineConfig, num_engines: int) ->
         plan = plan_engine(config, settings.quantization)
     except EngineError as error:
         raise StartRefused(str(error)) from error
+    if plan.problem is not None:
+        raise StartRefused(plan.problem)
     needed = plan.total_of(num_engines) + num_engines * config.host_tier_bytes
     available = free_memory()
     if needed > available:

@@ -29,6 +29,7 @@ from loramux.admin.server.settings import Settings
 from loramux.admin.server.stop_signals import StopSignals
 from loramux.admin.serving.engine_plans import plan_engines
 from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.architectures.weight_files import checkpoint_of
 from loramux.engine.loop.config import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_SEQUENCES,
@@ -40,8 +41,10 @@ from loramux.engine.loop.config import (
     resolve_dtype,
     resolve_max_model_len,
 )
+from loramux.engine.parallel.weight_parts import check_groups
 from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 from loramux.engine.protocol.messages import EngineReady
+from loramux.engine.quantizing.quantize import shared_group
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.engine_link.engine_process import ENGINE_COMMAND
 from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
@@ -160,8 +163,12 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
         is_quantized = settings.quantization is not None or model.quantization is not None
         check_activations(config, is_quantized)
         check_workers(config, model)
+        if settings.quantization is not None:
+            shared_group(model, settings.quantization, config.tensor_parallel_size)
         if runs_here:
             check_kv_host_bytes(config)
+            if config.tensor_parallel_size > 1 and model.quantization is not None:
+                check_groups(checkpoint_of(settings.model_dir), model, config.tensor_parallel_size)
     except EngineError as error:
         raise StartRefused(str(error)) from error
     return model, config

@@ -57,8 +57,9 @@ class ParallelCopier:
     """Divides adapters with `divider`, sends the other workers their shares, and copies the share of worker 0 with
     `copier`.
 
-    Large adapters are divided on a separate thread, which calls `wake` at the end. A worker copies and publishes an
-    adapter before it reads further messages. Worker 0 may publish it later. No step reads the adapter before that.
+    Adapters are divided on a separate thread, which calls `wake` at the end. A worker copies and publishes an adapter
+    before it reads further messages. Worker 0 may publish it later. No step reads the adapter before that. Steps wait
+    while the workers copy, so a poll sends no further adapter once those that it has sent exceed QUICK_COPY_BYTES.
     """
 
     def __init__(self, copier: Copier, workers: Workers, divider: AdapterDivider, wake: Callable[[], None]) -> None:
@@ -71,43 +72,44 @@ class ParallelCopier:
 
     def copy(self, load: AdapterLoad) -> None:
         assert load.staged is not None
-        if load.staged.packed.payload.nbytes <= QUICK_COPY_BYTES:
-            self._place(load, self._divide(load, load.staged))
-        else:
-            self._thread.submit(self._divide_later, load, load.staged)
+        self._thread.submit(self._divide, load, load.staged)
 
     def poll(self) -> list[tuple[AdapterLoad, str | None]]:
         settled: list[tuple[AdapterLoad, str | None]] = []
-        while not self._divided.empty():
+        num_bytes = 0
+        while num_bytes <= QUICK_COPY_BYTES and not self._divided.empty():
             load, divided = self._divided.get()
             if isinstance(divided, str):
                 settled.append((load, divided))
             else:
-                self._place(load, divided)
+                num_bytes += self._place(load, divided)
+        if not self._divided.empty():
+            self._wake()
         return [*settled, *self._copier.poll()]
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._copier.close()
 
-    def _place(self, load: AdapterLoad, divided: _Divided) -> None:
-        """Only the engine's thread sends messages, so each worker reads them in the order of steps."""
+    def _place(self, load: AdapterLoad, divided: _Divided) -> int:
+        """Send the shares of an adapter, and return its size in bytes.
+
+        Only the engine's thread sends messages, so each worker reads them in the order of steps.
+        """
         staged = load.staged
         assert staged is not None
         load.staged = StagedAdapter(divided.own, lambda digest: None, staged.stages)
         staged.release()
         self._workers.send_each(divided.messages)
         self._copier.copy(load)
+        return staged.packed.payload.nbytes
 
-    def _divide(self, load: AdapterLoad, staged: StagedAdapter) -> _Divided:
-        own, *others = self._divider.shares_of(staged.packed)
-        encode = self._workers.encode
-        return _Divided(own, [encode(PlaceAdapter.of(load.slot, load.pages, share)) for share in others])
-
-    def _divide_later(self, load: AdapterLoad, staged: StagedAdapter) -> None:
+    def _divide(self, load: AdapterLoad, staged: StagedAdapter) -> None:
         divided: _Divided | str
         try:
-            divided = self._divide(load, staged)
+            own, *others = self._divider.shares_of(staged.packed)
+            encode = self._workers.encode
+            divided = _Divided(own, [encode(PlaceAdapter.of(load.slot, load.pages, share)) for share in others])
         except Exception as error:
             print(f"dividing adapter {load.digest} among the workers failed: {reason_of(error)}", file=sys.stderr)
             divided = f"dividing failed: {type(error).__name__}"

@@ -71,7 +71,7 @@ def weight_parts(model: ModelConfig, size: int, worker: int, has_own_head: bool)
 def check_groups(checkpoint: CheckpointTensors, model: ModelConfig, size: int) -> None:
     """Raise ConfigNotUsable if `size` workers cannot divide the quantised weights by whole groups of inputs.
 
-    Only the first weight of each kind is read.
+    The first weight of each kind decides for all weights of this kind, and no other is read.
     """
     known = set()
     for name, part in weight_parts(model, size, 0, has_own_head=True).items():

@@ -106,12 +106,12 @@ class Workers:
 
     def _join_group(self) -> None:
         """Connect the workers. Raises WorkerLost as soon as one of them has ended."""
-        failures: list[RuntimeError] = []
+        failures: list[Exception] = []
 
         def join() -> None:
             try:
                 self.group.join()
-            except RuntimeError as error:
+            except Exception as error:
                 failures.append(error)
 
         # On a thread of its own, because gloo waits for a worker that has ended as for any other.

@@ -20,7 +20,8 @@ from loramux.adapter_store.formats.files.mapped_tensors import STORED, MappedTen
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
-from loramux.engine.architectures.weight_shapes import check_shapes
+from loramux.engine.architectures.weight_shapes import check_shapes, weight_shapes
+from loramux.engine.parallel.sharding import worker_config
 from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
 from loramux.engine.quantizing.methods import HEAD_METHOD, INT4, METHODS, SENSITIVE_METHOD, WITH_HEAD, Floats, Method
 from loramux.engine.quantizing.sensitivity import sensitive_weights
@@ -79,6 +80,24 @@ def quantized_groups(config: ModelConfig) -> list[list[str]]:
 
 def quantized_names(config: ModelConfig) -> list[str]:
     return [name for group in quantized_groups(config) for name in group]
+
+
+def shared_group(config: ModelConfig, method: str, num_workers: int = 1) -> int | None:
+    """Number of inputs that share a scale in weights quantised by `method`, one of `CHOICES`, or None for all inputs.
+
+    Raises ModelNotSupported if no group fits, and ConfigNotUsable if `num_workers` workers cannot divide a weight by
+    whole groups.
+    """
+    whole, own = weight_shapes(config), weight_shapes(worker_config(config, num_workers))
+    names = quantized_names(config)
+    group = METHODS[method.removesuffix(WITH_HEAD)].group({whole[name][1] for name in names})
+    uneven = None if group is None else next((name for name in names if own[name][1] % group), None)
+    if uneven is not None:
+        raise ConfigNotUsable(
+            f"tensor_parallel_size {num_workers} cannot divide the groups of {group} inputs of {uneven}: use "
+            "--quantization int8"
+        )
+    return group
 
 
 def quantize(model_dir: Path, destination: Path, method: str, progress: Callable[[int, int], None]) -> None:

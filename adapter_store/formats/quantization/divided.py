@@ -29,7 +29,11 @@ class _Part:
 
     def dequantize(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
         if self.axis == 0:
-            return self.whole.dequantize()[self.indices[begin:end]]
+            indices = self.indices[begin:end]
+            if not len(indices):
+                return self.whole.dequantize(0, 0)
+            first = int(indices.min())
+            return self.whole.dequantize(first, int(indices.max()) + 1)[indices - first]
         return self.whole.dequantize(begin, end).take(self.indices, self.axis)
 
 

@@ -169,7 +169,7 @@ def _plan(
     from loramux.admin.doctor.memory_plan import plan_memory, plan_tokens, plan_workers
     from loramux.engine.loop.config import resolve_device
     from loramux.engine.pages.pool_size import in_gib
-    from loramux.engine.protocol.errors import EngineError
+    from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 
     device = device or resolve_device("auto")
     try:
@@ -177,7 +177,8 @@ def _plan(
         tokens = plan_tokens(model, device, pool_bytes, num_workers=num_workers)
         workers = plan_workers(model, device, num_workers) if num_workers > 1 else None
     except EngineError as error:
-        fail(str(error), REFUSED, error_document(str(error), "model_not_supported") if as_json else None)
+        code = "wrong_settings" if isinstance(error, ConfigNotUsable) else "model_not_supported"
+        fail(str(error), REFUSED, error_document(str(error), code) if as_json else None)
     if as_json:
         data = [
             {

@@ -166,6 +166,10 @@ def test_refused_models_are_refused_here_too(loramux: Run, tmp_path: Path) -> No
     result = loramux("doctor", "--plan", str(tmp_path), "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["error"]["code"] == "model_not_supported"
+    save(tmp_path)
+    result = loramux("doctor", "--plan", str(tmp_path), "--tensor-parallel-size", "3", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["error"]["code"] == "wrong_settings"
 
 
 def test_engines_have_weights_and_a_pool_each(loramux: Run, tmp_path: Path) -> None:
@@ -247,7 +251,8 @@ def test_groups_that_workers_cannot_divide_are_a_problem(tmp_path: Path) -> None
     save(tmp_path, intermediate_size=96)
     problems = {plan.format: plan.problem for plan in plan_memory(tmp_path, "cpu", num_workers=4) if plan.problem}
     assert list(problems) == ["int4", "int4+head"]
-    assert "4 workers cannot divide the groups of 32 inputs of model.layers.0.mlp.down_proj" in str(problems["int4"])
+    said = "tensor_parallel_size 4 cannot divide the groups of 32 inputs of model.layers.0.mlp.down_proj"
+    assert said in str(problems["int4"])
     quantized = tmp_path / "quantized"
     quantize_directory(save(quantized), quantized, LAYOUTS["ct-w4a16"])
     with pytest.raises(ConfigNotUsable, match=r"^4 workers cannot divide .*o_proj.*: inputs 0 to 32 are not whole"):

@@ -14,7 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from loramux.admin.doctor import memory_plan
+from loramux.admin.doctor.memory_plan import MemoryPlan
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.settings import Settings, SettingsError, load_settings
@@ -30,7 +33,9 @@ from loramux.platform.ledger.events import Ledger
 from loramux.platform.replicas import data_parallel
 from tests.admin.serving.test_gateway import ADMIN_KEY, start, words
 from tests.conformance.gateway_lab import children_of
+from tests.conformance.tiny_models import SMALL_SHAPE
 from tests.platform.engine_link import toy_engine
+from tests.quantized_layouts import LAYOUTS, quantize_directory
 
 SMALL = {"pool_bytes": 16 << 20, "host_tier_bytes": 0, "device": "cpu"}
 
@@ -70,6 +75,35 @@ def test_workers_are_planned_only_for_a_base_that_they_can_share(demo_base: Path
     said = "the 2 workers of each of 2 engines need a thread each, but num_threads is 3: lower data_parallel_size"
     with pytest.raises(StartRefused, match=said):
         plan(demo_base, **both, num_threads=3)
+
+
+@pytest.mark.parametrize("layout", [None, "ct-w4a16"])
+def test_groups_that_workers_cannot_divide_are_refused_before_anything_starts(
+    layout: str | None, tmp_path: Path
+) -> None:
+    shape = {**SMALL_SHAPE, "hidden_size": 256, "intermediate_size": 192, "num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**shape))
+    model.save_pretrained(tmp_path)
+    settings: dict[str, Any] = {"num_threads": 4}
+    said = "cannot divide the quantised weight model.layers.0.mlp.down_proj.weight: inputs 0 to 48 are not whole"
+    if layout is None:
+        settings["quantization"] = "int4"
+        said = "cannot divide the groups of 32 inputs of model.layers.0.mlp.down_proj.weight: use --quantization int8"
+    else:
+        quantize_directory(model, tmp_path, LAYOUTS[layout])
+    plan(tmp_path, **settings)
+    with pytest.raises(StartRefused, match=f"^tensor_parallel_size 4 {re.escape(said)}"):
+        plan(tmp_path, **settings, tensor_parallel_size=4)
+
+
+def test_a_format_that_cannot_be_used_is_refused_and_not_planned_as_empty(
+    demo_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(demo_base, num_threads=2, data_parallel_size=2)
+    config = read_model(settings)[1]
+    monkeypatch.setattr(memory_plan, "plan_engine", lambda config, method: MemoryPlan("int4", problem="no group fits"))
+    with pytest.raises(StartRefused, match=r"^no group fits$"):
+        plan_engines(settings, config)
 
 
 def test_more_engines_than_threads_are_refused(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Adapters are divided among the workers: small ones at once, and large ones on a thread of their own."""
+"""Adapters are divided among the workers on a thread of their own, and sent between two steps."""
 
 from __future__ import annotations
 
@@ -77,23 +77,26 @@ class Subject:
         self.woken = threading.Event()
         self.copier = ParallelCopier(self.copies, self.workers, self.divider, self.woken.set)  # type: ignore[arg-type]
         self.released: list[str] = []
-        self.load = AdapterLoad(None, "digest")  # type: ignore[arg-type]
-        self.load.slot, self.load.pages = 3, [5, 2]
-        self.load.staged = StagedAdapter(packed(num_bytes), self.released.append)
+        self.load = self.new_load(num_bytes)
+
+    def new_load(self, num_bytes: int) -> AdapterLoad:
+        load = AdapterLoad(None, "digest")  # type: ignore[arg-type]
+        load.slot, load.pages = 3, [5, 2]
+        load.staged = StagedAdapter(packed(num_bytes), self.released.append)
+        return load
+
+    def divide(self, sizes: Sequence[int]) -> None:
+        """Divide further adapters, and return once all of them have been divided."""
+        loads = [self.new_load(num_bytes) for num_bytes in sizes]
+        self.divider.may_divide.set()
+        for load in loads:
+            self.copier.copy(load)
+        self.copier._thread.submit(lambda: None).result(WAIT_S)
 
 
-def test_a_small_adapter_is_placed_at_once() -> None:
-    subject = Subject(QUICK_COPY_BYTES)
-    subject.divider.may_divide.set()
-    subject.copier.copy(subject.load)
-    assert subject.divider.threads == [threading.get_ident()]
-    assert (subject.workers.placed, subject.released) == ([(3, [5, 2])], ["digest"])
-    assert subject.copier.poll() == [(subject.load, None)]
-    subject.copier.close()
-
-
-def test_a_large_adapter_is_divided_on_another_thread_and_sent_by_the_engines() -> None:
-    subject = Subject(QUICK_COPY_BYTES + 1)
+@pytest.mark.parametrize("num_bytes", [1, QUICK_COPY_BYTES + 1])
+def test_an_adapter_is_divided_on_another_thread_and_sent_by_the_engines(num_bytes: int) -> None:
+    subject = Subject(num_bytes)
     subject.copier.copy(subject.load)
     # The adapter cannot have been divided so far.
     assert (subject.copier.poll(), subject.workers.placed, subject.released) == ([], [], [])
@@ -104,6 +107,34 @@ def test_a_large_adapter_is_divided_on_another_thread_and_sent_by_the_engines() 
     assert (subject.workers.placed, subject.released) == ([(3, [5, 2])], ["digest"])
     assert subject.divider.threads != [threading.get_ident()]
     subject.copier.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_placed"),
+    [([1, 1, 1], [3]), ([QUICK_COPY_BYTES + 1] * 3, [1, 2, 3]), ([1, QUICK_COPY_BYTES, 1, 1], [2, 4])],
+)
+def test_a_poll_sends_at_most_one_large_adapter(sizes: list[int], num_placed: list[int]) -> None:
+    subject = Subject(1)
+    subject.divide(sizes)
+    for number in num_placed:
+        subject.woken.clear()
+        subject.copier.poll()
+        assert len(subject.workers.placed) == number
+        # An idle engine polls again for the rest.
+        assert subject.woken.is_set() == (number < len(sizes))
+    subject.copier.close()
+
+
+def test_an_adapter_that_is_still_being_divided_at_the_end_is_not_sent() -> None:
+    subject = Subject(1)
+    subject.copier.copy(subject.load)
+    subject.copier.copy(subject.new_load(1))
+    closing = threading.Thread(target=subject.copier.close)
+    closing.start()
+    subject.divider.may_divide.set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    assert (subject.workers.placed, subject.released) == ([], [])
 
 
 def test_an_adapter_that_cannot_be_divided_fails(capsys: pytest.CaptureFixture[str]) -> None:

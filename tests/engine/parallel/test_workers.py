@@ -54,6 +54,16 @@ def test_a_worker_that_does_not_join_the_others_stops_the_start(monkeypatch: pyt
         started.join()
 
 
+def test_any_failure_to_connect_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("no more files")
+
+    with workers(LOADED + UNTIL_CLOSED, monkeypatch) as started:
+        monkeypatch.setattr(started.group, "join", fail)
+        with pytest.raises(WorkerLost, match=r"^the tensor-parallel workers cannot connect: .*no more files"):
+            started.join()
+
+
 def test_a_worker_that_ends_while_the_others_join_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
     with workers(LOADED + UNTIL_CLOSED, monkeypatch) as started:

@@ -35,8 +35,10 @@ class OnlyValues:
     def __init__(self, values: npt.NDArray[np.float32]) -> None:
         self._values = values
         self.shape = values.shape
+        self.read: list[int] = []
 
     def dequantize(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
+        self.read.append(len(self._values[begin:end]))
         return self._values[begin:end]
 
 
@@ -92,6 +94,15 @@ def test_other_weights_are_divided_when_they_are_dequantised(axis: int) -> None:
     assert part.shape == expected.shape
     np.testing.assert_array_equal(part.dequantize(), expected)
     np.testing.assert_array_equal(part.dequantize(1, 3), expected[1:3])
+
+
+def test_a_block_dequantises_only_its_own_rows() -> None:
+    values = np.random.default_rng(2).standard_normal((100, 3)).astype(np.float32)
+    whole = OnlyValues(values)
+    part = divided(whole, 0, (range(50, 90),))
+    np.testing.assert_array_equal(part.dequantize(10, 14), values[60:64])
+    assert part.dequantize(40, 50).shape == (0, 3)
+    assert whole.read == [4, 0]
 
 
 @pytest.mark.parametrize(
