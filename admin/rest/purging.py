@@ -146,7 +146,7 @@ async def _forget_prefixes(services: AdminServices, isolation_key: bytes) -> Non
     try:
         await services.engine.client.call(ForgetPrefixes(isolation_key=isolation_key), UNLOAD_TIMEOUT_S)
     except (EngineUnavailable, TimeoutError) as error:
-        _log.warning("K and V of a purged tenant stay until their pages are needed or the engine ends", error=str(error))
+        _log.warning("K and V of a purged tenant stay until the engine needs their pages or ends", error=str(error))
 
 
 async def _purge_adapter(services: AdminServices, adapter_id: str) -> Purge:

@@ -65,7 +65,7 @@ from loramux.engine.architectures.model_files import base_sha256
 from loramux.engine.loop.config import EngineConfig, pack_target, resolve_max_model_len
 from loramux.migrations import schema
 from loramux.migrations.claims import end_claims
-from loramux.migrations.database import Database, DatabaseError
+from loramux.migrations.database import Database, DatabaseError, NoDatabase
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
 from loramux.platform.accounts.key_authentication import open_key_authentication
@@ -365,11 +365,11 @@ def _leave(own_server: OwnServer) -> None:
 
 
 def _bring_up_to_date(database: Database, is_embedded: bool) -> None:
-    """Upgrade an embedded or empty database. Any other database must already have the current schema."""
+    """Upgrade an embedded, empty or missing database. Any other database must already have the current schema."""
     try:
         database.check_schema()
-    except DatabaseError:
-        if not is_embedded and not _is_empty(database):
+    except DatabaseError as error:
+        if not is_embedded and not isinstance(error, NoDatabase) and not _is_empty(database):
             raise
         database.upgrade()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
+from math import ceil
 from typing import Protocol
 
 from loramux.engine.protocol.messages import HostPageCounts
@@ -162,6 +163,12 @@ class HostPages:
         times of both. As long as no prompt has been measured, copying is assumed to be faster.
         """
         return not self._token_s or num_pages * self._memory.load_s < num_tokens * self._token_s
+
+    def num_tokens_for(self, num_pages: int) -> int:
+        """Number of a prompt's tokens that can be computed in the time in which `num_pages` pages are copied back. As
+        long as no prompt has been measured, 0.
+        """
+        return ceil(num_pages * self._memory.load_s / self._token_s) if self._token_s else 0
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
         """Record how long a step took that computed this many tokens of prompts."""

@@ -111,6 +111,11 @@ class KvPages:
             return replace(longest, num_restored=num_more)
         return replace(in_pool, num_declined=num_more)
 
+    def copy_tokens(self, prefix: Prefix) -> int:
+        """The time to copy a prefix's pages back from host memory, as a number of a prompt's tokens."""
+        num_copies = sum(isinstance(page, HostPage) for page in chain(*prefix.pages, prefix.checkpoint))
+        return self._cache.host.num_tokens_for(num_copies) if num_copies else 0
+
     def _longest_prefix(self, sequence: Sequence, find_page: FindPage) -> Prefix:
         num_tokens = self._multiple(len(sequence.tokens) - 1)
         found: list[tuple[AnyPage, ...]] = []

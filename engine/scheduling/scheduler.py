@@ -466,6 +466,7 @@ class Scheduler:
         Sequences that make room for them are removed from `scheduled`.
         """
         admitted: list[ScheduledSequence] = []
+        has_copied = False
         has_first = self.queue.waiting_by_rank[0] > 0 and any(
             one.rank == 0 and self.queue.is_ready(one) for _, one in waiting
         )
@@ -496,7 +497,12 @@ class Scheduler:
                     self._unfit.append(sequence)
                     continue
             prefix = self._find_prefix(sequence, entry, position, budget)
-            if is_midway and sequence.num_tokens - prefix.num_tokens > budget:
+            # Copies of cached pages take time of the step, like tokens. The first sequence gets its copies in any case.
+            num_copied = self._kv.copy_tokens(prefix)
+            if num_copied > budget and has_copied:
+                continue
+            room = max(1, budget - num_copied)
+            if is_midway and sequence.num_tokens - prefix.num_tokens > room:
                 continue
             if num_free_slots == 0 and (victim := self._vacate(sequence.rank, is_active=True)) is not None:
                 scheduled.pop(victim, None)
@@ -508,21 +514,22 @@ class Scheduler:
                 continue
             if num_free_slots == 0:
                 break
-            item = self._begin(sequence, entry, prefix, position, budget)
+            item = self._begin(sequence, entry, prefix, position, room)
             if item is None and not sequence.is_background and not self._adapters.is_copying:
-                num_pages = self._num_pages_to_begin(sequence, entry, prefix, position, budget)
+                num_pages = self._num_pages_to_begin(sequence, entry, prefix, position, room)
                 if self._adapters.can_spare(num_pages - self._yielding_pages(sequence.rank), position):
                     while item is None and (victim := self._vacate(sequence.rank)) is not None:
                         scheduled.pop(victim, None)
                         prefix = self._find_prefix(sequence, entry, position, budget)
-                        item = self._begin(sequence, entry, prefix, position, budget)
+                        item = self._begin(sequence, entry, prefix, position, room)
             if item is None:
                 self._short_of_pages = self._short_of_pages or sequence
                 if has_first and sequence.rank and self._num_yielding_to_first():
                     continue
                 break
             admitted.append(item)
-            budget -= item.num_tokens
+            budget = max(0, budget - item.num_tokens - num_copied)
+            has_copied |= num_copied > 0
             num_free_slots -= 1
         return admitted
 

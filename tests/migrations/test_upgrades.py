@@ -180,6 +180,9 @@ def test_database_with_two_versions_is_refused(database: Database) -> None:
 
 def test_empty_database_is_refused_with_the_fix(database_url: str) -> None:
     database = Database(database_url)
+    # The file of an empty SQLite database. Without it, there is no database.
+    with database.read():
+        pass
     with pytest.raises(WrongSchema, match=r"is at no version, .* run 'loramux db upgrade'"):
         database.check_schema()
     database.close()

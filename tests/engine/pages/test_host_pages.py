@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -361,3 +362,25 @@ def test_copies_that_a_victim_offers_meanwhile_are_not_restored_again(num_steps:
     simulation.run()
     for add in (victim, other):
         assert simulation.tokens[add.sequence_id] == simulation.expected(add)
+
+
+def test_copies_of_several_sequences_are_divided_among_steps() -> None:
+    """Otherwise, sequences that begin together would stop all others until all of their pages are copied."""
+    simulation = simulate_engine(num_pages=700, max_model_len=2048, num_host_pages=2000, max_batch_tokens=64)
+    prompts = [tokens(1600, seed=index) for index in range(5)]
+    for name in ("first", "again"):
+        for index, prompt in enumerate(prompts):
+            add = simulation.make_add(f"{name}{index}", prompt, 4, isolation_key=b"owner %d" % index)
+            simulation.engine.add(b"gateway", add)
+        if name == "first":
+            simulation.run()
+            evict_all(simulation)
+            simulation.host_memory.load_s = 0.001
+            simulation.prefixes.host.note_computed(1000, 1.0)
+    loaded = [0]
+    while len(simulation.finished) < 2 * len(prompts):
+        simulation.step()
+        loaded.append(stats_of(simulation).host_pages.num_loaded)
+    most = max(after - before for before, after in pairwise(loaded))
+    assert (most, loaded[-1]) == (99, 5 * 99)
+    assert all(simulation.finished[f"again{index}"].cached_tokens == 1584 for index in range(5))
