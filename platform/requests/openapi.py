@@ -226,7 +226,7 @@ def _common_errors(operation: Json, is_public: bool, repeats: bool, has_precondi
         found |= {401, 403, 429} if 529 in found else {401, 403, 429, 503}
     if parameters or has_body or repeats:
         found.add(400)
-    if any(one["in"] == "path" or one["name"] == "tenant" for one in parameters):
+    if any(one["in"] == "path" or one["name"] in ("tenant", "replica") for one in parameters):
         found.add(404)
     if has_body or repeats:
         found.add(413)

@@ -64,7 +64,10 @@ async def test_each_engine_is_listed_and_shows_its_own_adapters(operator: httpx.
     assert held["num_pages"] == 3
     assert (await data(operator, "/engine"))["num_adapter_pages"] == 3
     assert (await data(operator, "/engine", replica="engine-0"))["num_adapter_pages"] == 0
-    assert (await operator.get("/admin/v1/engine", params={"replica": "engine-2"})).status_code == 404
+    document = (await operator.get("/openapi.json")).json()
+    for path in ("/admin/v1/engine", "/admin/v1/residency"):
+        assert (await operator.get(path, params={"replica": "engine-2"})).status_code == 404
+        assert "404" in document["paths"][path]["get"]["responses"]
 
 
 async def test_metrics_of_each_engine_have_its_name(
