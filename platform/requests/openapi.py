@@ -109,8 +109,10 @@ def answers(document: type | UnionType, event: str = "", *, has_vectors: bool = 
     """For `responses`: generated output, as a JSON document or as a stream of events, the first of the type `event`.
     With `has_vectors`, a response can also consist of vectors as bytes.
     """
-    example = f'event: {event}\ndata: {{"type": "{event}"}}' if event else 'data: {"object": "chat.completion.chunk"}'
-    stream: Json = {"schema": _EVENT, "example": f"{example}\n\n"}
+    example = {"data": '{"object": "chat.completion.chunk"}'}
+    if event:
+        example = {"event": event, "data": f'{{"type": "{event}"}}'}
+    stream: Json = {"schema": _EVENT, "example": example}
     answer = _vectors_as_bytes() if has_vectors else {"content": {}}
     answer["content"]["text/event-stream"] = stream
     return {200: {"model": document, **answer}}
@@ -128,7 +130,7 @@ def _vectors_as_bytes() -> Json:
 
 def answers_events(kind: str) -> Responses:
     """For `responses`: a stream of events of some types, such as `kind`."""
-    example = f'id: 7\nevent: {kind}\ndata: {{"object": "event", "type": "{kind}", "sequence": 7}}\n\n'
+    example = {"id": "7", "event": kind, "data": f'{{"object": "event", "type": "{kind}", "sequence": 7}}'}
     return {200: {"content": {"text/event-stream": {"schema": _EVENT, "example": example}}}}
 
 
