@@ -77,10 +77,12 @@ def _check_memory(settings: Settings, config: EngineConfig, num_engines: int) ->
     needed = plan.total_of(num_engines) + num_engines * config.host_tier_bytes
     available = free_memory()
     if needed > available:
-        takers = "the engine needs" if num_engines == 1 else f"{num_engines} engines need"
+        takers, fewer = f"{num_engines} engines need", "data_parallel_size, "
+        if num_engines == 1:
+            takers, fewer = "the engine needs", ""
         raise StartRefused(
             f"{takers} {in_gib(needed)} of memory, with {in_gib(plan.all_weights)} of weights, "
             f"{in_gib(plan.pool)} of pages and {in_gib(config.host_tier_bytes + plan.kv_host)} of host tier each, but "
-            f"{in_gib(available)} are available: lower data_parallel_size, pool_bytes, host_tier_bytes or "
+            f"{in_gib(available)} are available: lower {fewer}pool_bytes, host_tier_bytes or "
             "kv_host_bytes"
         )

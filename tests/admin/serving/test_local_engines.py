@@ -135,8 +135,14 @@ def test_engines_that_do_not_fit_into_the_memory_together_are_refused(
 
 
 def test_host_memory_for_evicted_prefixes_must_be_free(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_config, "free_memory", lambda: 4 << 30)
-    assert [one.kv_host_bytes for one in plan(demo_base, kv_host_bytes="4GiB")] == [4 << 30]
+    for module in (engine_config, engine_plans):
+        monkeypatch.setattr(module, "free_memory", lambda: 4 << 30)
+    assert [one.kv_host_bytes for one in plan(demo_base, kv_host_bytes="2GiB")] == [2 << 30]
+    # The weights, the pool and the processes need the rest.
+    with pytest.raises(
+        StartRefused, match=r"^the engine needs 4\..* are available: lower pool_bytes, host_tier_bytes or"
+    ):
+        plan(demo_base, kv_host_bytes="4GiB")
     with pytest.raises(StartRefused) as refused:
         plan(demo_base, kv_host_bytes="5GiB")
     assert str(refused.value) == "kv_host_bytes is 5.0 GiB, but only 4.0 GiB of memory are available: lower it"

@@ -73,6 +73,22 @@ def test_a_page_comes_back_in_all_pools() -> None:
         assert torch.equal(contents(views, 4)[0], expected[0])
 
 
+def test_only_copies_between_written_pages_are_timed() -> None:
+    """The first write of a page includes the time in which the operating system provides its memory."""
+    written: set[int] = set()
+    timed: list[bool] = []
+
+    class Noted(HostAccelerator):
+        def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            timed.append(target.data_ptr() in written)
+            written.add(target.data_ptr())
+            super().copy(target, source)
+
+    memory = PinnedHostMemory([pool_of(FLOAT, has_cache_groups=False)], Noted(), 4 * FLOAT.pool_page_bytes)
+    assert len(timed) == 2 * memory.num_slots
+    assert timed[-memory.num_slots :] == [True] * memory.num_slots
+
+
 def test_memory_without_room_for_a_page_is_refused() -> None:
     views = pool_of(FLOAT, has_cache_groups=False)
     with pytest.raises(ConfigNotUsable, match=r"a page of keys and values takes 6144: raise it, or set it to 0"):
