@@ -75,8 +75,8 @@ class Accelerator(Protocol):
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source` to `target`, contiguous uint8 `[num_bytes]`, of which one is in memory from `host_buffer`. The
-        device runs copies and steps in the order in which they are submitted.
+        """Copy `source` to `target`, both contiguous uint8 `[num_bytes]`. One of them is from `host_buffer`. The device
+        runs copies and steps in the order in which they are submitted.
         """
         ...
 

@@ -497,7 +497,8 @@ class Scheduler:
                     self._unfit.append(sequence)
                     continue
             prefix = self._find_prefix(sequence, entry, position, budget)
-            # Copies of cached pages take time of the step, like tokens. The first sequence gets its copies in any case.
+            # Copies of cached pages take time of the step, like tokens. Only the first sequence with copies may take
+            # more than is left, so that it can begin at all.
             num_copied = self._kv.copy_tokens(prefix)
             if num_copied > budget and has_copied:
                 continue
