@@ -79,6 +79,8 @@ class Stand:
     """Directory for files that the attacks create."""
     billed_before: int
     """Completion tokens in the ledger before the attacks."""
+    s3_port: int | None = None
+    """Port of the S3 server, or None if files are stored on disk."""
     notes: list[str] = field(default_factory=list)
     """Remarks on attacks, shown in addition to the counts."""
     undocumented: Counter[str] = field(default_factory=Counter)
@@ -124,20 +126,20 @@ class Stand:
         }
 
     def num_descriptors(self) -> Counter[str]:
-        """Open descriptors of the server and of its child processes by kind, without the database connection pool.
+        """Open descriptors of the server and of its child processes by kind, without the connection pools of the
+        database and of S3.
 
         The processes are counted too, because the server has descriptors for each.
         """
         processes = _processes(self.server.pid)
+        pooled = set() if self.s3_port is None else _sockets_to(self.s3_port)
         found = Counter({"child processes": len(processes) - 1, "server: database": -self._num_database_descriptors()})
         for pid in processes:
             whose = "server" if pid == self.server.pid else "children"
-            with contextlib.suppress(OSError):
-                found.update(f"{whose}: {self._kind(one)}" for one in Path(f"/proc/{pid}/fd").iterdir())
+            found.update(f"{whose}: {self._kind(target)}" for target in _descriptors(pid) if target not in pooled)
         return found
 
-    def _kind(self, descriptor: Path) -> str:
-        target = os.readlink(descriptor)
+    def _kind(self, target: str) -> str:
         if _DATABASE_FILE in target and self.database.is_sqlite:
             return "database"
         # Cut off the number of a pipe or socket, and of a temporary file, which a restarted child process opens again.
@@ -176,9 +178,11 @@ def open_stand(kind: str) -> Iterator[Stand]:
         # Limit the engine to one thread, so that the gateway's event loop has a core to itself.
         environment = {"LORAMUX_NUM_THREADS": "1"}
         arguments: tuple[str, ...] = ()
+        s3_port = None
         if kind == "postgresql":
             _, url = stack.enter_context(open_database_at(kind))
-            environment |= stack.enter_context(_s3(directory))
+            s3_port = free_port()
+            environment |= stack.enter_context(_s3(directory, s3_port))
             arguments = ("--database-url", url, "--blob-url", "s3://loramux-adversary/models")
         else:
             url = f"sqlite:///{directory / 'data' / 'loramux.db'}"
@@ -200,7 +204,10 @@ def open_stand(kind: str) -> Iterator[Stand]:
         add_end_users(database, accounts[1].tenant_id, NUM_END_USERS)
         server = stack.enter_context(made.running(directory / "server.log"))
         bang = Tokenizer.from_file(str(DEMO / "base" / "tokenizer.json")).token_to_id("!")
-        stand = Stand(made, server, database, accounts[0], accounts[1], accounts[2:], bang, directory, billed_before=0)
+        polite, attacker, *crowd = accounts
+        stand = Stand(
+            made, server, database, polite, attacker, crowd, bang, directory, billed_before=0, s3_port=s3_port
+        )
         yield dataclasses.replace(stand, billed_before=stand.num_billed())
 
 
@@ -222,6 +229,21 @@ def _account(made: Deployment, slug: str) -> Account:
     return Account(slug, tenant_id, key(), key("tenant:admin"), key("tenant:read"))
 
 
+def _sockets_to(port: int) -> set[str]:
+    """The sockets of this machine that are connected to this port of 127.0.0.1, as links of descriptors name them."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {f"socket:[{fields[9]}]" for fields in lines if fields[2] == f"0100007F:{port:04X}"}
+
+
+def _descriptors(pid: int) -> Iterator[str]:
+    """The links of a process's open descriptors, or nothing if the process has ended."""
+    with contextlib.suppress(OSError):
+        for one in Path(f"/proc/{pid}/fd").iterdir():
+            # A descriptor may be closed before its link is read.
+            with contextlib.suppress(OSError):
+                yield os.readlink(one)
+
+
 def _processes(pid: int) -> list[int]:
     """The process and its descendants, except forks, which serve one tenant for a time."""
     found = [pid]
@@ -241,8 +263,8 @@ def _command(pid: int) -> bytes:
 
 
 @contextmanager
-def _s3(directory: Path) -> Iterator[dict[str, str]]:
-    port = free_port()
+def _s3(directory: Path, port: int) -> Iterator[dict[str, str]]:
+    """Run an S3 server that uses only idle CPU time: a real one has its own machine."""
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test",
@@ -253,6 +275,7 @@ def _s3(directory: Path) -> Iterator[dict[str, str]]:
         server = subprocess.Popen(
             [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
         )
+    os.sched_setscheduler(server.pid, os.SCHED_IDLE, os.sched_param(0))
     client = boto3.client(
         "s3",
         endpoint_url=environment["AWS_ENDPOINT_URL"],
