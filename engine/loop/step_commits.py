@@ -50,7 +50,7 @@ class StepCommits:
         outputs: dict[bytes, list[SequenceOutput]] = defaultdict(list)
         ended: list[tuple[Sequence, str]] = []
         committed: list[Sequence] = []
-        finished, traces = SequenceState.FINISHED, self._traces
+        finished, traces, drafts = SequenceState.FINISHED, self._traces, step.drafts
         tokens = step.result.tokens()
         head = step.result.head_drafts()
         drafted = None if head is None else head.tokens
@@ -61,8 +61,9 @@ class StepCommits:
             if sequence is None or sequence.state is finished:
                 # The sequence was aborted, or its last token was committed, after this step had been submitted.
                 continue
-            token_id = None if sequence in broken_prompts else token.token_id
-            num_before = len(sequence.tokens)
+            token_id = token.token_id
+            if broken_prompts and sequence in broken_prompts:
+                token_id = None
             sequence.commit(token_id)
             if token_id is None:
                 ended.append((sequence, "not_finite"))
@@ -75,7 +76,8 @@ class StepCommits:
             if traces is not None:
                 traces.committed(sequence)
             reason = self._note_token(sequence, token_id, token.logprobs, outputs)
-            draft = step.drafts.get(sequence) if step.drafts else None
+            num_first = len(sequence.tokens)
+            draft = drafts.get(sequence) if drafts else None
             if draft is not None:
                 chosen = tokens[row : row + 1 + len(draft.tokens)]
                 reason = self._accept(sequence, draft, chosen, reason, outputs, committed)
@@ -83,7 +85,7 @@ class StepCommits:
                 ended.append((sequence, reason))
             elif drafted is not None:
                 # The row after which the last committed token was sampled.
-                self._speculation.note_head(sequence, drafted[row + len(sequence.tokens) - num_before - 1])
+                self._speculation.note_head(sequence, drafted[row + len(sequence.tokens) - num_first])
         ended += [
             (sequence, "not_finite")
             for sequence in step.scoring
@@ -103,22 +105,27 @@ class StepCommits:
         outputs: dict[bytes, list[SequenceOutput]],
     ) -> str | None:
         """Add the token just committed to `outputs`. Returns the reason why the sequence ends with it, or None."""
-        if token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
+        add = sequence.add
+        if token_id in sequence.stop_token_ids and sequence.num_completion > add.sampling.min_tokens:
             sequence.stop_token_id, sequence.stop_logprobs = token_id, token_logprobs
             if sequence.pending_output:
                 rest = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_pending_output())
                 outputs[sequence.owner].append(rest)
             return "stop"
-        logprobs = () if token_logprobs is None else (token_logprobs,)
         is_last = len(sequence.tokens) >= sequence.num_reserved
-        emitted: tuple[int, ...] = (token_id,)
-        if sequence.add.tokens_at_once > 1:
+        if token_logprobs is None and add.tokens_at_once == 1:
+            # The common case.
+            outputs[sequence.owner].append(SequenceOutput(sequence_id=add.sequence_id, token_ids=(token_id,)))
+        else:
+            logprobs = () if token_logprobs is None else (token_logprobs,)
             emitted = sequence.emit(token_id, is_urgent=is_last or bool(logprobs))
-        if emitted:
-            output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=emitted, logprobs=logprobs)
-            outputs[sequence.owner].append(output)
+            if emitted:
+                output = SequenceOutput(sequence_id=add.sequence_id, token_ids=emitted, logprobs=logprobs)
+                outputs[sequence.owner].append(output)
+        if not is_last:
+            return None
         # A grammar may turn out to be complete, so `_settle_grammars` ends its sequence.
-        return "length" if is_last and sequence.grammar is None and not self._grants.pauses(sequence) else None
+        return "length" if sequence.grammar is None and not self._grants.pauses(sequence) else None
 
     def _accept(
         self,
