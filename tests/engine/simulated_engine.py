@@ -13,12 +13,6 @@ from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.drafting.speculation import MAX_ROWS, Speculation
-from loramux.engine.execution.simulation import (
-    SimulatedExecutor,
-    SimulatedHostMemory,
-    SimulatedPages,
-    simulated_adapters,
-)
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
@@ -41,6 +35,12 @@ from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequences.cache_groups import CacheLayout, cache_layout
+from tests.engine.simulated_device import (
+    SimulatedExecutor,
+    SimulatedHostMemory,
+    SimulatedPages,
+    simulated_adapters,
+)
 
 VOCAB_SIZE = 1000
 GRAMMAR_PROCESS = (sys.executable, "-P", str(Path(__file__).parent / "constraints" / "byte_grammar_process.py"))

@@ -7,10 +7,10 @@ import pytest
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import AdapterPool, PoolDemand
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.execution.simulation import SimulatedPages, simulated_adapters
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.protocol.messages import Abort
+from tests.engine.simulated_device import SimulatedPages, simulated_adapters
 from tests.engine.simulated_engine import Clock, Simulate, Simulation, finishes, stats_of
 
 SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}

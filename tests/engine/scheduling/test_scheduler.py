@@ -6,7 +6,6 @@ import pytest
 
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.execution.simulation import SimulatedPages, simulated_adapters
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
@@ -16,6 +15,7 @@ from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequences.cache_groups import cache_layout
 from loramux.engine.sequences.sequence import Sequence, SequenceState
+from tests.engine.simulated_device import SimulatedPages, simulated_adapters
 from tests.engine.simulated_engine import GREEDY, Simulate, Simulation, finishes, stats_of
 
 PAGE_TOKENS = 4
