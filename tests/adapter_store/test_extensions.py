@@ -13,8 +13,8 @@ from tests.written_extension import write_distribution
 
 GROUP = "loramux.blob_stores"
 STORE = """
-from tests.adapter_store.memory_blobs import MemoryBlobStore
 from loramux.adapter_store.errors import InvalidBlobUrl
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 
 class Store(MemoryBlobStore):
     def __init__(self, url):
