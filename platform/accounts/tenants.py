@@ -6,7 +6,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, Row, Table, delete, func, insert, select, update
@@ -337,33 +337,11 @@ def _check_timezone(timezone: str) -> None:
 
 
 def _shown(tenant: Tenant) -> dict[str, object]:
-    return {
-        "slug": tenant.slug,
-        "display_name": tenant.display_name,
-        "state": tenant.state,
-        "weight": tenant.weight,
-        "timezone": tenant.timezone,
-        "host_floor_bytes": tenant.host_floor_bytes,
-        "response_days": tenant.response_days,
-        "max_service_tier": tenant.max_service_tier,
-        "default_service_tier": tenant.default_service_tier,
-    }
+    return {name: value for name, value in asdict(tenant).items() if name not in ("id", "created_us")}
 
 
 def _tenant(row: Row[Any]) -> Tenant:
-    return Tenant(
-        id=row.id,
-        slug=row.slug,
-        display_name=row.display_name,
-        state=row.state,
-        weight=row.weight,
-        timezone=row.timezone,
-        host_floor_bytes=row.host_floor_bytes,
-        response_days=row.response_days,
-        max_service_tier=row.max_service_tier,
-        default_service_tier=row.default_service_tier,
-        created_us=row.created_us,
-    )
+    return Tenant(*(row._mapping[field.name] for field in fields(Tenant)))
 
 
 def _delete_rows(connection: Connection, tenant_id: str, now_us: int) -> None:

@@ -109,14 +109,14 @@ def _select_open() -> Select[*tuple[Any, ...]]:
     columns = (
         table.c.id,
         table.c.tenant_id,
-        schema.tenants.c.slug,
+        schema.tenants.c.slug.label("tenant_slug"),
         table.c.api_key_id,
         schema.adapter_versions.c.adapter_id,
         table.c.model,
         table.c.endpoint,
         table.c.prompt_tokens,
         table.c.reserved_tokens,
-        table.c.checkpoint_tokens,
+        table.c.checkpoint_tokens.label("completion_tokens"),
         table.c.created_us,
         table.c.cancel_requested_us,
     )
@@ -127,17 +127,4 @@ def _select_open() -> Select[*tuple[Any, ...]]:
 
 
 def _request(row: Row[Any]) -> RequestInFlight:
-    return RequestInFlight(
-        id=row.id,
-        tenant_id=row.tenant_id,
-        tenant_slug=row.slug,
-        api_key_id=row.api_key_id,
-        adapter_id=row.adapter_id,
-        model=row.model,
-        endpoint=row.endpoint,
-        prompt_tokens=row.prompt_tokens,
-        reserved_tokens=row.reserved_tokens,
-        completion_tokens=row.checkpoint_tokens,
-        created_us=row.created_us,
-        cancel_requested_us=row.cancel_requested_us,
-    )
+    return RequestInFlight(**row._mapping)
