@@ -24,7 +24,6 @@ from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.base_draw import BaseDraw
 from loramux.platform.batches.services import BatchServices
 from loramux.platform.batches.tenant_files import TenantFiles
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.grammars.checker import GrammarChecker
@@ -40,6 +39,7 @@ from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from tests.adapter_store.memory_blobs import MemoryBlobStore
 from tests.demo_base import DEMO_BASE
 from tests.platform.ready_adapters import add_ready_adapter, digest_of
+from tests.platform.scripted_engine import ScriptedEngine
 from tests.shared_forks import shared_forks
 
 
