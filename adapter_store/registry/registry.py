@@ -15,6 +15,7 @@ from loramux.adapter_store.errors import (
     AdapterNotFound,
     InvalidName,
     TenantNotFound,
+    VersionNotFound,
 )
 from loramux.adapter_store.registry.bases import Bases
 from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion, BaseVerdict
@@ -171,6 +172,13 @@ class AdapterRegistry:
         with self.database.read() as connection:
             row = connection.execute(query).first()
         return version_of(row) if row else None
+
+    def find_version(self, adapter_id: str, number: int) -> AdapterVersion:
+        """Like `get_version`, but raises VersionNotFound."""
+        version = self.get_version(adapter_id, number)
+        if version is None:
+            raise VersionNotFound(f"the adapter has no version {number}")
+        return version
 
     def resolve(
         self,
