@@ -32,7 +32,7 @@ from loramux.adapter_store.registry.resolution import (
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.migrations.schema import (
     adapter_alias_history,
     adapter_aliases,
@@ -151,8 +151,7 @@ class AdapterRegistry:
         if only is not None:
             query = query.where(adapters.c.id.in_(only))
         with self.database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, adapters.c.id, limit, after, before)
-        return Page(tuple(_adapter(row) for row in rows), has_more)
+            return keyset_page(connection, query, adapters.c.id, _adapter, limit, after, before)
 
     def list_versions(
         self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
@@ -160,8 +159,7 @@ class AdapterRegistry:
         """List an adapter's versions, newest first. `after` and `before` are version identifiers."""
         query = select_versions().where(adapter_versions.c.adapter_id == adapter_id)
         with self.database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, adapter_versions.c.id, limit, after, before)
-        return Page(tuple(version_of(row) for row in rows), has_more)
+            return keyset_page(connection, query, adapter_versions.c.id, version_of, limit, after, before)
 
     def get_version(self, adapter_id: str, number: int) -> AdapterVersion | None:
         if not is_identifier(adapter_id) or not 0 < number <= MAX_VERSION:

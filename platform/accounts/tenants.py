@@ -17,7 +17,7 @@ from loramux.migrations import schema
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.platform.accounts.change_watch import MAX_STALE_US, ChangeWatch
 from loramux.platform.errors import Conflict, InvalidRequest, Unauthenticated
 from loramux.platform.periods import is_timezone
@@ -277,8 +277,7 @@ class Tenants:
     def list(self, limit: int, after: str | None = None, before: str | None = None) -> Page[Tenant]:
         table = schema.tenants
         with self._database.read() as connection:
-            rows, has_more = keyset_rows(connection, select(table), table.c.id, limit, after, before)
-        return Page(tuple(_tenant(row) for row in rows), has_more)
+            return keyset_page(connection, select(table), table.c.id, _tenant, limit, after, before)
 
     def share(self, tenant_id: str) -> TenantShare:
         """Read the tenant's share. Its isolation key is derived from a secret that the engine never receives.

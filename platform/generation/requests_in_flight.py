@@ -11,7 +11,7 @@ from sqlalchemy import Row, Select, select, update
 from loramux.migrations import schema
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,7 @@ class RequestsInFlight:
         if only is not None:
             query = query.where(schema.adapter_versions.c.adapter_id.in_(only))
         with self._database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, schema.reservations.c.id, limit, after, before)
-        return Page(tuple(_request(row) for row in rows), has_more)
+            return keyset_page(connection, query, schema.reservations.c.id, _request, limit, after, before)
 
     def get(self, request_id: str) -> RequestInFlight | None:
         with self._database.read() as connection:

@@ -10,7 +10,7 @@ from sqlalchemy import Row, Select, func, select, tuple_
 
 from loramux.migrations import schema
 from loramux.migrations.database import LONGEST_READ_S, Database
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.platform.ledger.grains import AMOUNTS
 from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import UsageRow, answer
@@ -91,8 +91,7 @@ class Ledger:
         """
         query = _select_events(tenant_id, start_us, end_us, only)
         with self._database.read(LONGEST_READ_S) as connection:
-            rows, has_more = keyset_rows(connection, query, schema.usage_events.c.request_id, limit, after, before)
-        return Page(tuple(_event(row) for row in rows), has_more)
+            return keyset_page(connection, query, schema.usage_events.c.request_id, _event, limit, after, before)
 
     def export(
         self,
