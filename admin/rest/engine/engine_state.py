@@ -77,6 +77,7 @@ async def get_engine(
     info = services.engine.client.info
     if info is None:
         raise _silent()
+    # The document's other fields have the names of the statistics.
     facts = msgspec.structs.asdict(stats) | {
         "object": "engine",
         "device": info.device,

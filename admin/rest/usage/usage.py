@@ -124,6 +124,7 @@ def _lines(events: Sequence[UsageEvent], kind: str) -> list[str]:
 
 
 _EVENT_COLUMNS = [name for name in UsageEventDocument.__annotations__ if name != "object"]
+"""The columns of an export as CSV."""
 
 
 def _describe_event(event: UsageEvent) -> UsageEventDocument:
