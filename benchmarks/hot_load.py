@@ -41,7 +41,6 @@ from benchmarks.harness import SCRATCH, begin, new_parser, reports_failure, rota
 from benchmarks.hot_load_files import HotFiles, target_of
 from benchmarks.random_model import SHAPES
 from benchmarks.tables import table
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.errors import AdapterUnavailable
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
@@ -61,6 +60,7 @@ from loramux.engine.device.backend import SWITCH_INTERVAL_S
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.pool_memory import allocate_pool
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 
 PLAIN, MEMORY, FETCH, POOL, ONE, FIRST = WAYS = ("plain", "memory", "fetch", "pool", "one", "first")
 TARGET = 0.8

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -41,16 +40,6 @@ _acting: ContextVar[Actor] = ContextVar("acting", default=_SYSTEM)
 
 def act_as(actor: Actor) -> None:
     _acting.set(actor)
-
-
-@contextmanager
-def acting_as(actor: Actor) -> Iterator[None]:
-    """Set the actor for the duration of the block."""
-    token = _acting.set(actor)
-    try:
-        yield
-    finally:
-        _acting.reset(token)
 
 
 def audit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,15 +19,16 @@ class Page(Generic[T]):
     has_more: bool
 
 
-def keyset_rows(
+def keyset_page(
     connection: Connection,
     query: Select[*tuple[Any, ...]],
     id_column: ColumnElement[Any],
+    record_of: Callable[[Row[Any]], T],
     limit: int,
     after: str | int | None,
     before: str | int | None,
-) -> tuple[list[Row[*tuple[Any, ...]]], bool]:
-    """Return one page of `query`, newest first by `id_column`, and whether there are more rows.
+) -> Page[T]:
+    """Return one page of `query`, newest first by `id_column`. `record_of` makes an item of a row.
 
     `after` continues after that identifier, toward older rows. `before` alone goes in the other direction: it returns
     the `limit` rows just newer than that identifier, still newest first. With both, the page starts after `after` and
@@ -51,4 +53,4 @@ def keyset_rows(
     rows = rows[:limit]
     if is_backward:
         rows.reverse()
-    return rows, has_more
+    return Page(tuple(map(record_of, rows)), has_more)

@@ -1,1 +1,1 @@
-"""The blob store: one interface over a local directory, memory and S3."""
+"""The blob store: one interface over a local directory and S3."""

@@ -1,4 +1,4 @@
-"""The blob store interface, implemented by a local directory, S3 and memory."""
+"""The blob store interface, implemented by a local directory and S3."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from sqlalchemy import Row, Select, select
 
 from loramux.adapter_store.registry.registry import is_identifier
 from loramux.migrations.database import LONGEST_READ_S, Database
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.migrations.schema import adapter_versions, adapters, tenants
 
 JobState = Literal["queued", "running", "succeeded", "failed"]
@@ -81,10 +81,9 @@ class IngestJobs:
         if only is not None:
             query = query.where(columns.adapter_id.in_(only))
         with self._database.read(LONGEST_READ_S) as connection:
-            rows, has_more = keyset_rows(
-                connection, query, adapter_versions.c.id, limit, _version_id(after), _version_id(before)
+            return keyset_page(
+                connection, query, adapter_versions.c.id, _job, limit, _version_id(after), _version_id(before)
             )
-        return Page(tuple(_job(row) for row in rows), has_more)
 
     def get(self, job_id: str) -> IngestJob | None:
         if not is_identifier(job_id) or not job_id.startswith("job_"):

@@ -27,7 +27,7 @@ from loramux.adapter_store.registry.registry import (
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.migrations.schema import adapter_versions, uploads
 
 LEASE_US = 30_000_000
@@ -97,8 +97,7 @@ class UploadRows:
         with self._database.read() as connection:
             is_open = (uploads.c.state == "open") & (uploads.c.expires_us > self._database.now_us(connection))
             query = select(uploads).where(uploads.c.adapter_id == adapter_id, is_open)
-            rows, has_more = keyset_rows(connection, query, uploads.c.id, limit, after, before)
-        return Page(tuple(upload_of(row) for row in rows), has_more)
+            return keyset_page(connection, query, uploads.c.id, upload_of, limit, after, before)
 
     def note_parts(self, upload: Upload, parts_ids: Mapping[str, str]) -> None:
         """Record the blob store's IDs for the multipart uploads of an open upload's files."""

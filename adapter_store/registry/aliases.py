@@ -33,7 +33,7 @@ from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.events import note_event
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.migrations.schema import (
     adapter_alias_history,
     adapter_alias_targets,
@@ -262,8 +262,7 @@ class AdapterAliases:
         query = select(table).where(table.c.adapter_id == adapter_id, table.c.name == name)
         with self._database.read() as connection:
             _require(connection, adapter_id, name)
-            rows, has_more = keyset_rows(connection, query, table.c.id, limit, after, before)
-        return Page(tuple(_change(row) for row in rows), has_more)
+            return keyset_page(connection, query, table.c.id, _change, limit, after, before)
 
 
 def change_alias(

@@ -14,7 +14,7 @@ from loramux.adapter_store.registry.base_shares import set_shares
 from loramux.adapter_store.registry.records import BaseVerdict
 from loramux.migrations.audit import audit
 from loramux.migrations.database import LONGEST_READ_S, Database
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.migrations.schema import adapter_versions, adapters, base_servers, bases, replicas, tenants, version_bases
 from loramux.migrations.upserts import upsert
 
@@ -103,8 +103,9 @@ class Bases:
             .where(columns.base_id == base_id, columns.state == "rejected", adapter_versions.c.state == "ready")
         )
         with self._database.read(LONGEST_READ_S) as connection:
-            rows, has_more = keyset_rows(connection, query, columns.version_id, limit, after, before)
-        return Page(tuple(RejectedVersion(**row._mapping) for row in rows), has_more)
+            return keyset_page(
+                connection, query, columns.version_id, lambda row: RejectedVersion(**row._mapping), limit, after, before
+            )
 
     def revalidate(self, base_id: str) -> int:
         """Delete the verdicts on ready versions that were rejected for a base, so that its servers validate them again.

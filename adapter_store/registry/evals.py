@@ -22,7 +22,7 @@ from loramux.adapter_store.registry.registry import MAX_VERSION, is_identifier, 
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.migrations.schema import adapter_versions, adapters, eval_answers, evals, tenants
 
 EvalState = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -174,8 +174,7 @@ class Evals:
         if number is not None:
             query = query.where(versions.number == number)
         with self._database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, evals.c.id, limit, after, before)
-        return Page(tuple(map(_eval, rows)), has_more)
+            return keyset_page(connection, query, evals.c.id, _eval, limit, after, before)
 
     def answers(self, eval_id: str, limit: int, after_line: int = 0) -> tuple[Sequence[EvalAnswer], bool]:
         """List stored answers by line, and say whether there are more lines."""

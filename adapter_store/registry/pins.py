@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import select, update
 
-from loramux.adapter_store.errors import VersionNotFound, VersionNotReady
+from loramux.adapter_store.errors import VersionNotReady
 from loramux.adapter_store.registry.bases import is_validated_for
 from loramux.adapter_store.registry.records import AdapterVersion
 from loramux.adapter_store.registry.registry import AdapterRegistry, lock_adapter, owner_of
@@ -39,9 +39,7 @@ class AdapterPins:
                 changed = {"before": {"is_pinned": not is_pinned}, "after": {"is_pinned": is_pinned}}
                 action, target = "version.pin" if is_pinned else "version.unpin", f"{adapter_id}@{number}"
                 audit(connection, now_us, action, target, tenant_id=owner_of(adapter_id), **changed)
-        version = self._registry.get_version(adapter_id, number)
-        if version is None:
-            raise VersionNotFound(f"the adapter has no version {number}")
+        version = self._registry.find_version(adapter_id, number)
         if is_pinned and version.pinned_us is None:
             raise VersionNotReady(f"version {number} is {version.state}: only a ready version can be pinned")
         return version

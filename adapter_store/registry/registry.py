@@ -15,6 +15,7 @@ from loramux.adapter_store.errors import (
     AdapterNotFound,
     InvalidName,
     TenantNotFound,
+    VersionNotFound,
 )
 from loramux.adapter_store.registry.bases import Bases
 from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion, BaseVerdict
@@ -31,7 +32,7 @@ from loramux.adapter_store.registry.resolution import (
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.migrations.schema import (
     adapter_alias_history,
     adapter_aliases,
@@ -150,8 +151,7 @@ class AdapterRegistry:
         if only is not None:
             query = query.where(adapters.c.id.in_(only))
         with self.database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, adapters.c.id, limit, after, before)
-        return Page(tuple(_adapter(row) for row in rows), has_more)
+            return keyset_page(connection, query, adapters.c.id, _adapter, limit, after, before)
 
     def list_versions(
         self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
@@ -159,8 +159,7 @@ class AdapterRegistry:
         """List an adapter's versions, newest first. `after` and `before` are version identifiers."""
         query = select_versions().where(adapter_versions.c.adapter_id == adapter_id)
         with self.database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, adapter_versions.c.id, limit, after, before)
-        return Page(tuple(version_of(row) for row in rows), has_more)
+            return keyset_page(connection, query, adapter_versions.c.id, version_of, limit, after, before)
 
     def get_version(self, adapter_id: str, number: int) -> AdapterVersion | None:
         if not is_identifier(adapter_id) or not 0 < number <= MAX_VERSION:
@@ -171,6 +170,13 @@ class AdapterRegistry:
         with self.database.read() as connection:
             row = connection.execute(query).first()
         return version_of(row) if row else None
+
+    def find_version(self, adapter_id: str, number: int) -> AdapterVersion:
+        """Like `get_version`, but raises VersionNotFound."""
+        version = self.get_version(adapter_id, number)
+        if version is None:
+            raise VersionNotFound(f"the adapter has no version {number}")
+        return version
 
     def resolve(
         self,

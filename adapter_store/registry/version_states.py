@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from sqlalchemy import exists, select, update
 
-from loramux.adapter_store.errors import VersionInUse, VersionNotFound, VersionNotReady
+from loramux.adapter_store.errors import VersionInUse, VersionNotReady
 from loramux.adapter_store.registry.records import Adapter, AdapterVersion, VersionState
 from loramux.adapter_store.registry.registry import AdapterRegistry, lock_adapter, owner_of
 from loramux.migrations.audit import audit
@@ -93,9 +93,7 @@ class VersionStates:
     def _change(
         self, adapter_id: str, number: int, wanted: Collection[str], state: VersionState, *, may_be_named: bool
     ) -> AdapterVersion:
-        version = self._registry.get_version(adapter_id, number)
-        if version is None:
-            raise VersionNotFound(f"the adapter has no version {number}")
+        version = self._registry.find_version(adapter_id, number)
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             if not may_be_named:

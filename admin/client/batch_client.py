@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import httpx
 
-from loramux.admin.client.client import AdminClient, Document, ServerUnreachable, refusal_of
+from loramux.admin.client.client import AdminClient, Document, ServerUnreachable, document_of, refusal_of
 from loramux.admin.client.openai_http import open_http
 from loramux.admin.client.openai_server import URL_VARIABLE, OpenAIServer
 
@@ -80,15 +80,7 @@ class BatchClient:
             response = self._http.request(method, path, **arguments)
         except httpx.TransportError as error:
             raise self._unreachable(error) from None
-        if not response.is_success:
-            raise refusal_of(response)
-        try:
-            document = response.json()
-        except ValueError:
-            document = None
-        if not isinstance(document, dict):
-            raise ServerUnreachable(f"{self._url} is not an OpenAI API: it did not answer with JSON")
-        return document
+        return document_of(response, self._url, "an OpenAI API")
 
     def _unreachable(self, error: httpx.TransportError) -> ServerUnreachable:
         reason = str(error) or type(error).__name__

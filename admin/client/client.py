@@ -187,19 +187,26 @@ class AdminClient:
         return response
 
     def _document(self, response: httpx.Response) -> Document:
-        if response.status_code == 204:
-            return {}
-        try:
-            document = response.json()
-        except ValueError:
-            document = None
-        if not isinstance(document, dict):
-            raise ServerUnreachable(f"{self._base_url} is not a loramux admin listener: it did not answer with JSON")
-        return document
+        return {} if response.status_code == 204 else document_of(response, self._base_url)
 
 
 def _given(params: Mapping[str, object]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
+
+
+def document_of(response: httpx.Response, address: str, kind: str = "a loramux admin listener") -> Document:
+    """Return a call's JSON object. Raises AdminError for a refusal, or ServerUnreachable if there is none because the
+    server at `address` is not of this kind.
+    """
+    if not response.is_success:
+        raise refusal_of(response)
+    try:
+        document = response.json()
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        raise ServerUnreachable(f"{address} is not {kind}: it did not answer with JSON")
+    return document
 
 
 def refusal_of(response: httpx.Response) -> AdminError:

@@ -61,6 +61,14 @@ class PushedVersion:
     warnings: tuple[Document, ...] = ()
     """The warnings of the validation report: probable mistakes that do not prevent serving."""
 
+    @classmethod
+    def of(cls, model: str, version: Document) -> PushedVersion:
+        """Describe a version, as the server returns it, of the adapter that requests call `model`."""
+        warnings = tuple(version["report"].get("warnings", ()))
+        return cls(
+            model, version["number"], version["digest"], version["version_digest"], version["max_rank"], warnings
+        )
+
 
 def push_adapter(
     client: AdminClient,
@@ -151,14 +159,7 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
     version = _settled(client, f"adapters/{adapter['id']}/versions/{version['number']}", timeout_s)
     _check_ready(version)
     # The caller may have given the tenant's identifier, but model names use its slug.
-    return PushedVersion(
-        adapter["model"],
-        version["number"],
-        version["digest"],
-        version["version_digest"],
-        version["max_rank"],
-        tuple(version["report"].get("warnings", ())),
-    )
+    return PushedVersion.of(adapter["model"], version)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self, TypeAlias
 import anyio
 import httpx
 
-from loramux.admin.client.client import AdminError, Document, ServerUnreachable, is_loopback, refusal_of
+from loramux.admin.client.client import AdminError, Document, ServerUnreachable, document_of, is_loopback, refusal_of
 from loramux.admin.client.push import FILE_NAMES, PushedVersion, adapter_files
 
 MAX_TRIES = 5
@@ -72,7 +72,8 @@ class _Pusher:
             response = yield call
             assert response is not None
             if response.is_success:
-                return _pushed(_document(response))
+                document = _document(response)
+                return PushedVersion.of(document["model"], document)
             error = refusal_of(response)
             if error.code not in _BUSY or number == MAX_TRIES:
                 raise error
@@ -261,26 +262,7 @@ def _tensor_bytes(weights: Mapping[str, Any]) -> bytes:
 
 def _document(response: httpx.Response | None) -> Document:
     assert response is not None
-    if not response.is_success:
-        raise refusal_of(response)
-    try:
-        document = response.json()
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):
-        raise ServerUnreachable(f"{response.url.host} is not a loramux admin listener: it did not answer with JSON")
-    return document
-
-
-def _pushed(version: Document) -> PushedVersion:
-    return PushedVersion(
-        version["model"],
-        version["number"],
-        version["digest"],
-        version["version_digest"],
-        version["max_rank"],
-        tuple(version["report"].get("warnings", ())),
-    )
+    return document_of(response, response.url.host)
 
 
 def _result(end: StopIteration) -> PushedVersion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -33,9 +34,11 @@ class EventUpkeep:
         """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
             # Separate tasks, because an engine that does not answer must not delay budgets.
-            group.create_task(self._watch_engine())
-            group.create_task(self._watch_budgets())
-            group.create_task(self._sweep())
+            group.create_task(
+                _repeat(self.report_engine, ENGINE_INTERVAL_S, "changes to adapters are not reported yet")
+            )
+            group.create_task(_repeat(self.report_budgets, BUDGET_INTERVAL_S, "budgets are not looked at"))
+            group.create_task(_repeat(self.sweep, SWEEP_INTERVAL_S, "old events are not deleted yet"))
 
     async def report_engine(self) -> None:
         """Write the events of adapters that the engine has loaded, evicted or struck since the last call."""
@@ -50,26 +53,15 @@ class EventUpkeep:
         """Write the events of budgets that are nearly used up."""
         await self._services.call(self._budgets.check)
 
-    async def _watch_engine(self) -> None:
-        while True:
-            try:
-                await self.report_engine()
-            except SQLAlchemyError as error:
-                log.warning("changes to adapters are not reported yet; trying again", error=str(error))
-            await asyncio.sleep(ENGINE_INTERVAL_S)
+    async def sweep(self) -> None:
+        """Delete old events."""
+        await self._services.call(self._services.events.log.sweep, self._kept_days)
 
-    async def _watch_budgets(self) -> None:
-        while True:
-            try:
-                await self.report_budgets()
-            except SQLAlchemyError as error:
-                log.warning("budgets are not looked at; trying again", error=str(error))
-            await asyncio.sleep(BUDGET_INTERVAL_S)
 
-    async def _sweep(self) -> None:
-        while True:
-            try:
-                await self._services.call(self._services.events.log.sweep, self._kept_days)
-            except SQLAlchemyError as error:
-                log.warning("old events are not deleted yet; trying again", error=str(error))
-            await asyncio.sleep(SWEEP_INTERVAL_S)
+async def _repeat(work: Callable[[], Awaitable[None]], interval_s: float, trouble: str) -> None:
+    while True:
+        try:
+            await work()
+        except SQLAlchemyError as error:
+            log.warning(f"{trouble}; trying again", error=str(error))
+        await asyncio.sleep(interval_s)

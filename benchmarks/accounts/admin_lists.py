@@ -55,12 +55,12 @@ from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.group_commit import GroupCommit
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.events.webhook_sender import WebhookSender
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.telemetry.metrics import GatewayMetrics
+from tests.platform.scripted_engine import ScriptedEngine
 
 TARGET_MS = 200.0
 ADMIN_KEY = "the key of the benchmark's administrator"

@@ -34,12 +34,12 @@ from benchmarks.tables import table
 from loramux.engine.server.gc_freeze import freeze_gc
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.ledger_rollups import rebuild_all_rollups
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.grains import AMOUNTS, DAY_US, HOUR_US
 from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import UsageRow, answer, largest
 from loramux.platform.ledger.rollups import UsageRollups
+from tests.platform.ledger.rebuilt_rollups import rebuild_all_rollups
 
 TARGET_MS = 200.0
 TOP = 200

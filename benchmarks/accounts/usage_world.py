@@ -27,8 +27,8 @@ from benchmarks.accounts.registry_world import World, fill, key_row
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.ledger_rollups import rebuild_all_rollups
 from loramux.platform.ledger.grains import DAY_US
+from tests.platform.ledger.rebuilt_rollups import rebuild_all_rollups
 
 MONTH_US = 30 * DAY_US
 PER_BATCH = 100

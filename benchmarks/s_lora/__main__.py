@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.harness import begin, new_parser, reports_failure, write_svg
+from benchmarks.line_plots import draw_lines
 from benchmarks.running_engine import RunningEngine
 from benchmarks.s_lora.adapters import AdapterFiles
 from benchmarks.s_lora.engine import PoolPlan, open_engine
@@ -27,7 +28,6 @@ from benchmarks.s_lora.run import Arrival, Drive, drive, drive_in_turns
 from benchmarks.s_lora.setting import add_engine, check_answers, describe_workload, open_files, require_sound
 from benchmarks.s_lora.traffic import Traffic
 from benchmarks.s_lora.workload import Lengths
-from loramux.admin.bench.pictures import draw_lines
 from loramux.engine.pages.eviction import POLICIES
 
 SATURATED = 1.5

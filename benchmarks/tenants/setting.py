@@ -12,6 +12,7 @@ from rich.console import Console
 
 from benchmarks.answers import CheckError
 from benchmarks.harness import Run, percentile, write_svg
+from benchmarks.line_plots import draw_lines
 from benchmarks.running_engine import RunningEngine
 from benchmarks.s_lora.adapters import AdapterFiles
 from benchmarks.s_lora.run import Arrival, Drive, Stream, Window
@@ -19,7 +20,6 @@ from benchmarks.s_lora.setting import check_answers
 from benchmarks.s_lora.traffic import Traffic
 from benchmarks.s_lora.workload import Lengths
 from benchmarks.tenants.figures import Comparison
-from loramux.admin.bench.pictures import draw_lines
 
 WHOLE_SHARE = 0.95
 """Lowest CPU share of an undisturbed engine that always has work, as a fraction of a core. If the share is lower, other

@@ -51,43 +51,26 @@ class Stager(Protocol):
 
 
 class MemoryStager:
-    """Stages adapters from this process's memory, for tests and benchmarks. `adapters` is keyed by digest.
-
-    Adapters requested while `is_holding` is set are staged after `let_go`.
-    """
+    """Stages adapters from this process's memory. `adapters` is keyed by digest."""
 
     def __init__(self, adapters: Mapping[str, PackedAdapter]) -> None:
         self._adapters = adapters
         self.figures = TierFigures()
-        self.is_holding = False
-        self.num_requests = 0
-        self.forgotten: list[str] = []
-        self.num_held = 0
-        """Number of adapters that are staged and not yet released."""
         self._requested: list[str] = []
-        self._withheld: list[str] = []
 
     def request(self, digest: str) -> None:
         assert digest not in self._requested
-        assert digest not in self._withheld
-        self.num_requests += 1
-        (self._withheld if self.is_holding else self._requested).append(digest)
+        self._requested.append(digest)
 
     def cancel(self, digest: str) -> None:
-        (self._withheld if digest in self._withheld else self._requested).remove(digest)
+        self._requested.remove(digest)
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
         requested, self._requested = self._requested, []
         return [self._staged(digest) for digest in requested]
 
     def forget(self, digest: str) -> None:
-        """Note the digest. There is no copy to delete, because `adapters` belongs to the caller."""
-        self.forgotten.append(digest)
-
-    def let_go(self) -> None:
-        self._requested += self._withheld
-        self._withheld.clear()
-        self.is_holding = False
+        """There is no copy to delete, because `adapters` belongs to the caller."""
 
     def fileno(self) -> int:
         return -1
@@ -106,14 +89,9 @@ class MemoryStager:
 
     def close(self) -> None:
         self._requested.clear()
-        self._withheld.clear()
 
     def _staged(self, digest: str) -> StagedAdapter | NotStaged:
         packed = self._adapters.get(digest)
         if packed is None:
             return NotStaged(digest, "the store has no such adapter")
-        self.num_held += 1
-        return StagedAdapter(packed, self._release)
-
-    def _release(self, _digest: str) -> None:
-        self.num_held -= 1
+        return StagedAdapter(packed, give_back=lambda _digest: None)

@@ -18,7 +18,7 @@ from loramux.migrations import schema
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.platform.accounts.key_authentication import KeyAuthentication
 from loramux.platform.accounts.keys import (
     DEFAULT_PLATFORM_SCOPES,
@@ -159,8 +159,7 @@ class ApiKeys:
         if only is not None:
             query = query.where(table.c.id.in_(only))
         with self._database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, table.c.id, limit, after, before)
-        return Page(tuple(key_of(row) for row in rows), has_more)
+            return keyset_page(connection, query, table.c.id, key_of, limit, after, before)
 
     def get(self, key_id: str) -> ApiKey | None:
         with self._database.read() as connection:

@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, Row, case, or_, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import LONGEST_READ_S, Database
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.platform.accounts.principals import Principal
 
 PLATFORM = "platform"
@@ -79,8 +79,7 @@ class AuditLog:
         if wanted.end_us is not None:
             query = query.where(table.created_us < wanted.end_us)
         with self._database.read(LONGEST_READ_S) as connection:
-            rows, has_more = keyset_rows(connection, query, table.id, limit, after, before)
-        return Page(tuple(_entry(row) for row in rows), has_more)
+            return keyset_page(connection, query, table.id, _entry, limit, after, before)
 
 
 def _shown_to(reader: Principal) -> tuple[ColumnElement[str], ColumnElement[str | None]]:

@@ -163,6 +163,8 @@ def adapter_label(adapter: AdapterRef) -> str:
     return f"{adapter.tenant_slug}/{adapter.adapter_name}@{adapter.version}"
 
 
-def require_inference(principal: Principal) -> None:
+def require_inference(principal: Principal) -> str:
+    """Return the caller's tenant. Raises PermissionDenied unless the caller may call models."""
     if principal.tenant_id is None or principal.scopes.isdisjoint(INFERENCE_SCOPES):
         raise PermissionDenied("this key cannot call models: use a tenant's key with an inference scope")
+    return principal.tenant_id

@@ -6,7 +6,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, Row, Table, delete, func, insert, select, update
@@ -17,7 +17,7 @@ from loramux.migrations import schema
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.platform.accounts.change_watch import MAX_STALE_US, ChangeWatch
 from loramux.platform.errors import Conflict, InvalidRequest, Unauthenticated
 from loramux.platform.periods import is_timezone
@@ -277,8 +277,7 @@ class Tenants:
     def list(self, limit: int, after: str | None = None, before: str | None = None) -> Page[Tenant]:
         table = schema.tenants
         with self._database.read() as connection:
-            rows, has_more = keyset_rows(connection, select(table), table.c.id, limit, after, before)
-        return Page(tuple(_tenant(row) for row in rows), has_more)
+            return keyset_page(connection, select(table), table.c.id, _tenant, limit, after, before)
 
     def share(self, tenant_id: str) -> TenantShare:
         """Read the tenant's share. Its isolation key is derived from a secret that the engine never receives.
@@ -337,33 +336,11 @@ def _check_timezone(timezone: str) -> None:
 
 
 def _shown(tenant: Tenant) -> dict[str, object]:
-    return {
-        "slug": tenant.slug,
-        "display_name": tenant.display_name,
-        "state": tenant.state,
-        "weight": tenant.weight,
-        "timezone": tenant.timezone,
-        "host_floor_bytes": tenant.host_floor_bytes,
-        "response_days": tenant.response_days,
-        "max_service_tier": tenant.max_service_tier,
-        "default_service_tier": tenant.default_service_tier,
-    }
+    return {name: value for name, value in asdict(tenant).items() if name not in ("id", "created_us")}
 
 
 def _tenant(row: Row[Any]) -> Tenant:
-    return Tenant(
-        id=row.id,
-        slug=row.slug,
-        display_name=row.display_name,
-        state=row.state,
-        weight=row.weight,
-        timezone=row.timezone,
-        host_floor_bytes=row.host_floor_bytes,
-        response_days=row.response_days,
-        max_service_tier=row.max_service_tier,
-        default_service_tier=row.default_service_tier,
-        created_us=row.created_us,
-    )
+    return Tenant(*(row._mapping[field.name] for field in fields(Tenant)))
 
 
 def _delete_rows(connection: Connection, tenant_id: str, now_us: int) -> None:

@@ -20,7 +20,7 @@ from loramux.platform.requests.authentication import Services
 from loramux.platform.requests.error_responses import json_response
 from loramux.platform.requests.openapi import errors, takes
 
-router = APIRouter()
+router = APIRouter(tags=["batches"])
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_LISTED = 100
@@ -38,13 +38,7 @@ class CreateBatch(StrictModel):
     metadata: dict[Label, Annotated[str, Field(max_length=512)]] | None = Field(default=None, max_length=16)
 
 
-@router.post(
-    "/v1/batches",
-    tags=["batches"],
-    openapi_extra=takes(CreateBatch),
-    response_model=BatchDocument,
-    responses=errors(404, 429),
-)
+@router.post("/v1/batches", openapi_extra=takes(CreateBatch), response_model=BatchDocument, responses=errors(404))
 async def create_batch(request: Request, owner: OwnerOfKey, services: Services, kept: Kept) -> Response:
     """Run the requests of a file when the engine has room. The answers are in the batch's output file."""
     body = parse_body(await read_body(request, MAX_BODY_BYTES), CreateBatch)
@@ -52,7 +46,7 @@ async def create_batch(request: Request, owner: OwnerOfKey, services: Services, 
     return json_response(describe_batch(await services.call(kept.batches.create, owner, new)))
 
 
-@router.get("/v1/batches", tags=["batches"], response_model=BatchList)
+@router.get("/v1/batches", response_model=BatchList)
 async def list_batches(
     owner: OwnerOfKey,
     services: Services,
@@ -65,13 +59,13 @@ async def list_batches(
     return json_response(as_list([dict(describe_batch(one)) for one in found], has_more))
 
 
-@router.get("/v1/batches/{batch_id}", tags=["batches"], response_model=BatchDocument)
+@router.get("/v1/batches/{batch_id}", response_model=BatchDocument)
 async def retrieve_batch(batch_id: str, owner: OwnerOfKey, services: Services, kept: Kept) -> Response:
     """Retrieve a batch with its progress and, once it has finished, its files."""
     return json_response(describe_batch(await services.call(kept.batches.get, owner, batch_id)))
 
 
-@router.post("/v1/batches/{batch_id}/cancel", tags=["batches"], response_model=BatchDocument, responses=errors(409))
+@router.post("/v1/batches/{batch_id}/cancel", response_model=BatchDocument, responses=errors(409))
 async def cancel_batch(batch_id: str, owner: OwnerOfKey, services: Services, kept: Kept) -> Response:
     """Cancel a batch. Requests that are running finish, and their answers are in the output file."""
     return json_response(describe_batch(await services.call(kept.batches.cancel, owner, batch_id)))

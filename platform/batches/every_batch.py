@@ -8,7 +8,7 @@ from sqlalchemy import select
 
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.migrations.schema import batches
 from loramux.platform.batches.batch_rows import Batch, batch_of, cancel_open
 
@@ -34,8 +34,7 @@ class EveryBatch:
         if key_ids is not None:
             query = query.where(batches.c.api_key_id.in_(key_ids))
         with self._database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, batches.c.id, limit, after, before)
-        return Page(tuple(batch_of(row) for row in rows), has_more)
+            return keyset_page(connection, query, batches.c.id, batch_of, limit, after, before)
 
     def get(self, batch_id: str) -> Batch | None:
         with self._database.read() as connection:

@@ -22,7 +22,7 @@ from loramux.platform.requests.authentication import Services
 from loramux.platform.requests.error_responses import json_response
 from loramux.platform.requests.openapi import answers_bytes, errors
 
-router = APIRouter()
+router = APIRouter(tags=["files"])
 
 MAX_LISTED = 10_000
 READ_AT_ONCE = 256 * 1024
@@ -61,13 +61,7 @@ _FORM = {
 }
 
 
-@router.post(
-    "/v1/files",
-    tags=["files"],
-    openapi_extra=_FORM,
-    response_model=FileDocument,
-    responses=errors(413, 429, 503),
-)
+@router.post("/v1/files", openapi_extra=_FORM, response_model=FileDocument, responses=errors(413))
 async def upload_file(request: Request, owner: OwnerOfKey, services: Services, kept: Kept) -> Response:
     """Upload a file of requests for a batch, as a form with the fields `file` and `purpose`."""
     files = kept.files
@@ -84,7 +78,7 @@ async def _upload(request: Request, owner: Owner, files: TenantFiles) -> Respons
     return json_response(describe_file(file))
 
 
-@router.get("/v1/files", tags=["files"], response_model=FileList)
+@router.get("/v1/files", response_model=FileList)
 async def list_files(
     owner: OwnerOfKey,
     services: Services,
@@ -99,18 +93,13 @@ async def list_files(
     return json_response(as_list([dict(describe_file(one)) for one in found], has_more))
 
 
-@router.get("/v1/files/{file_id}", tags=["files"], response_model=FileDocument)
+@router.get("/v1/files/{file_id}", response_model=FileDocument)
 async def retrieve_file(file_id: str, owner: OwnerOfKey, services: Services, kept: Kept) -> Response:
     """Retrieve a file's description."""
     return json_response(describe_file(await services.call(kept.files.get, owner, file_id)))
 
 
-@router.get(
-    "/v1/files/{file_id}/content",
-    tags=["files"],
-    response_class=Response,
-    responses={**answers_bytes(), **errors(429, 503)},
-)
+@router.get("/v1/files/{file_id}/content", response_class=Response, responses=answers_bytes())
 async def download_file(file_id: str, owner: OwnerOfKey, services: Services, kept: Kept) -> Response:
     """Download a file."""
     file = await services.call(kept.files.get, owner, file_id)
@@ -122,7 +111,7 @@ async def download_file(file_id: str, owner: OwnerOfKey, services: Services, kep
     return StreamingResponse(_chunks(content), headers=headers, media_type="application/octet-stream")
 
 
-@router.delete("/v1/files/{file_id}", tags=["files"], response_model=DeletedFile, responses=errors(409))
+@router.delete("/v1/files/{file_id}", response_model=DeletedFile, responses=errors(409))
 async def delete_file(file_id: str, owner: OwnerOfKey, services: Services, kept: Kept) -> Response:
     """Delete a file that no unfinished batch needs."""
     await services.call(kept.files.delete, owner, file_id)

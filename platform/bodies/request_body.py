@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import zip_longest
@@ -132,7 +131,6 @@ def parse_body(body: bytes, model: type[M]) -> M:
 def parse_object(body: bytes) -> dict[str, Any]:
     try:
         document = parse_strict_json(body)
-        _check_characters(body, document)
     except InvalidJson as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(document, dict):
@@ -147,16 +145,6 @@ def validated(document: dict[str, Any], model: type[M]) -> M:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise _refusal(first, model, document) from None
-
-
-def _check_characters(body: bytes, document: Any) -> None:
-    """Raise InvalidJson for an unpaired surrogate. JSON can express it, although it is not a character."""
-    if b"\\ud" not in body.lower():
-        return
-    try:
-        json.dumps(document, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise InvalidJson("a string contains an unpaired surrogate") from None
 
 
 def _refusal(error: ErrorDetails, model: type[BaseModel], document: dict[str, Any]) -> InvalidRequest:

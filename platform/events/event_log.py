@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Column, Connection, Row, Select, bindparam, delete, func, select, update
 
 from loramux.migrations.database import LONGEST_READ_S, Database
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.migrations.schema import adapters, event_heads, events, tenants
 from loramux.migrations.upserts import upsert
 
@@ -122,8 +122,7 @@ class EventLog:
                 known = known.where(events.c.tenant_id == wanted.tenant_id)
             numbers: dict[str, int] = {row[0]: row[1] or 0 for row in connection.execute(known)} if edges else {}
             first, last = (None if one is None else numbers.get(one, 0) for one in (after, before))
-            rows, has_more = keyset_rows(connection, query, number, limit, first, last)
-        return Page(tuple(_event(row) for row in rows), has_more)
+            return keyset_page(connection, query, number, _event, limit, first, last)
 
     def sweep(self, kept_days: int, max_kept: int = MAX_KEPT) -> int:
         """Delete the events that are older than this many days, and each tenant's oldest events beyond a number of

@@ -15,7 +15,7 @@ from loramux.migrations.audit import audit
 from loramux.migrations.claims import RowClaims
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.migrations.schema import event_heads, tenants, webhooks
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 
@@ -108,8 +108,7 @@ class Webhooks:
         if tenant_id is not None:
             query = query.where(webhooks.c.tenant_id == tenant_id)
         with self._database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, webhooks.c.id, limit, after, before)
-        return Page(tuple(_webhook(row) for row in rows), has_more)
+            return keyset_page(connection, query, webhooks.c.id, _webhook, limit, after, before)
 
     def delete(self, webhook_id: str) -> bool:
         """Delete a webhook. Return False if there is none."""

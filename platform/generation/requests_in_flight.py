@@ -11,7 +11,7 @@ from sqlalchemy import Row, Select, select, update
 from loramux.migrations import schema
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,7 @@ class RequestsInFlight:
         if only is not None:
             query = query.where(schema.adapter_versions.c.adapter_id.in_(only))
         with self._database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, schema.reservations.c.id, limit, after, before)
-        return Page(tuple(_request(row) for row in rows), has_more)
+            return keyset_page(connection, query, schema.reservations.c.id, _request, limit, after, before)
 
     def get(self, request_id: str) -> RequestInFlight | None:
         with self._database.read() as connection:
@@ -109,14 +108,14 @@ def _select_open() -> Select[*tuple[Any, ...]]:
     columns = (
         table.c.id,
         table.c.tenant_id,
-        schema.tenants.c.slug,
+        schema.tenants.c.slug.label("tenant_slug"),
         table.c.api_key_id,
         schema.adapter_versions.c.adapter_id,
         table.c.model,
         table.c.endpoint,
         table.c.prompt_tokens,
         table.c.reserved_tokens,
-        table.c.checkpoint_tokens,
+        table.c.checkpoint_tokens.label("completion_tokens"),
         table.c.created_us,
         table.c.cancel_requested_us,
     )
@@ -127,17 +126,4 @@ def _select_open() -> Select[*tuple[Any, ...]]:
 
 
 def _request(row: Row[Any]) -> RequestInFlight:
-    return RequestInFlight(
-        id=row.id,
-        tenant_id=row.tenant_id,
-        tenant_slug=row.slug,
-        api_key_id=row.api_key_id,
-        adapter_id=row.adapter_id,
-        model=row.model,
-        endpoint=row.endpoint,
-        prompt_tokens=row.prompt_tokens,
-        reserved_tokens=row.reserved_tokens,
-        completion_tokens=row.checkpoint_tokens,
-        created_us=row.created_us,
-        cancel_requested_us=row.cancel_requested_us,
-    )
+    return RequestInFlight(**row._mapping)

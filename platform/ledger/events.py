@@ -10,7 +10,7 @@ from sqlalchemy import Row, Select, func, select, tuple_
 
 from loramux.migrations import schema
 from loramux.migrations.database import LONGEST_READ_S, Database
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.platform.ledger.grains import AMOUNTS
 from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import UsageRow, answer
@@ -91,8 +91,7 @@ class Ledger:
         """
         query = _select_events(tenant_id, start_us, end_us, only)
         with self._database.read(LONGEST_READ_S) as connection:
-            rows, has_more = keyset_rows(connection, query, schema.usage_events.c.request_id, limit, after, before)
-        return Page(tuple(_event(row) for row in rows), has_more)
+            return keyset_page(connection, query, schema.usage_events.c.request_id, _event, limit, after, before)
 
     def export(
         self,
@@ -123,14 +122,14 @@ def _select_events(
     tenant_id: str | None, start_us: int | None, end_us: int | None, only: Collection[str] | None
 ) -> Select[Any]:
     events, tenants, adjustments = schema.usage_events, schema.tenants, schema.usage_adjustments
-    rest = [column for column in events.c if column.name not in _AMOUNTS]
+    rest = [column for column in events.c if column.name not in (*_AMOUNTS, "batch_id")]
     amounts = [(events.c[name] + func.coalesce(adjustments.c[name], 0)).label(name) for name in _AMOUNTS]
     # Every event has a tenant, but an outer join makes the planner scan the events instead of starting from the few
     # tenants.
     adjusted = events.outerjoin(tenants, tenants.c.id == events.c.tenant_id).outerjoin(
         adjustments, adjustments.c.request_id == events.c.request_id
     )
-    query: Select[Any] = select(*rest, *amounts, tenants.c.slug).select_from(adjusted)
+    query: Select[Any] = select(*rest, *amounts, tenants.c.slug.label("tenant")).select_from(adjusted)
     if tenant_id is not None:
         query = query.where(events.c.tenant_id == tenant_id)
     if only is not None:
@@ -143,25 +142,4 @@ def _select_events(
 
 
 def _event(row: Row[Any]) -> UsageEvent:
-    return UsageEvent(
-        request_id=row.request_id,
-        tenant_id=row.tenant_id,
-        tenant=row.slug,
-        api_key_id=row.api_key_id,
-        adapter_id=row.adapter_id,
-        adapter_version_id=row.adapter_version_id,
-        model=row.model,
-        endpoint=row.endpoint,
-        status=row.status,
-        prompt_tokens=row.prompt_tokens,
-        cached_tokens=row.cached_tokens,
-        completion_tokens=row.completion_tokens,
-        started_us=row.started_us,
-        finished_us=row.finished_us,
-        first_token_us=row.first_token_us,
-        base=row.base,
-        end_user=row.end_user,
-        service_tier=row.service_tier,
-        cost_nanos=row.cost_nanos,
-        price_id=row.price_id,
-    )
+    return UsageEvent(**row._mapping)

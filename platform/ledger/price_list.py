@@ -12,7 +12,7 @@ from loramux.migrations import schema
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.platform.amounts import money_text
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 from loramux.platform.ledger.prices import GENERAL_SCOPES, MAX_PERCENT, MAX_PRICE_NANOS, Price, PriceBook
@@ -127,8 +127,7 @@ class PriceList:
         if only is not None:
             query = query.where(prices.c.scope.in_((*GENERAL_SCOPES, *only)))
         with self._database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, prices.c.id, limit, after, before)
-        return Page(tuple(_price(row) for row in rows), has_more)
+            return keyset_page(connection, query, prices.c.id, _price, limit, after, before)
 
     def get(self, price_id: str) -> Price | None:
         with self._database.read() as connection:

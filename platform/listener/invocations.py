@@ -71,15 +71,10 @@ VECTOR_FIELDS = frozenset({"encoding_format", "dimensions", "normalize", "use_ac
 """Fields by which a conversation asks for its embedding."""
 PAIR_FIELDS = frozenset(name for sides in SIDES for name in sides)
 
-router = APIRouter()
+router = APIRouter(tags=["inference"], responses=errors(*GENERATION_ERRORS))
 
 
-@router.post(
-    "/invocations",
-    tags=["inference"],
-    openapi_extra=takes(ChatRequest, *BODIES),
-    responses={**answers(DOCUMENTS, has_vectors=True), **errors(*GENERATION_ERRORS)},
-)
+@router.post("/invocations", openapi_extra=takes(ChatRequest, *BODIES), responses=answers(DOCUMENTS, has_vectors=True))
 async def create_invocation(request: Request, caller: Caller, services: Services) -> Response:
     """Run a request for inference. The fields of the body, and the task of the model, decide which call answers it."""
     sent = await read_body(request, services.settings.max_body_bytes)

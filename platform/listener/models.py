@@ -21,12 +21,12 @@ from loramux.platform.requests.error_responses import json_response, request_id_
 from loramux.platform.requests.openapi import errors
 from loramux.platform.requests.services import GatewayServices
 
-router = APIRouter()
+router = APIRouter(tags=["models"])
 
 
 # Without this route, the path with a slash at its end would name a model.
 @router.get("/v1/models/", include_in_schema=False)
-@router.get("/v1/models", tags=["models"], response_model=ModelList | MessageModelPage)
+@router.get("/v1/models", response_model=ModelList | MessageModelPage)
 async def list_models(request: Request, caller: Caller, services: Services) -> Response:
     """List the models that the caller may name in a request: the base, and adapters as `tenant/adapter`. With the
     header `anthropic-version`, the list has Anthropic's form and its pages (`limit`, `after_id`, `before_id`).
@@ -41,7 +41,7 @@ async def list_models(request: Request, caller: Caller, services: Services) -> R
 
 
 # A model's name can contain a slash.
-@router.get("/v1/models/{name:path}", tags=["models"], response_model=ModelDocument | MessageModel)
+@router.get("/v1/models/{name:path}", response_model=ModelDocument | MessageModel)
 async def retrieve_model(name: str, request: Request, caller: Caller, services: Services) -> Response:
     """Retrieve one model by any name that a request can use. `root` is the version that the name resolves to. With the
     header `anthropic-version`, the model has Anthropic's form.
@@ -53,7 +53,7 @@ async def retrieve_model(name: str, request: Request, caller: Caller, services: 
     return json_response(_body(services, model, name))
 
 
-@router.delete("/v1/models/{name:path}", tags=["models"], response_model=DeletedModel, responses=errors(404, 409))
+@router.delete("/v1/models/{name:path}", response_model=DeletedModel, responses=errors(409))
 async def delete_model(name: str, request: Request, caller: Caller, services: Services) -> Response:
     """Take an adapter, or one version of it, out of service. Running requests finish. The call needs a key with the
     scope `tenant:admin` and archives the model instead of deleting it: the admin API can put it back into service.

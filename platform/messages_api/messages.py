@@ -28,14 +28,13 @@ from loramux.platform.requests.request_life import prepare, resolve, serve
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.tool_calls.parsers import find_parser
 
-router = APIRouter()
+router = APIRouter(tags=["messages"], responses=message_errors())
 
 
 @router.post(
     "/v1/messages",
-    tags=["messages"],
     openapi_extra={**takes(MessagesRequest), "parameters": [VERSION_PARAMETER]},
-    responses={**answers(MessageDocument, "message_start"), **message_errors()},
+    responses=answers(MessageDocument, "message_start"),
 )
 async def create_message(request: Request, caller: Caller, services: Services) -> Response:
     """Continue a conversation, as in Anthropic's Messages API, in one response or as a stream of server-sent events."""
@@ -45,10 +44,8 @@ async def create_message(request: Request, caller: Caller, services: Services) -
 
 @router.post(
     "/v1/messages/count_tokens",
-    tags=["messages"],
     openapi_extra={**takes(CountTokensRequest), "parameters": [VERSION_PARAMETER]},
     response_model=TokenCountDocument,
-    responses=message_errors(),
 )
 async def count_tokens(request: Request, caller: Caller, services: Services) -> Response:
     """Count the tokens of a conversation's prompt, without running it. No quota is charged."""

@@ -33,7 +33,7 @@ from loramux.platform.requests.services import GatewayServices
 REFUSED = ("stream", "tools", "prompt_logprobs")
 """Fields of a chat request that a batch cannot have."""
 
-router = APIRouter()
+router = APIRouter(tags=["inference"], responses=errors(*GENERATION_ERRORS))
 
 EXAMPLE = {
     "model": "acme/support",
@@ -69,11 +69,7 @@ class BatchChatRequest(ChatRequest):
 
 
 @router.post(
-    "/v1/chat/completions/batch",
-    tags=["inference"],
-    openapi_extra=takes(BatchChatRequest, example=EXAMPLE),
-    response_model=ChatDocument,
-    responses=errors(*GENERATION_ERRORS),
+    "/v1/chat/completions/batch", openapi_extra=takes(BatchChatRequest, example=EXAMPLE), response_model=ChatDocument
 )
 async def create_batch_chat_completion(request: Request, caller: Caller, services: Services) -> Response:
     """Complete several conversations. `messages` is a list of conversations, and the choices are in their order. With

@@ -25,15 +25,10 @@ from loramux.platform.requests.request_life import serve
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.tool_calls.parsers import find_parser
 
-router = APIRouter()
+router = APIRouter(tags=["inference"], responses=errors(*GENERATION_ERRORS))
 
 
-@router.post(
-    "/v1/chat/completions",
-    tags=["inference"],
-    openapi_extra=takes(ChatRequest),
-    responses={**answers(ChatDocument), **errors(*GENERATION_ERRORS)},
-)
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), responses=answers(ChatDocument))
 async def create_chat_completion(request: Request, caller: Caller, services: Services) -> Response:
     """Complete a conversation, in one response or as a stream of server-sent events."""
     return await serve(request, services, caller, CHAT)

@@ -27,15 +27,10 @@ from loramux.platform.requests.services import GatewayServices
 
 T = TypeVar("T")
 
-router = APIRouter()
+router = APIRouter(tags=["inference"], responses=errors(*GENERATION_ERRORS))
 
 
-@router.post(
-    "/v1/completions",
-    tags=["inference"],
-    openapi_extra=takes(CompletionRequest),
-    responses={**answers(CompletionDocument), **errors(*GENERATION_ERRORS)},
-)
+@router.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=answers(CompletionDocument))
 async def create_completion(request: Request, caller: Caller, services: Services) -> Response:
     """Complete one or more prompts (text or token ids), in one response or as a stream of server-sent events."""
     return await serve(request, services, caller, COMPLETIONS)

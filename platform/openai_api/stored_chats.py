@@ -25,21 +25,21 @@ from loramux.platform.openai_api.openapi_schemas import (
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.error_responses import json_response
 from loramux.platform.requests.item_pages import After, Limit, Order, item_page, shown_page
-from loramux.platform.requests.openapi import errors, takes
+from loramux.platform.requests.openapi import takes
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.requests.storing import call_storing
 from loramux.platform.stored_responses.chat_store import ChatFilter, StoredChat
 
 _METADATA = re.compile(r"metadata\[([^\]]+)\]")
 
-router = APIRouter()
+router = APIRouter(tags=["chat completions"])
 
 
 class ChatChanges(StrictModel):
     metadata: Metadata | None
 
 
-@router.get("/v1/chat/completions", tags=["chat completions"], response_model=StoredChatList)
+@router.get("/v1/chat/completions", response_model=StoredChatList)
 async def list_chat_completions(
     request: Request,
     caller: Caller,
@@ -50,7 +50,7 @@ async def list_chat_completions(
     model: Annotated[str | None, Query(max_length=200, description="Only answers of the model with this name.")] = None,
 ) -> Response:
     """List stored chat completions, oldest first. `metadata[KEY]=VALUE` selects those with this entry."""
-    tenant_id = _tenant(caller)
+    tenant_id = require_inference(caller)
     wanted = ChatFilter(
         # PostgreSQL refuses some characters, and no model has them in its name.
         model=model if model is None or model.isprintable() else "",
@@ -64,23 +64,14 @@ async def list_chat_completions(
     return json_response(shown_page([chat.completion for chat in page.data], has_more=page.has_more))
 
 
-@router.get(
-    "/v1/chat/completions/{completion_id}",
-    tags=["chat completions"],
-    response_model=StoredChatDocument,
-    responses=errors(404),
-)
+@router.get("/v1/chat/completions/{completion_id}", response_model=StoredChatDocument)
 async def retrieve_chat_completion(completion_id: str, caller: Caller, services: Services) -> Response:
     """Retrieve a stored chat completion."""
     return json_response((await _find(services, caller, completion_id)).completion)
 
 
 @router.post(
-    "/v1/chat/completions/{completion_id}",
-    tags=["chat completions"],
-    openapi_extra=takes(ChatChanges),
-    response_model=StoredChatDocument,
-    responses=errors(404),
+    "/v1/chat/completions/{completion_id}", openapi_extra=takes(ChatChanges), response_model=StoredChatDocument
 )
 async def update_chat_completion(completion_id: str, request: Request, caller: Caller, services: Services) -> Response:
     """Replace the metadata of a stored chat completion."""
@@ -92,9 +83,7 @@ async def update_chat_completion(completion_id: str, request: Request, caller: C
     return json_response(changed.completion)
 
 
-@router.delete(
-    "/v1/chat/completions/{completion_id}", tags=["chat completions"], response_model=DeletedChat, responses=errors(404)
-)
+@router.delete("/v1/chat/completions/{completion_id}", response_model=DeletedChat)
 async def delete_chat_completion(completion_id: str, caller: Caller, services: Services) -> Response:
     """Delete a stored chat completion and the messages that are stored with it."""
     found = await _find(services, caller, completion_id)
@@ -102,12 +91,7 @@ async def delete_chat_completion(completion_id: str, caller: Caller, services: S
     return json_response({"id": found.id, "object": "chat.completion.deleted", "deleted": True})
 
 
-@router.get(
-    "/v1/chat/completions/{completion_id}/messages",
-    tags=["chat completions"],
-    response_model=StoredMessageList,
-    responses=errors(404),
-)
+@router.get("/v1/chat/completions/{completion_id}/messages", response_model=StoredMessageList)
 async def list_chat_messages(
     completion_id: str,
     caller: Caller,
@@ -124,16 +108,10 @@ async def list_chat_messages(
 
 async def _find(services: GatewayServices, caller: Principal, completion_id: str) -> StoredChat:
     """Return a chat completion of the caller's tenant. Raises NotFound if the caller cannot see one with this ID."""
-    found = await services.call(services.stored.chats.get, _tenant(caller), completion_id)
+    found = await services.call(services.stored.chats.get, require_inference(caller), completion_id)
     if found is None or not caller.may_name(found.adapter_id):
         raise _missing()
     return found
-
-
-def _tenant(caller: Principal) -> str:
-    require_inference(caller)
-    assert caller.tenant_id is not None
-    return caller.tenant_id
 
 
 def _metadata(query: QueryParams) -> dict[str, str]:

@@ -24,7 +24,7 @@ from loramux.platform.requests.openapi import errors, takes
 from loramux.platform.requests.request_life import prepare, resolve
 from loramux.platform.requests.services import GatewayServices
 
-router = APIRouter()
+router = APIRouter(tags=["tokens"])
 
 
 class TokenizePrompt(StrictModel):
@@ -61,7 +61,6 @@ class DetokenizeRequest(StrictModel):
 
 @router.post(
     "/tokenize",
-    tags=["tokens"],
     openapi_extra=takes(TokenizePrompt, TokenizeChat),
     response_model=TokenizeDocument,
     responses=errors(404),
@@ -85,11 +84,7 @@ async def tokenize(request: Request, caller: Caller, services: Services) -> Resp
 
 
 @router.post(
-    "/detokenize",
-    tags=["tokens"],
-    openapi_extra=takes(DetokenizeRequest),
-    response_model=DetokenizeDocument,
-    responses=errors(404),
+    "/detokenize", openapi_extra=takes(DetokenizeRequest), response_model=DetokenizeDocument, responses=errors(404)
 )
 async def detokenize(request: Request, caller: Caller, services: Services) -> Response:
     """Turn token ids into text, including special tokens. No quota is charged."""
@@ -108,7 +103,7 @@ async def detokenize(request: Request, caller: Caller, services: Services) -> Re
     return json_response({"prompt": await services.compute_if_long(len(sent), _text, target, body.tokens)})
 
 
-@router.get("/tokenizer_info", tags=["tokens"], response_model=TokenizerInfoDocument)
+@router.get("/tokenizer_info", response_model=TokenizerInfoDocument)
 async def tokenizer_info(caller: Caller, services: Services) -> Response:
     """Describe the base's tokenizer: its configuration, special tokens and chat template."""
     require_inference(caller)

@@ -28,28 +28,16 @@ from loramux.platform.requests.services import GatewayServices
 
 NAME = "classify"
 
-router = APIRouter()
+router = APIRouter(tags=["inference"], responses=errors(*GENERATION_ERRORS))
 
 
-@router.post(
-    "/classify",
-    tags=["inference"],
-    openapi_extra=takes(ClassifyRequest, ClassifyChat),
-    response_model=ClassesDocument,
-    responses=errors(*GENERATION_ERRORS),
-)
+@router.post("/classify", openapi_extra=takes(ClassifyRequest, ClassifyChat), response_model=ClassesDocument)
 async def create_classes(request: Request, caller: Caller, services: Services) -> Response:
     """Classify each input (text or token ids), or a conversation, with an adapter that was trained for this."""
     return await serve(request, services, caller, CLASSIFICATION)
 
 
-@router.post(
-    "/v1/classify",
-    tags=["inference"],
-    openapi_extra=takes(ClassifyRequest, ClassifyChat),
-    response_model=ClassesDocument,
-    responses=errors(*GENERATION_ERRORS),
-)
+@router.post("/v1/classify", openapi_extra=takes(ClassifyRequest, ClassifyChat), response_model=ClassesDocument)
 async def create_classes_v1(request: Request, caller: Caller, services: Services) -> Response:
     """Another name of `POST /classify`."""
     return await serve(request, services, caller, CLASSIFICATION)

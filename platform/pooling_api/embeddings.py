@@ -41,14 +41,13 @@ MAX_NUMBERS = 1 << 22
 NAME = "embeddings"
 FORM = VectorForm(prefix="embd", kind="embedding", field="embedding")
 
-router = APIRouter()
+router = APIRouter(tags=["inference"], responses=errors(*GENERATION_ERRORS))
 
 
 @router.post(
     "/v1/embeddings",
-    tags=["inference"],
     openapi_extra=takes(EmbeddingRequest, EmbeddingChat),
-    responses={**answers_vectors(EmbeddingsDocument), **errors(*GENERATION_ERRORS)},
+    responses=answers_vectors(EmbeddingsDocument),
 )
 async def create_embeddings(request: Request, caller: Caller, services: Services) -> Response:
     """Make a vector of each input (text or token ids), or of a conversation."""

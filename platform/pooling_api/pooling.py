@@ -34,15 +34,10 @@ from loramux.platform.requests.services import GatewayServices
 NAME = "pooling"
 FORM = VectorForm(prefix="pool", kind="pooling", field="data")
 
-router = APIRouter()
+router = APIRouter(tags=["inference"], responses=errors(*GENERATION_ERRORS))
 
 
-@router.post(
-    "/pooling",
-    tags=["inference"],
-    openapi_extra=takes(PoolingRequest, PoolingChat),
-    responses={**answers_vectors(PoolingDocument), **errors(*GENERATION_ERRORS)},
-)
+@router.post("/pooling", openapi_extra=takes(PoolingRequest, PoolingChat), responses=answers_vectors(PoolingDocument))
 async def create_pooled(request: Request, caller: Caller, services: Services) -> Response:
     """Return the embedding of each input, or the probabilities of its classes if the model is a classifier."""
     return await serve(request, services, caller, POOLING)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -28,29 +27,22 @@ from loramux.platform.requests.services import GatewayServices
 
 NAME = "rerank"
 
-ROUTE: dict[str, Any] = {
-    "tags": ["inference"],
-    "openapi_extra": takes(RerankRequest),
-    "response_model": RankingDocument,
-    "responses": errors(*GENERATION_ERRORS),
-}
-
-router = APIRouter()
+router = APIRouter(tags=["inference"], responses=errors(*GENERATION_ERRORS))
 
 
-@router.post("/rerank", **ROUTE)
+@router.post("/rerank", openapi_extra=takes(RerankRequest), response_model=RankingDocument)
 async def create_ranking(request: Request, caller: Caller, services: Services) -> Response:
     """Order documents by their relevance to a query, most relevant first. The scores are those of `POST /score`."""
     return await serve(request, services, caller, RANKING)
 
 
-@router.post("/v1/rerank", **ROUTE)
+@router.post("/v1/rerank", openapi_extra=takes(RerankRequest), response_model=RankingDocument)
 async def create_ranking_v1(request: Request, caller: Caller, services: Services) -> Response:
     """Another name of `POST /rerank`, as in Jina's API."""
     return await serve(request, services, caller, RANKING)
 
 
-@router.post("/v2/rerank", **ROUTE)
+@router.post("/v2/rerank", openapi_extra=takes(RerankRequest), response_model=RankingDocument)
 async def create_ranking_v2(request: Request, caller: Caller, services: Services) -> Response:
     """Another name of `POST /rerank`, as in Cohere's API."""
     return await serve(request, services, caller, RANKING)

@@ -27,28 +27,16 @@ from loramux.platform.requests.services import GatewayServices
 
 NAME = "score"
 
-router = APIRouter()
+router = APIRouter(tags=["inference"], responses=errors(*GENERATION_ERRORS))
 
 
-@router.post(
-    "/score",
-    tags=["inference"],
-    openapi_extra=takes(ScoreRequest),
-    response_model=ScoresDocument,
-    responses=errors(*GENERATION_ERRORS),
-)
+@router.post("/score", openapi_extra=takes(ScoreRequest), response_model=ScoresDocument)
 async def create_scores(request: Request, caller: Caller, services: Services) -> Response:
     """Score pairs of texts: by a classifier with one label, or by the cosine of their embeddings."""
     return await serve(request, services, caller, SCORES)
 
 
-@router.post(
-    "/v1/score",
-    tags=["inference"],
-    openapi_extra=takes(ScoreRequest),
-    response_model=ScoresDocument,
-    responses=errors(*GENERATION_ERRORS),
-)
+@router.post("/v1/score", openapi_extra=takes(ScoreRequest), response_model=ScoresDocument)
 async def create_scores_v1(request: Request, caller: Caller, services: Services) -> Response:
     """Another name of `POST /score`."""
     return await serve(request, services, caller, SCORES)

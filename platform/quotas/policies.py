@@ -28,7 +28,7 @@ from loramux.migrations import schema
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.paging import Page, keyset_page
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 from loramux.platform.quotas.counters import Counter
 from loramux.platform.quotas.metrics import BUDGET_PAIRS, METRICS, Kind, Metric, Unit
@@ -169,8 +169,7 @@ class QuotaPolicies:
         if only is not None:
             query = query.where(_policies.c.subject_id.in_(only))
         with self._database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, _policies.c.id, limit, after, before)
-        return Page(tuple(policy_of(row) for row in rows), has_more)
+            return keyset_page(connection, query, _policies.c.id, policy_of, limit, after, before)
 
     def get(self, policy_id: str) -> QuotaPolicy | None:
         with self._database.read() as connection:

@@ -54,6 +54,16 @@ _NOT_FOUND: Mapping[type[Exception], str] = {
     FileNotFound: "file_not_found",
     OriginalNotKept: "original_not_kept",
 }
+_CONFLICTS: Mapping[type[Exception], tuple[str, str | None]] = {
+    AdapterExists: ("adapter_exists", "name"),
+    AdapterInUse: ("adapter_in_use", None),
+    BaseInUse: ("base_in_use", None),
+    BasesDiffer: ("bases_differ", "weights"),
+    VersionNotReady: ("version_not_ready", "version"),
+    VersionInUse: ("version_in_use", "version"),
+    EvalNotPassed: ("eval_not_passed", "require_eval"),
+    NothingToRollBack: ("nothing_to_roll_back", "revision"),
+}
 RETRY_AFTER_S = 5.0
 
 
@@ -63,26 +73,10 @@ def api_error(error: Exception) -> ApiError:
         return InvalidRequest(error.message, code=error.code, param=error.param)
     if isinstance(error, LimitReached):
         return RateLimited(str(error), code=error.code, retry_after_s=error.retry_after_s)
-    if isinstance(error, AdapterExists):
-        return Conflict(str(error), code="adapter_exists", param="name")
-    if isinstance(error, AdapterInUse):
-        return Conflict(str(error), code="adapter_in_use")
-    if isinstance(error, BaseInUse):
-        return Conflict(str(error), code="base_in_use")
-    if isinstance(error, BasesDiffer):
-        return Conflict(str(error), code="bases_differ", param="weights")
-    if isinstance(error, VersionNotReady):
-        return Conflict(str(error), code="version_not_ready", param="version")
-    if isinstance(error, VersionInUse):
-        return Conflict(str(error), code="version_in_use", param="version")
-    if isinstance(error, EvalNotPassed):
-        return Conflict(str(error), code="eval_not_passed", param="require_eval")
     if isinstance(error, PushUnderway):
         return Unavailable(str(error), code="adapter_validating", retry_after_s=RETRY_AFTER_S)
     if isinstance(error, RequestsRunning):
         return Conflict(str(error), code="requests_running", retry_after_s=RETRY_AFTER_S)
-    if isinstance(error, NothingToRollBack):
-        return Conflict(str(error), code="nothing_to_roll_back", param="revision")
     if isinstance(error, AliasChanged):
         return PreconditionFailed(str(error), param="If-Match")
     if isinstance(error, AdapterUnavailable | BlobStoreUnavailable):
@@ -96,6 +90,9 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, SourceUnavailable):
         # Only a platform administrator can name a source, so the message may contain the source's address.
         return Unavailable(str(error), code="source_unavailable", retry_after_s=RETRY_AFTER_S)
+    if type(error) in _CONFLICTS:
+        code, param = _CONFLICTS[type(error)]
+        return Conflict(str(error), code=code, param=param)
     if type(error) in _NOT_FOUND:
         return NotFound(str(error), code=_NOT_FOUND[type(error)])
     return ApiError("the adapter store failed")

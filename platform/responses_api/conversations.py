@@ -19,7 +19,7 @@ from loramux.platform.requests.answers import Document
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.error_responses import json_response
 from loramux.platform.requests.item_pages import After, Limit, Order, item_page
-from loramux.platform.requests.openapi import errors, takes
+from loramux.platform.requests.openapi import takes
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.requests.storing import call_storing
 from loramux.platform.responses_api.input_items import InputItem, ItemReference, refuse_other_items
@@ -36,7 +36,7 @@ from loramux.platform.stored_responses.sealing import ContentTooLong
 MAX_NEW_ITEMS = 20
 """Maximum number of items that one call can add, as in the OpenAI API."""
 
-router = APIRouter()
+router = APIRouter(tags=["conversations"])
 
 
 class NewConversation(StrictModel):
@@ -52,15 +52,10 @@ class NewItems(StrictModel):
     items: Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_NEW_ITEMS)]
 
 
-@router.post(
-    "/v1/conversations",
-    tags=["conversations"],
-    openapi_extra=takes(NewConversation),
-    response_model=ConversationDocument,
-)
+@router.post("/v1/conversations", openapi_extra=takes(NewConversation), response_model=ConversationDocument)
 async def create_conversation(request: Request, caller: Caller, services: Services) -> Response:
     """Create a conversation, which can begin with some items."""
-    tenant_id = _tenant(caller)
+    tenant_id = require_inference(caller)
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await parse_body_on(services.compute, sent or b"{}", _new_conversation)
     days = await _days(services, tenant_id)
@@ -77,23 +72,14 @@ async def create_conversation(request: Request, caller: Caller, services: Servic
     return json_response(_shown(made))
 
 
-@router.get(
-    "/v1/conversations/{conversation_id}",
-    tags=["conversations"],
-    response_model=ConversationDocument,
-    responses=errors(404),
-)
+@router.get("/v1/conversations/{conversation_id}", response_model=ConversationDocument)
 async def retrieve_conversation(conversation_id: str, caller: Caller, services: Services) -> Response:
     """Retrieve a conversation, without its items."""
     return json_response(_shown(await find_conversation(services, caller, conversation_id, _missing())))
 
 
 @router.post(
-    "/v1/conversations/{conversation_id}",
-    tags=["conversations"],
-    openapi_extra=takes(ConversationChanges),
-    response_model=ConversationDocument,
-    responses=errors(404),
+    "/v1/conversations/{conversation_id}", openapi_extra=takes(ConversationChanges), response_model=ConversationDocument
 )
 async def update_conversation(conversation_id: str, request: Request, caller: Caller, services: Services) -> Response:
     """Replace the metadata of a conversation."""
@@ -110,12 +96,7 @@ async def update_conversation(conversation_id: str, request: Request, caller: Ca
     return json_response({**_shown(found), "metadata": metadata})
 
 
-@router.delete(
-    "/v1/conversations/{conversation_id}",
-    tags=["conversations"],
-    response_model=DeletedConversation,
-    responses=errors(404),
-)
+@router.delete("/v1/conversations/{conversation_id}", response_model=DeletedConversation)
 async def delete_conversation(conversation_id: str, caller: Caller, services: Services) -> Response:
     """Delete a conversation with its items. Responses that are stored keep their own copies."""
     found = await find_conversation(services, caller, conversation_id, _missing())
@@ -124,11 +105,7 @@ async def delete_conversation(conversation_id: str, caller: Caller, services: Se
 
 
 @router.post(
-    "/v1/conversations/{conversation_id}/items",
-    tags=["conversations"],
-    openapi_extra=takes(NewItems),
-    response_model=ConversationItemList,
-    responses=errors(404),
+    "/v1/conversations/{conversation_id}/items", openapi_extra=takes(NewItems), response_model=ConversationItemList
 )
 async def create_items(conversation_id: str, request: Request, caller: Caller, services: Services) -> Response:
     """Add items to the end of a conversation."""
@@ -139,12 +116,7 @@ async def create_items(conversation_id: str, request: Request, caller: Caller, s
     return json_response(item_page(await _append(services, found, body.items, days), MAX_NEW_ITEMS, "asc", None))
 
 
-@router.get(
-    "/v1/conversations/{conversation_id}/items",
-    tags=["conversations"],
-    response_model=ConversationItemList,
-    responses=errors(404),
-)
+@router.get("/v1/conversations/{conversation_id}/items", response_model=ConversationItemList)
 async def list_items(
     conversation_id: str,
     caller: Caller,
@@ -159,12 +131,7 @@ async def list_items(
     return json_response(item_page(items, limit, order, after))
 
 
-@router.get(
-    "/v1/conversations/{conversation_id}/items/{item_id}",
-    tags=["conversations"],
-    response_model=ConversationItemDocument,
-    responses=errors(404),
-)
+@router.get("/v1/conversations/{conversation_id}/items/{item_id}", response_model=ConversationItemDocument)
 async def retrieve_item(conversation_id: str, item_id: str, caller: Caller, services: Services) -> Response:
     """Retrieve an item of a conversation."""
     found = await find_conversation(services, caller, conversation_id, _missing())
@@ -174,12 +141,7 @@ async def retrieve_item(conversation_id: str, item_id: str, caller: Caller, serv
     return json_response(item)
 
 
-@router.delete(
-    "/v1/conversations/{conversation_id}/items/{item_id}",
-    tags=["conversations"],
-    response_model=ConversationDocument,
-    responses=errors(404),
-)
+@router.delete("/v1/conversations/{conversation_id}/items/{item_id}", response_model=ConversationDocument)
 async def delete_item(conversation_id: str, item_id: str, caller: Caller, services: Services) -> Response:
     """Delete an item of a conversation, and return the conversation."""
     found = await find_conversation(services, caller, conversation_id, _missing())
@@ -195,7 +157,7 @@ async def find_conversation(
 
     A key that is limited to some adapters sees only conversations in which no other model has answered.
     """
-    found = await services.call(services.stored.conversations.get, _tenant(caller), conversation_id)
+    found = await services.call(services.stored.conversations.get, require_inference(caller), conversation_id)
     if found is None or not all(map(caller.may_name, found.adapter_ids)):
         raise missing
     return found
@@ -253,12 +215,6 @@ async def _days(services: GatewayServices, tenant_id: str) -> int:
             code="storage_not_allowed",
         )
     return share.response_days
-
-
-def _tenant(caller: Principal) -> str:
-    require_inference(caller)
-    assert caller.tenant_id is not None
-    return caller.tenant_id
 
 
 def _shown(conversation: StoredConversation) -> Document:

@@ -13,7 +13,6 @@ from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.error_responses import json_response
 from loramux.platform.requests.item_pages import After, Limit, Order, item_page
-from loramux.platform.requests.openapi import errors
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.requests.sse import EventStream
 from loramux.platform.responses_api.lost_responses import end_if_lost
@@ -24,22 +23,20 @@ from loramux.platform.stored_responses.response_store import StoredResponse
 CANCEL_WAIT_S = 2.0
 """How long a cancellation waits for the end of the response, in seconds."""
 
-router = APIRouter()
+router = APIRouter(tags=["responses"])
 
 
 async def find_response(
     services: GatewayServices, caller: Principal, response_id: str, missing: NotFound
 ) -> StoredResponse:
     """Return a stored response of the caller's tenant. Raises `missing` if the caller cannot see such a response."""
-    require_inference(caller)
-    assert caller.tenant_id is not None
-    found = await end_if_lost(services, caller.tenant_id, response_id)
+    found = await end_if_lost(services, require_inference(caller), response_id)
     if found is None or not caller.may_name(found.adapter_id):
         raise missing
     return found
 
 
-@router.get("/v1/responses/{response_id}", tags=["responses"], response_model=ResponseDocument, responses=errors(404))
+@router.get("/v1/responses/{response_id}", response_model=ResponseDocument)
 async def retrieve_response(
     response_id: str,
     request: Request,
@@ -62,9 +59,7 @@ async def retrieve_response(
     return json_response(found.response)
 
 
-@router.post(
-    "/v1/responses/{response_id}/cancel", tags=["responses"], response_model=ResponseDocument, responses=errors(404)
-)
+@router.post("/v1/responses/{response_id}/cancel", response_model=ResponseDocument)
 async def cancel_response(response_id: str, caller: Caller, services: Services) -> Response:
     """Cancel a response in the background. The tokens generated until then are charged."""
     found = await find_response(services, caller, response_id, _missing())
@@ -80,7 +75,7 @@ async def cancel_response(response_id: str, caller: Caller, services: Services) 
     return json_response(found.response)
 
 
-@router.delete("/v1/responses/{response_id}", tags=["responses"], response_model=DeletedResponse, responses=errors(404))
+@router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
 async def delete_response(response_id: str, caller: Caller, services: Services) -> Response:
     """Delete a stored response and the input that is stored with it. A response that is not finished is cancelled."""
     found = await find_response(services, caller, response_id, _missing())
@@ -98,12 +93,7 @@ async def _cancel(services: GatewayServices, found: StoredResponse) -> None:
             await watch.wait(CANCEL_WAIT_S)
 
 
-@router.get(
-    "/v1/responses/{response_id}/input_items",
-    tags=["responses"],
-    response_model=InputItemList,
-    responses=errors(404),
-)
+@router.get("/v1/responses/{response_id}/input_items", response_model=InputItemList)
 async def list_input_items(
     response_id: str,
     caller: Caller,

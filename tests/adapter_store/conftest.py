@@ -11,7 +11,6 @@ import pytest
 
 from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
 from loramux.adapter_store.formats.packed.canonical import write_canonical
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
@@ -27,6 +26,7 @@ from tests.adapter_store.adapter_files import AdapterMaker
 from tests.adapter_store.blobs.fault_proxy import FaultProxy
 from tests.adapter_store.blobs.limits import SMALL_PARTS
 from tests.adapter_store.blobs.radosgw import ACCESS_KEY, IS_RADOSGW, SECRET_KEY, Radosgw
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 from tests.adapter_store.small_base import FUSED_MODULES, OUTER_MODULES, make_target
 from tests.adapter_store.stored_adapter import StoredAdapter
 from tests.adapter_store.tenant_rows import add_tenant

@@ -6,15 +6,15 @@ import pytest
 
 from loramux.adapter_store.blobs.blob_url import BLOB_STORES, open_blob_store
 from loramux.adapter_store.blobs.interface import BlobStore
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import InvalidBlobUrl
 from loramux.adapter_store.extensions import ExtensionKind, ExtensionRefused, read_entries
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 from tests.written_extension import write_distribution
 
 GROUP = "loramux.blob_stores"
 STORE = """
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import InvalidBlobUrl
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 
 class Store(MemoryBlobStore):
     def __init__(self, url):

@@ -39,7 +39,6 @@ from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.group_commit import GroupCommit
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.events.webhook_sender import WebhookSender
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.cold_loads import ColdLoads
@@ -48,6 +47,7 @@ from loramux.platform.quotas.stock import StockLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.adapter_store.base_tokenizer import base_vocabulary
 from tests.migrated import migrated_sqlite
+from tests.platform.scripted_engine import ScriptedEngine
 from tests.shared_forks import shared_forks
 
 MODEL_SOURCE = "hf://acme/the-base@" + 40 * "a"

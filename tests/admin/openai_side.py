@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.listener.app import create_openai_app
 from loramux.platform.requests.services import GatewayServices, ModelInfo
@@ -22,6 +21,7 @@ from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from tests.admin.admin_side import AdminSide
 from tests.admin.running_server import start_server
 from tests.platform.gateways import batches_in_memory
+from tests.platform.scripted_engine import ScriptedEngine
 from tests.shared_forks import shared_forks
 
 CONTEXT = 256

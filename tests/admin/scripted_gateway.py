@@ -12,11 +12,11 @@ from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenants
-from loramux.platform.engine_link.scripted_engine import Script, ScriptedEngine, echo
 from loramux.platform.listener.app import create_openai_app
 from tests.admin.openai_side import open_services, served
 from tests.migrated import migrated_sqlite
 from tests.platform.gateways import batches_in_memory
+from tests.platform.scripted_engine import Script, ScriptedEngine, echo
 
 MODEL = "the-base"
 

@@ -5,8 +5,8 @@ import time
 from sqlalchemy import text
 
 from loramux.migrations.database import Database
-from loramux.migrations.ledger_rollups import rebuild_all_rollups
 from loramux.platform.ledger.grains import DAY_US
+from tests.platform.ledger.rebuilt_rollups import rebuild_all_rollups
 
 _EVENTS = """
 INSERT INTO usage_events (request_id, tenant_id, api_key_id, model, endpoint, status, prompt_tokens, cached_tokens,

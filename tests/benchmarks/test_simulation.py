@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import simulation
 from benchmarks.answers import CheckError
-from loramux.engine.execution.simulation import SimulatedExecutor
+from tests.engine.simulated_device import SimulatedExecutor
 
 SMALL = ("--running", "4", "--steps", "200", "--allow-busy")
 

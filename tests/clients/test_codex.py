@@ -17,10 +17,10 @@ import pytest
 
 from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.migrated import migrated_sqlite
 from tests.platform.gateways import Gateway, listening, open_gateway
+from tests.platform.scripted_engine import Script
 from tests.platform.tool_base import make_tool_base
 
 pytestmark = [pytest.mark.campaign, pytest.mark.anyio]

@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from loramux.engine.adapters.adapter_pool import AdapterPool
-from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.drafting.speculation import MAX_ROWS, Speculation
-from loramux.engine.execution.simulation import (
-    SimulatedExecutor,
-    SimulatedHostMemory,
-    SimulatedPages,
-    simulated_adapters,
-)
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
@@ -41,6 +34,13 @@ from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequences.cache_groups import CacheLayout, cache_layout
+from tests.engine.simulated_device import (
+    SimulatedExecutor,
+    SimulatedHostMemory,
+    SimulatedPages,
+    simulated_adapters,
+)
+from tests.engine.watched_stager import WatchedStager
 
 VOCAB_SIZE = 1000
 GRAMMAR_PROCESS = (sys.executable, "-P", str(Path(__file__).parent / "constraints" / "byte_grammar_process.py"))
@@ -67,7 +67,7 @@ class Simulation:
     scheduler: Scheduler
     grammars: Grammars
     executor: SimulatedExecutor
-    stager: MemoryStager
+    stager: WatchedStager
     adapter_pages: SimulatedPages
     host_memory: SimulatedHostMemory
     clock: Clock
@@ -174,7 +174,7 @@ def simulate_engine(
     """
     pages = PagePool(num_pages)
     policy, queue = LeastRecentlyUsed(), FairQueue()
-    stager = MemoryStager(simulated_adapters(adapters or {}, vocab_sizes, num_labels))
+    stager = WatchedStager(simulated_adapters(adapters or {}, vocab_sizes, num_labels))
     adapter_pages = SimulatedPages()
     pool = AdapterPool(pages, num_slots, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident)
     if cache is None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from loramux.engine.protocol.messages import Add
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.admin.command_line import invoke
 from tests.admin.scripted_gateway import MODEL, Gateway, open_gateway
 from tests.demo_base import DEMO_BASE
 from tests.harnesses.finding import Finding
 from tests.harnesses.tools import INSIDE, STAND_IN, run_tool
+from tests.platform.scripted_engine import Script
 
 NUM_REQUESTS, NUM_OPEN, PROMPT, ANSWER = 20, 4, 64, 8
 STEP_S = 0.25

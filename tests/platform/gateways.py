@@ -16,7 +16,6 @@ import uvicorn
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
@@ -25,7 +24,6 @@ from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.base_draw import BaseDraw
 from loramux.platform.batches.services import BatchServices
 from loramux.platform.batches.tenant_files import TenantFiles
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.grammars.checker import GrammarChecker
@@ -38,8 +36,10 @@ from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 from tests.demo_base import DEMO_BASE
 from tests.platform.ready_adapters import add_ready_adapter, digest_of
+from tests.platform.scripted_engine import ScriptedEngine
 from tests.shared_forks import shared_forks
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
-from loramux.platform.engine_link.scripted_engine import Script
 from tests.platform.gateways import Gateway
+from tests.platform.scripted_engine import Script
 
 KEY = b"the key of the stored responses."
 """The secret with which gateways encrypt what they store for tenants."""

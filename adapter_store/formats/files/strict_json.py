@@ -10,6 +10,8 @@ import json
 import math
 from typing import Any
 
+from loramux.adapter_store.errors import AdapterRejected
+
 _MAX_DIGITS = 4300
 """Longest integer that Python converts by default, in digits."""
 
@@ -49,6 +51,16 @@ def parse_strict_json(text: bytes, *, are_keys_unique: bool = True) -> Any:
     except json.JSONDecodeError as error:
         raise InvalidJson(f"it is malformed at character {error.pos}") from None
     return document
+
+
+def parse_json_file(text: bytes, name: str) -> Any:
+    """Parse a file of an adapter. Raises AdapterRejected, whose `param` is the repeated key or the file's name."""
+    try:
+        return parse_strict_json(text)
+    except DuplicateKey as error:
+        raise AdapterRejected("duplicate_key", f"a key appears twice in {name}", error.key) from None
+    except InvalidJson as error:
+        raise AdapterRejected("invalid_json", f"the file is not JSON: {error}", name) from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

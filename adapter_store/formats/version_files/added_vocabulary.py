@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.file_names import VOCABULARY_FILE
-from loramux.adapter_store.formats.files.strict_json import DuplicateKey, InvalidJson, parse_strict_json
+from loramux.adapter_store.formats.files.strict_json import parse_json_file
 
 MAX_ADDED_TOKENS = 256
 MAX_TOKEN_CHARS = 256
@@ -83,12 +83,7 @@ def encode_added_vocabulary(vocabulary: AddedVocabulary) -> bytes:
 
 def parse_added_vocabulary(text: bytes) -> AddedVocabulary:
     """Read an `added_vocabulary.json`. Raises AdapterRejected, whose `param` is the key at fault or the file's name."""
-    try:
-        document = parse_strict_json(text)
-    except DuplicateKey as error:
-        raise AdapterRejected("duplicate_key", f"a key appears twice in {VOCABULARY_FILE}", error.key) from None
-    except InvalidJson as error:
-        raise AdapterRejected("invalid_json", f"the file is not JSON: {error}", VOCABULARY_FILE) from None
+    document = parse_json_file(text, VOCABULARY_FILE)
     if not isinstance(document, dict) or document.keys() - set(_OPTIONAL) != {"vocab_size", "tokens"}:
         _refuse(
             f"{VOCABULARY_FILE} must be a JSON object with vocab_size and tokens, and with nothing else but "

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from loramux.adapter_store.errors import AdapterRejected, printable
 from loramux.adapter_store.extensions import extension_names
 from loramux.adapter_store.formats.files.file_names import PARSERS_FILE
-from loramux.adapter_store.formats.files.strict_json import DuplicateKey, InvalidJson, parse_strict_json
+from loramux.adapter_store.formats.files.strict_json import parse_json_file
 
 AUTO = "auto"
 """The chat template determines the parser."""
@@ -58,12 +58,7 @@ def problem_with_parser(setting: str, value: object) -> str | None:
 
 def parse_answer_parsers(text: bytes) -> AnswerParsers:
     """Read a `parsers.json`. Raises AdapterRejected, whose `param` is the setting at fault or the file's name."""
-    try:
-        document = parse_strict_json(text)
-    except DuplicateKey as error:
-        raise AdapterRejected("duplicate_key", f"a key appears twice in {PARSERS_FILE}", error.key) from None
-    except InvalidJson as error:
-        raise AdapterRejected("invalid_json", f"the file is not JSON: {error}", PARSERS_FILE) from None
+    document = parse_json_file(text, PARSERS_FILE)
     if not isinstance(document, dict) or not document:
         valid = " or ".join(PARSERS)
         raise AdapterRejected("invalid_parsers", f"{PARSERS_FILE} must be a JSON object with {valid}", PARSERS_FILE)

@@ -14,7 +14,7 @@ from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.file_names import GENERATION_FILE
-from loramux.adapter_store.formats.files.strict_json import DuplicateKey, InvalidJson, parse_strict_json
+from loramux.adapter_store.formats.files.strict_json import parse_json_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +111,7 @@ class GenerationConfig:
 
 def parse_generation_config(text: bytes) -> GenerationConfig:
     """Read a `generation_config.json`. Raises AdapterRejected, whose `param` is the setting or the file's name."""
-    try:
-        document = parse_strict_json(text)
-    except DuplicateKey as error:
-        raise AdapterRejected("duplicate_key", f"a key appears twice in {GENERATION_FILE}", error.key) from None
-    except InvalidJson as error:
-        raise AdapterRejected("invalid_json", f"the file is not JSON: {error}", GENERATION_FILE) from None
+    document = parse_json_file(text, GENERATION_FILE)
     if not isinstance(document, dict):
         raise AdapterRejected("invalid_generation_config", f"{GENERATION_FILE} must be a JSON object", GENERATION_FILE)
     found = {name: _checked(name, document[name]) for name in SETTINGS if document.get(name) is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +25,7 @@ from loramux.admin.commands.output import (
     tell,
     time_in,
 )
+from loramux.admin.commands.progress import counted_progress
 from loramux.admin.exit_codes import REFUSED, UNREACHABLE, WRONG_CALL
 
 if TYPE_CHECKING:
@@ -179,30 +180,16 @@ def _endpoint(file: Path) -> str:
 def _followed(client: BatchClient, found: Document, as_json: bool) -> Document:
     """Poll a batch until it ends."""
     try:
-        with _progress(as_json) as advance:
+        with counted_progress(None, "requests", as_json) as advance:
             while found["status"] not in FINAL:
                 time.sleep(POLL_S)
                 found = client.get(found["id"])
                 counts = found["request_counts"]
-                advance(counts["completed"] + counts["failed"], counts["total"])
+                advance(counts["completed"] + counts["failed"], counts["total"] or None)
     except KeyboardInterrupt:
         print(f"loramux: the batch goes on: loramux batches show|cancel {found['id']}", file=sys.stderr)
         raise
     return found
-
-
-@contextmanager
-def _progress(as_json: bool) -> Iterator[Callable[[int, int], None]]:
-    if as_json or not sys.stderr.isatty():
-        yield lambda _done, _total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("", total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total or None)
 
 
 _ADMIN_COLUMNS: Columns = {

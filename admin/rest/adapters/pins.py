@@ -17,7 +17,7 @@ from loramux.admin.rest.adapters.warm_and_drain import WARM_TIMEOUT_S, check_val
 from loramux.admin.rest.services import AdminServices
 from loramux.engine.protocol.messages import AdapterState
 from loramux.platform.engine_link.engine_client import EngineUnavailable
-from loramux.platform.errors import Conflict, NotFound, Unavailable
+from loramux.platform.errors import Conflict, Unavailable
 from loramux.platform.requests.openapi import errors
 
 router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["residency"])
@@ -102,10 +102,7 @@ def _failure(answer: AdapterState) -> Conflict | Unavailable:
 
 async def _find(services: AdminServices, caller: Caller, adapter_id: str, number: int) -> AdapterVersion:
     adapter = await find_adapter(services, caller, adapter_id)
-    version = await services.call(services.adapters.registry.get_version, adapter.id, number)
-    if version is None:
-        raise NotFound(f"the adapter has no version {number}", code="version_not_found")
-    return version
+    return await services.call(services.adapters.registry.find_version, adapter.id, number)
 
 
 async def _find_ready(services: AdminServices, caller: Caller, adapter_id: str, number: int) -> AdapterVersion:

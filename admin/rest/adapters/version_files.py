@@ -13,12 +13,10 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from loramux.adapter_store.ingest.export import ExportedFile
-from loramux.adapter_store.registry.records import Adapter, AdapterVersion, VersionState
+from loramux.adapter_store.registry.records import VersionState
 from loramux.admin.rest.access import Reader, Services
 from loramux.admin.rest.adapters.adapters import find_adapter
 from loramux.admin.rest.adapters.versions import Number
-from loramux.admin.rest.services import AdminServices
-from loramux.platform.errors import NotFound
 from loramux.platform.requests.openapi import answers_bytes, errors
 
 router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["versions"])
@@ -54,7 +52,7 @@ class ReportDocument(TypedDict):
 async def get_file(adapter_id: str, number: Number, name: str, services: Services, caller: Reader) -> Response:
     """Download one file of a ready or archived version as it was uploaded. The ETag is the file's SHA-256."""
     adapter = await find_adapter(services, caller, adapter_id)
-    version = await _find_version(services, adapter, number)
+    version = await services.call(services.adapters.registry.find_version, adapter.id, number)
     caller.release_call_slot()
     release_slot = await services.slots.downloads.acquire_slot(adapter.tenant_id)
     try:
@@ -73,7 +71,8 @@ async def get_report(adapter_id: str, number: Number, services: Services, caller
     """Get a version's validation report, or the reason for its rejection. The report is empty until validation has
     finished.
     """
-    version = await _find_version(services, await find_adapter(services, caller, adapter_id), number)
+    adapter = await find_adapter(services, caller, adapter_id)
+    version = await services.call(services.adapters.registry.find_version, adapter.id, number)
     files = await services.call(services.adapters.export.files, version)
     return {
         "object": "validation_report",
@@ -112,10 +111,3 @@ class ExportResponse(StreamingResponse):
         finally:
             self._file.close()
             self._release_slot()
-
-
-async def _find_version(services: AdminServices, adapter: Adapter, number: int) -> AdapterVersion:
-    version = await services.call(services.adapters.registry.get_version, adapter.id, number)
-    if version is None:
-        raise NotFound(f"the adapter has no version {number}", code="version_not_found")
-    return version

@@ -110,10 +110,7 @@ async def list_versions(
 async def get_version(adapter_id: str, number: Number, services: Services, caller: Reader) -> VersionDocument:
     """Get one version with its state and validation report."""
     adapter = await find_adapter(services, caller, adapter_id)
-    version = await services.call(services.adapters.registry.get_version, adapter.id, number)
-    if version is None:
-        raise NotFound(f"the adapter has no version {number}", code="version_not_found")
-    return describe_version(version)
+    return describe_version(await services.call(services.adapters.registry.find_version, adapter.id, number))
 
 
 @router.post("/{number}/archive")

@@ -16,13 +16,13 @@ import pytest
 from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.blobs.interface import BlobStore, PresignedPut
 from loramux.adapter_store.blobs.local import LocalBlobStore
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
 from loramux.adapter_store.blobs.s3_limits import MIN_PART_BYTES, S3Limits
 from loramux.adapter_store.errors import BlobDamaged, BlobNotFound, BlobStoreUnavailable, PartsMissing
 from tests.adapter_store.blobs.fault_proxy import Fault, FaultProxy, ListedPlan
 from tests.adapter_store.blobs.limits import SMALL_PARTS
 from tests.adapter_store.blobs.radosgw import IS_RADOSGW
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 
 PREFIX = "some/prefix"
 THREE_PARTS = random.Random(3).randbytes(2 * MIN_PART_BYTES + 12345)

@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import BlobStoreUnavailable
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 
 
 class WatchedBlobStore(MemoryBlobStore):

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from loramux.adapter_store.blobs.interface import BlobStore
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.validation.validator import Validator
 from loramux.migrations.database import Database
 from tests.adapter_store.ingest.ingest_world import DirectValidator, IngestWorld
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 
 
 @pytest.fixture

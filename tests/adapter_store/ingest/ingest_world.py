@@ -11,7 +11,6 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import BlobStoreUnavailable
 from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
@@ -24,6 +23,7 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.validation.validator import Accepted, ValidationFailed, ValidationJob, Validator
 from loramux.adapter_store.validation.worker import run_job
 from loramux.migrations.database import Database
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 
 SECOND_US = 1_000_000
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.claims import LEASE_S, Verdict, VersionClaims
@@ -18,6 +17,7 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
 from tests.adapter_store.ingest.ingest_world import Clock, DirectValidator, FailingDatabase, IngestWorld
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 
 
 @pytest.fixture

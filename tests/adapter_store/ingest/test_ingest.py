@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, upload_key
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import (
     AdapterNotFound,
     AdapterRejected,
@@ -27,6 +26,7 @@ from loramux.adapter_store.validation.validator import SubprocessValidator, Vali
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from tests.adapter_store.ingest.ingest_world import SECOND_US, DirectValidator, FailingBlobStore, IngestWorld, chunks
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 from tests.adapter_store.tiers.open_source import fetch, open_source
 from tests.adapter_store.waiting import wait_until
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from loramux.adapter_store.blobs.interface import UPLOADS, BlobStore, PresignedPut
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import BlobStoreUnavailable, LimitReached, UploadNotFound, UploadRefused
 from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.ingest.ingest import Ingest
@@ -18,6 +17,7 @@ from loramux.adapter_store.registry.records import Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from tests.adapter_store.ingest.ingest_world import SECOND_US, DirectValidator, IngestWorld, chunks
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 
 CAPS = TenantCaps(max_open_bytes=1000, max_open_uploads=3, max_pending_versions=2)
 

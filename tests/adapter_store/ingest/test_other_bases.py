@@ -11,7 +11,6 @@ import pytest
 from sqlalchemy import select, update
 
 from loramux.adapter_store.blobs.interface import canonical_key, packed_key
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import BaseInUse, BaseNotFound, ClaimLost
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.base_claims import BaseClaims, BaseTurns
@@ -31,6 +30,7 @@ from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_versions, base_servers, version_bases
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.adapter_store.ingest.ingest_world import DirectValidator, IngestWorld
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 from tests.adapter_store.waiting import wait_until
 
 OLD, NEW = "a" * 64, "b" * 64

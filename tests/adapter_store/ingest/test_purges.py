@@ -23,9 +23,10 @@ from loramux.adapter_store.ingest.purged_blobs import KEPT_US
 from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.sharing import AdapterGrants
 from loramux.migrations import schema
-from loramux.migrations.audit import Actor, acting_as
+from loramux.migrations.audit import Actor
 from loramux.migrations.database import Database
 from tests.adapter_store.ingest.ingest_world import FailingBlobStore, IngestWorld
+from tests.migrations.acting import acting_as
 
 Worlds = Callable[..., IngestWorld]
 

@@ -14,7 +14,7 @@ from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.paging import keyset_rows
+from loramux.migrations.paging import keyset_page
 from loramux.migrations.schema import adapters
 from tests.adapter_store.registry.bare_versions import Versions
 
@@ -156,6 +156,6 @@ def test_lists_are_paginated_in_both_directions(registry: AdapterRegistry, make_
 @pytest.mark.parametrize("position", ["a\0", "\ud800", "ä", "a\n"])
 def test_page_position_must_be_text(database: Database, position: str) -> None:
     with database.read() as connection, pytest.raises(ValueError, match="identifiers"):
-        keyset_rows(connection, select(adapters), adapters.c.id, 1, position, None)
+        keyset_page(connection, select(adapters), adapters.c.id, tuple, 1, position, None)
     with database.read() as connection, pytest.raises(ValueError, match="limit"):
-        keyset_rows(connection, select(adapters), adapters.c.id, 0, None, None)
+        keyset_page(connection, select(adapters), adapters.c.id, tuple, 0, None, None)

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import AdapterCorrupt, AdapterUnavailable
 from loramux.adapter_store.formats.packed.module_places import module_places
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packing import pack
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from tests.adapter_store.blobs.watched_blobs import WatchedBlobStore
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 from tests.adapter_store.tiers.open_source import fetch, open_source
 
 

@@ -14,9 +14,9 @@ from loramux.admin.chat.client import ChatClient, ChatError
 from loramux.admin.chat.conversation import Conversation
 from loramux.admin.chat.session import Session
 from loramux.admin.client.openai_server import OpenAIServer
-from loramux.platform.engine_link.scripted_engine import Script, echo
 from tests.admin.byte_server import byte_server, events
 from tests.admin.scripted_gateway import MODEL, Gateway, open_gateway
+from tests.platform.scripted_engine import Script, echo
 
 HELLO = '{"choices": [{"delta": {"content": "Hello"}}]}'
 

@@ -27,7 +27,6 @@ from loramux.admin.serving.app import create_admin_app
 from loramux.engine.protocol.messages import HostPageCounts
 from loramux.migrations.events import EventType, note_event
 from loramux.migrations.schema import adapter_versions, base_servers, version_bases, webhooks
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.data_parallel import DataParallelEngines
 from tests.admin.added_batches import add_batch
 from tests.admin.admin_side import ADMIN_KEY, MODEL_SOURCE, AdminSide
@@ -39,6 +38,7 @@ from tests.admin.metered_requests import begin_request, settle_request
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
 from tests.platform.ready_adapters import add_ready_adapter
 from tests.platform.replicas.lab import ChosenRouter
+from tests.platform.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 HOSTILE = "'\"></code></td></script><x-nasty><b nasty=1 onnasty=1>{{7*7}}&lt;\x00\x1b[2J\u202e\u200b\r\n"

@@ -24,9 +24,9 @@ from loramux.admin.serving.serve import read_model
 from loramux.engine.loop.config import EngineConfig
 from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import Tenants
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.threads import call_on
 from tests.platform.ready_adapters import add_ready_adapter
+from tests.platform.scripted_engine import ScriptedEngine
 
 
 def assembling(model: Path, tmp_path: Path, **given: str) -> AbstractContextManager[Assembled]:

@@ -6,12 +6,12 @@ import pytest
 
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import AdapterPool, PoolDemand
-from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.execution.simulation import SimulatedPages, simulated_adapters
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.protocol.messages import Abort
+from tests.engine.simulated_device import SimulatedPages, simulated_adapters
 from tests.engine.simulated_engine import Clock, Simulate, Simulation, finishes, stats_of
+from tests.engine.watched_stager import WatchedStager
 
 SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}
 
@@ -19,7 +19,7 @@ SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}
 class Bench:
     def __init__(self, num_slots: int = 3, sizes: dict[str, int] = SIZES) -> None:
         self.pages = PagePool(8)
-        self.stager, self.adapter_pages = MemoryStager(simulated_adapters(sizes)), SimulatedPages()
+        self.stager, self.adapter_pages = WatchedStager(simulated_adapters(sizes)), SimulatedPages()
         self.clock = Clock()
         self.residency: list[tuple[str, bool]] = []
         self.pool = AdapterPool(

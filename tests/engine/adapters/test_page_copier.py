@@ -15,12 +15,12 @@ from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import AdapterPool, PoolDemand
 from loramux.engine.adapters.page_copier import PageCopier
 from loramux.engine.adapters.slot_tables import SlotTables
-from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.device.accelerator import Fence, HostAccelerator
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.pool_memory import allocate_pool
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
+from tests.engine.watched_stager import WatchedStager
 
 GEOMETRY = PageGeometry(num_layers=2, num_kv_heads=1, head_dim=16, kv_itemsize=4, adapter_itemsize=4)
 MODULES = (LinearShape("q", 64, 64), LinearShape("o", 64, 32))
@@ -69,7 +69,7 @@ class SteppingAccelerator(HostAccelerator):
 class Bench:
     def __init__(self, *adapters: PackedAdapter) -> None:
         self.accelerator = SteppingAccelerator()
-        self.stager = MemoryStager({one.digest: one for one in adapters})
+        self.stager = WatchedStager({one.digest: one for one in adapters})
         self.views = allocate_pool(
             GEOMETRY, NUM_PAGES * GEOMETRY.total_page_bytes, torch.float32, torch.float32, torch.device("cpu")
         )

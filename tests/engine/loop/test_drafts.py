@@ -14,7 +14,6 @@ import pytest
 from loramux.engine.constraints.grammar import Masks
 from loramux.engine.drafting.speculation import MAX_SEQUENCES
 from loramux.engine.execution.sampler import FinishedStep, SampledToken
-from loramux.engine.execution.simulation import SimulatedForward
 from loramux.engine.protocol.messages import (
     Abort,
     Add,
@@ -26,6 +25,7 @@ from loramux.engine.protocol.messages import (
     ThinkingBudget,
     TokenLogprobs,
 )
+from tests.engine.simulated_device import SimulatedForward
 from tests.engine.simulated_engine import GREEDY, Simulate, Simulation, stats_of
 
 VOCAB_SIZE = 40

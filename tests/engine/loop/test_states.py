@@ -8,7 +8,6 @@ import random
 import msgspec
 import pytest
 
-from loramux.engine.execution.simulation import SimulatedExecutor
 from loramux.engine.pages import state_checkpoints
 from loramux.engine.pages.host_pages import AnyPage
 from loramux.engine.pages.kv_pages import FindPage
@@ -18,6 +17,7 @@ from loramux.engine.protocol.messages import Abort, Add, Unload
 from loramux.engine.sequences.batch import ScheduledSequence, build_batch
 from loramux.engine.sequences.cache_groups import hybrid_layout
 from loramux.engine.sequences.sequence import PageTable, Sequence, block_list
+from tests.engine.simulated_device import SimulatedExecutor
 from tests.engine.simulated_engine import GREEDY, VOCAB_SIZE, Simulation, simulate_engine, stats_of
 
 OWNER = b"tenant"

@@ -5,8 +5,6 @@ import itertools
 import pytest
 
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool
-from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.execution.simulation import SimulatedPages, simulated_adapters
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
@@ -16,7 +14,9 @@ from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequences.cache_groups import cache_layout
 from loramux.engine.sequences.sequence import Sequence, SequenceState
+from tests.engine.simulated_device import SimulatedPages, simulated_adapters
 from tests.engine.simulated_engine import GREEDY, Simulate, Simulation, finishes, stats_of
+from tests.engine.watched_stager import WatchedStager
 
 PAGE_TOKENS = 4
 
@@ -34,7 +34,7 @@ class Bench:
     ) -> None:
         self.pages = PagePool(num_pages)
         policy, queue = LeastRecentlyUsed(), FairQueue()
-        self.stager, self.adapter_pages = MemoryStager(simulated_adapters(sizes or {})), SimulatedPages()
+        self.stager, self.adapter_pages = WatchedStager(simulated_adapters(sizes or {})), SimulatedPages()
         copier = tables = self.adapter_pages
         self.adapters = AdapterPool(
             self.pages, num_slots, self.stager, copier, tables, policy, on_residency=queue.set_resident

@@ -9,7 +9,7 @@ from alembic import op
 from alembic.script import ScriptDirectory
 
 from loramux.migrations import schema
-from loramux.migrations.ledger_rollups import rebuild_all_rollups
+from tests.platform.ledger.rebuilt_rollups import rebuild_all_rollups
 
 revision = "later"
 down_revision = ScriptDirectory(str(Path(schema.__file__).parent)).get_current_head()

@@ -13,7 +13,6 @@ import pytest
 
 from loramux.migrations.database import Database
 from loramux.platform.admission import database_health
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation import maintenance, running_requests, settler
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway
@@ -28,6 +27,7 @@ from tests.platform.generation.troubled_gateway import (
     until_spool_is_empty,
     until_streaming,
 )
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -12,11 +12,11 @@ from loramux.migrations.database import Database
 from loramux.platform.batches.batch_claims import BatchQueue
 from loramux.platform.batches.runner import BatchRunner
 from loramux.platform.batches.tenant_files import TenantFiles
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.demo_base import DEMO_BASE
 from tests.platform.batches.batch_lab import LIMITS, PACE
 from tests.platform.gateways import open_gateway
+from tests.platform.scripted_engine import Script
 
 LEASE_US = 300_000
 

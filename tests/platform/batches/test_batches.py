@@ -30,7 +30,6 @@ from loramux.platform.batches.line_run import LineRuns, PlannedLine, ReadLine
 from loramux.platform.batches.room import MAX_ENTERING, Room, RoomLimits
 from loramux.platform.batches.runner import MAX_PLANNED, _BatchRun
 from loramux.platform.batches.tenant_files import Owner
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.generation import Generation
 from loramux.platform.ledger.prices import Price
@@ -39,6 +38,7 @@ from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
 from tests.platform.gateways import open_gateway
+from tests.platform.scripted_engine import Script
 from tests.platform.storing import KEY, allow
 
 pytestmark = pytest.mark.anyio

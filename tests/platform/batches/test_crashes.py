@@ -21,11 +21,11 @@ from loramux.platform.batches.answer_writer import AnswerWriter
 from loramux.platform.batches.batch_claims import BatchClaim, BatchQueue, StoredAnswer, WaitingLine
 from loramux.platform.batches.input_lines import InputLine, read_lines
 from loramux.platform.batches.output_lines import answered
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.ledger.settlement import Settlement
 from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
 from tests.platform.clocked_databases import FakeClock
 from tests.platform.gateways import Gateway
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -18,12 +18,12 @@ from loramux.platform.cluster.cluster_fleet import NO_REPLICA, ClusterFleet
 from loramux.platform.cluster.gateway_sessions import GatewaySessions
 from loramux.platform.cluster.replica_calls import ListedReplica, NoteReplicas, ReplicaGone
 from loramux.platform.cluster.replica_report import HeldState, ReplicaIdentity, as_values
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.engine_group import NO_ENGINE_ID, EngineGroup
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.platform.replicas.lab import ChosenRouter
 from tests.platform.replicas.served_engine import ServedEngine
+from tests.platform.scripted_engine import ScriptedEngine
 
 
 @dataclass

@@ -8,13 +8,13 @@ import pytest
 from loramux.engine.protocol.messages import Finished, Load, Pin, SequenceOutput, StatsRequest, Unload
 from loramux.platform.cluster.replica_report import HeldState
 from loramux.platform.engine_link.engine_client import EngineUnavailable
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.replicas.reports import UnknownReplica
 from loramux.platform.replicas.residency import summarise
 from loramux.platform.routing.views import digest_prefix
 from tests.platform.cluster.calls_here import Cluster, open_cluster
 from tests.platform.ready_adapters import digest_of
 from tests.platform.replicas.lab import add, collect, until
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -8,9 +8,9 @@ import pytest
 import zmq.asyncio
 
 from loramux.platform.cluster.gateway_sessions import GatewaySessions, SessionRefused
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from tests.platform.replicas.lab import until
 from tests.platform.replicas.served_engine import ServedEngine
+from tests.platform.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,7 @@ import pytest
 from loramux.engine.protocol.messages import Add, StatsRequest
 from loramux.platform.engine_link.engine_session import EngineSession
 from loramux.platform.engine_link.followed_engine import FollowedEngine, Joining, JoinRefused
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from tests.platform.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

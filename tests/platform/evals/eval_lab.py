@@ -13,11 +13,11 @@ from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.evals import Eval, EvalAnswer, Evals, NewEval
 from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.evals.cases import read_cases
 from loramux.platform.evals.runner import EvalRunner, Patience
 from tests.platform.gateways import Gateway
 from tests.platform.ready_adapters import digest_of
+from tests.platform.scripted_engine import Script
 
 PATIENCE = Patience(answer_s=60, refusal_s=0.5, queue_s=0.5, poll_s=0.02, look_s=0.02)
 

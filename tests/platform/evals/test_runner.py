@@ -15,11 +15,11 @@ from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import TenantChanges
 from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.evals.eval_lab import PATIENCE, EvalLab
 from tests.platform.gateways import open_gateway
 from tests.platform.ready_adapters import digest_of
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -15,13 +15,13 @@ from loramux.platform.accounts.tenants import Tenant
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import LoadCharge, ReservationRequest
 from loramux.platform.engine_link.engine_client import EngineUnavailable
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.generation.cold_loads import LOAD_S, STALE_S, ColdLoads
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.counters import UNITS
 from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.platform.gateways import Gateway
+from tests.platform.scripted_engine import ScriptedEngine
 
 METRIC = "cold_loads_per_minute"
 

@@ -21,7 +21,6 @@ from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.admission.records import Operation, Outcome, Reservation, ReservationRequest
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation import maintenance
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -43,6 +42,7 @@ from tests.platform.generation.troubled_gateway import (
     until_streaming,
 )
 from tests.platform.lock_waits import until_wait
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,6 @@ from loramux.migrations.database import Database
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.group_commit import GroupCommit
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.generation.settler import Settler
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -35,6 +34,7 @@ from tests.platform.generation.troubled_gateway import (
     until_spool_is_empty,
     until_streaming,
 )
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -8,10 +8,10 @@ import pytest
 from sqlalchemy import select
 
 from loramux.migrations import schema
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation import generation, plan
 from loramux.platform.quotas.counters import UNITS
 from loramux.platform.requests import planning
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

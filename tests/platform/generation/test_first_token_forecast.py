@@ -11,11 +11,11 @@ from msgspec import structs
 
 from loramux.engine.protocol.messages import Stats, TierLoad
 from loramux.engine.protocol.service_tiers import FIRST_TIER_LEAD
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.generation.first_token_forecast import NUM_ERRORS, PREFILL_AGE_S, FirstTokenForecast
 from loramux.platform.generation.first_token_gate import USED_PART
 from loramux.platform.generation.mirrored_queue import Share
 from tests.engine.simulated_engine import Clock, simulate_engine, stats_of
+from tests.platform.scripted_engine import ScriptedEngine
 
 ACME, GLOBEX, INITECH = (Share(name, "default") for name in ("acme", "globex", "initech"))
 MAX_SEQUENCES = 4

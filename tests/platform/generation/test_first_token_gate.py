@@ -17,7 +17,6 @@ from loramux.migrations.database import Database
 from loramux.migrations.schema import reservations
 from loramux.platform.accounts.tenants import TenantChanges
 from loramux.platform.admission.records import Reservation
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation.plan import Plan
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.quotas.overview import QuotaCaller, QuotaOverview
@@ -30,6 +29,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.engine.simulated_engine import Clock
 from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.ready_adapters import digest_of
+from tests.platform.scripted_engine import Script
 from tests.platform.test_service_tiers import CHAT, COMPLETIONS, HEADERS, MESSAGES, RESPONSES
 
 pytestmark = pytest.mark.anyio

@@ -18,7 +18,6 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.admission.records import Closing, Extension, ReservationRequest
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation import generation, maintenance, plan
 from loramux.platform.generation.settlement_spool import LEFT, SettlementSpool
 from loramux.platform.generation.settler import Settler
@@ -38,6 +37,7 @@ from tests.platform.generation.troubled_gateway import (
     until_ready,
     until_streaming,
 )
+from tests.platform.scripted_engine import Script
 from tests.platform.small_disk import MountedDisk, SmallDisk, small_disk
 
 pytestmark = pytest.mark.anyio

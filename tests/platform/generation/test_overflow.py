@@ -19,7 +19,6 @@ from loramux.adapter_store.registry.sharing import AdapterGrants
 from loramux.migrations.database import Database
 from loramux.platform.accounts.alias_overflows import MAX_STALE_S
 from loramux.platform.accounts.tenants import TenantChanges
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Target
 from loramux.platform.requests import request_life
@@ -30,6 +29,7 @@ from tests.engine.simulated_engine import Clock
 from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.generation.test_first_token_gate import MAX_SEQUENCES, look, nothing_reserved, value
 from tests.platform.ready_adapters import digest_of
+from tests.platform.scripted_engine import Script
 from tests.platform.test_service_tiers import CHAT, COMPLETIONS, HEADERS, MESSAGES, RESPONSES
 
 pytestmark = pytest.mark.anyio

@@ -9,10 +9,10 @@ import pytest
 
 from loramux.engine.protocol.messages import Finished, FromEngine, SequenceOutput, StepOutput, TokenLogprobs
 from loramux.engine.server.gateway_link import GatewayLink
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.pending_deltas import PendingDeltas
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -16,9 +16,9 @@ from structlog.testing import capture_logs
 from loramux.migrations import schema
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import Closing
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation import generation, maintenance, running_requests
 from loramux.platform.ledger.events import Ledger
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

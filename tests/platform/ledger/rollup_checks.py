@@ -6,7 +6,7 @@ from sqlalchemy import func, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.ledger_rollups import rebuild_all_rollups
+from tests.platform.ledger.rebuilt_rollups import rebuild_all_rollups
 
 
 def num_waiting(database: Database) -> int:

@@ -7,8 +7,8 @@ import pytest
 from fastapi import FastAPI
 
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import Script, ScriptedEngine
 from loramux.platform.listener.health import add_health
+from tests.platform.scripted_engine import Script, ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

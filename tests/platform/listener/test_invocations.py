@@ -6,10 +6,10 @@ import pytest
 
 from loramux.adapter_store.formats.version_files.adapter_task import classification_task
 from loramux.engine.protocol.messages import Add
-from loramux.platform.engine_link.scripted_engine import Script
 from tests.platform.gateways import Gateway
 from tests.platform.openai_api.test_bad_input import refused
 from tests.platform.openai_api.test_request_fields import BOTH, CHAT, body_for, chunks_of
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from loramux.platform.engine_link.scripted_engine import Script
 from tests.platform.gateways import Gateway
+from tests.platform.scripted_engine import Script
 
 HEADERS = {"anthropic-version": "2023-06-01"}
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "How is the weather in Rome?"}]

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.errors import ApiError, InvalidRequest
 from loramux.platform.messages_api.message_errors import message_error
 from tests.platform.gateways import Gateway
 from tests.platform.messages_api.message_calls import ASKED, HEADERS, WEATHER, answers, message, post
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

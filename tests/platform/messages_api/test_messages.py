@@ -10,7 +10,6 @@ import pytest
 from llguidance import LLMatcher
 
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.engine.byte_vocabulary import byte_vocabulary, ids
 from tests.platform.gateways import Gateway, open_gateway
@@ -30,6 +29,7 @@ from tests.platform.messages_api.message_calls import (
     prompt_of,
     same,
 )
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -12,8 +12,8 @@ from loramux.adapter_store.formats.version_files.added_vocabulary import (
     AddedVocabulary,
     encode_added_vocabulary,
 )
-from loramux.platform.engine_link.scripted_engine import Script
 from tests.platform.gateways import Gateway
+from tests.platform.scripted_engine import Script
 from tests.platform.tool_base import TEMPLATE
 
 pytestmark = pytest.mark.anyio

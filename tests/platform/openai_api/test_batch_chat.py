@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from loramux.platform.engine_link.scripted_engine import Script
 from tests.platform.gateways import Gateway
 from tests.platform.openai_api.test_bad_input import refused
 from tests.platform.openai_api.test_request_fields import CHAT, answer_of
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

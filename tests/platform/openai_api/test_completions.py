@@ -7,7 +7,7 @@ import pytest
 
 from loramux.engine.protocol.messages import StatsRequest
 from loramux.engine.scheduling.request_limits import sampling_problem
-from loramux.platform.engine_link.scripted_engine import Script
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -12,12 +12,12 @@ from llguidance import LLMatcher
 from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
 from loramux.engine.constraints.vocabulary import load_vocabulary
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.demo_base import DEMO_BASE
 from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.harmony_base import tokens_of
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

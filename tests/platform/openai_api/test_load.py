@@ -6,8 +6,8 @@ import pytest
 
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenants
-from loramux.platform.engine_link.scripted_engine import Script
 from tests.platform.gateways import Gateway
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from loramux.engine.scheduling.request_limits import MAX_PREDICTION_TOKENS
 from loramux.migrations import schema
-from loramux.platform.engine_link.scripted_engine import Script
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loramux.platform.engine_link.scripted_engine import Script
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

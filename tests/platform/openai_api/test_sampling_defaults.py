@@ -11,11 +11,11 @@ from loramux.adapter_store.formats.version_files.generation_config import SETTIN
 from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.scheduling.request_limits import sampling_problem
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.openai_api.completion_request import CompletionRequest
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

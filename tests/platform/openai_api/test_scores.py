@@ -8,12 +8,12 @@ import pytest
 
 from loramux.engine.protocol.messages import PromptLogprob, TokenLogprobs
 from loramux.engine.text.detokenizer import new_detokenizer
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 from loramux.platform.openai_api.completion_answer import CompletionAnswer
 from loramux.platform.openai_api.text_offsets import TextOffsets, prompt_offsets
 from tests.platform.openai_api.test_request_fields import BOTH, CHAT, TEXT, answer_of, chunks_of, text_of
+from tests.platform.scripted_engine import Script
 from tests.platform.tokenizer.test_text import sentencepiece_like
 
 pytestmark = pytest.mark.anyio

@@ -13,13 +13,13 @@ from llguidance import LLMatcher
 from loramux.adapter_store.extensions import ExtensionKind, read_entries
 from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.call_parser import CallParser
 from loramux.platform.tool_calls.parsers import TOOL_PARSERS
 from tests.engine.byte_vocabulary import byte_vocabulary, ids
 from tests.platform.gateways import Gateway, open_gateway
+from tests.platform.scripted_engine import Script
 from tests.written_extension import write_distribution
 
 pytestmark = pytest.mark.anyio

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from loramux.platform.bodies.chat_request import ChatRequest
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.openai_api.completion_request import CompletionRequest
 from tests.platform.gateways import Gateway
 from tests.platform.openai_api.test_bad_input import refused
 from tests.platform.openai_api.test_request_fields import BOTH, CHAT, TEXT, answer_of, body_for, chunks_of, text_of
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -13,9 +13,9 @@ from openai import BadRequestError
 
 from loramux.adapter_store.formats.version_files.adapter_task import EMBEDDING_TASK, classification_task
 from loramux.engine.protocol.messages import Add
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -17,11 +17,11 @@ from loramux.adapter_store.formats.version_files.pooling_files import Pooling
 from loramux.engine.protocol.messages import Add
 from loramux.engine.sequences.embedding import embedding_of
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.pooling_api import embeddings
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

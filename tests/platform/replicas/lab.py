@@ -19,7 +19,6 @@ import msgspec
 from loramux.engine.protocol.messages import PROTOCOL, Add, Finished, SamplingParams, SequenceOutput
 from loramux.migrations.database import Database
 from loramux.platform.base_draw import BaseDraw
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.certificates import OwnCertificates
 from loramux.platform.replicas.peer_listener import PeerListener
 from loramux.platform.replicas.presence import Presence
@@ -30,6 +29,7 @@ from loramux.platform.routing.views import NoReplica, Prefetch, ReplicaView, Rou
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.threads import call_on
 from tests.platform.replicas.served_engine import ServedEngine
+from tests.platform.scripted_engine import ScriptedEngine
 
 PATIENCE_S = 60
 PROMPTS = "f" * 64

@@ -24,7 +24,7 @@ from loramux.engine.protocol.messages import (
     ToEngine,
     Unload,
 )
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from tests.platform.scripted_engine import ScriptedEngine
 
 
 class ServedEngine:

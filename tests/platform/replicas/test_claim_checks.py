@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 
 from loramux.engine.protocol.messages import Stats, StatsRequest
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.claim_checks import DISTRUST_S, MAX_FAILURES, ClaimChecks
 from loramux.platform.routing.views import digest_prefix
 from tests.platform.ready_adapters import digest_of
+from tests.platform.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 DIGESTS = [digest_of(str(number)) for number in range(100)]

@@ -21,13 +21,13 @@ from loramux.engine.protocol.messages import (
     Unload,
 )
 from loramux.platform.engine_link.engine_client import EngineUnavailable
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.data_parallel import DataParallelEngines
 from loramux.platform.replicas.reports import UnknownReplica
 from loramux.platform.routing.router import Router
 from tests.platform.ready_adapters import digest_of
 from tests.platform.replicas.lab import ChosenRouter, add, collect, until
 from tests.platform.replicas.test_routed_engine import LosableEngine
+from tests.platform.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

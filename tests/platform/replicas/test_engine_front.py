@@ -25,12 +25,12 @@ from loramux.engine.protocol.messages import (
 )
 from loramux.platform.engine_link.engine_connection import EngineConnection
 from loramux.platform.engine_link.engine_socket import EngineSocketDirectory
-from loramux.platform.engine_link.scripted_engine import Script, ScriptedEngine
 from loramux.platform.replicas.data_parallel import DataParallelEngines
 from loramux.platform.replicas.engine_front import EngineFront
 from tests.platform.ready_adapters import digest_of
 from tests.platform.replicas.lab import PATIENCE_S, ChosenRouter, add, collect, until
 from tests.platform.replicas.test_routed_engine import LosableEngine
+from tests.platform.scripted_engine import Script, ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

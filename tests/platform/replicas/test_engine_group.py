@@ -7,10 +7,10 @@ import pytest
 from msgspec import structs
 
 from loramux.engine.protocol.messages import EngineCall, StatsRequest
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.engine_group import EngineGroup
 from tests.platform.cluster.test_replica_report import stats
 from tests.platform.replicas.lab import until
+from tests.platform.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -14,11 +14,11 @@ import pytest
 from loramux.adapter_store.registry.bases import Bases
 from loramux.engine.protocol.messages import StatsRequest
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.ready_adapters import add_ready_adapter, digest_of
 from tests.platform.replicas.lab import PROMPTS, beat, until
 from tests.platform.replicas.pair import Pair, open_pair
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

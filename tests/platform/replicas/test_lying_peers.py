@@ -25,7 +25,6 @@ from loramux.engine.protocol.messages import (
 )
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.replicas import peer_engine, presence
 from loramux.platform.replicas.records import ReplicaRow
 from loramux.platform.replicas.replica_table import ReplicaTable, Summary
@@ -35,6 +34,7 @@ from tests.platform.ready_adapters import digest_of
 from tests.platform.replicas.lab import add, beat, collect, open_replica, until
 from tests.platform.replicas.lies import LIES, Lie
 from tests.platform.replicas.pair import Pair, open_pair
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

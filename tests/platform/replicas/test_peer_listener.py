@@ -18,7 +18,6 @@ from loramux.admin.server.listeners import bind
 from loramux.engine.protocol.messages import Add, Credit, EngineReady, Load, Pin, SequenceOutput, StatsRequest, Unload
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.followed_engine import Joining
-from loramux.platform.engine_link.scripted_engine import Script, ScriptedEngine, echo
 from loramux.platform.replicas import frame_link
 from loramux.platform.replicas.certificates import (
     LIFETIME_S,
@@ -38,6 +37,7 @@ from loramux.platform.replicas.records import base_fingerprint
 from loramux.platform.replicas.replica_book import Peer
 from tests.platform.replicas.lab import add, bound, collect, own_row, until
 from tests.platform.replicas.served_engine import ServedEngine
+from tests.platform.scripted_engine import Script, ScriptedEngine, echo
 
 pytestmark = pytest.mark.anyio
 

@@ -10,11 +10,11 @@ import pytest
 
 from loramux.engine.protocol.messages import Finished, SequenceOutput
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.replicas import presence, replica_book
 from loramux.platform.replicas.replica_table import ReplicaTable, Summary
 from tests.platform.ready_adapters import digest_of
 from tests.platform.replicas.lab import Replica, add, beat, collect, open_replica, own_row, two_replicas, until
+from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,6 @@ from cryptography.hazmat.primitives import serialization
 
 from loramux.adapter_store.registry.base_shares import BaseShare
 from loramux.platform.base_draw import BaseDraw
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.certificates import LIFETIME_S, OwnCertificates
 from loramux.platform.replicas.replica_book import FORGOTTEN_S, GONE_S, ReplicaBook
 from loramux.platform.replicas.replica_table import Summary, TableReading
@@ -26,6 +25,7 @@ from loramux.platform.replicas.residency import (
 from loramux.platform.routing.views import digest_prefix
 from tests.platform.ready_adapters import digest_of
 from tests.platform.replicas.lab import PROMPTS, own_row
+from tests.platform.scripted_engine import ScriptedEngine
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 PEM = OwnCertificates("rep_b", lambda: NOON).pem

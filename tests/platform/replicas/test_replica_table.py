@@ -5,12 +5,12 @@ import pytest
 from sqlalchemy.exc import DBAPIError
 
 from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.records import ReplicaRow
 from loramux.platform.replicas.replica_table import ReplicaTable, Summary
 from loramux.platform.replicas.residency import MAX_SUMMARY_BYTES, summarise
 from tests.platform.ready_adapters import digest_of
 from tests.platform.replicas.lab import own_row
+from tests.platform.scripted_engine import ScriptedEngine
 
 HELD = Summary(version=3, prefixes=summarise([digest_of("one"), digest_of("two")]))
 

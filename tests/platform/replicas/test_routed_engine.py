@@ -10,13 +10,13 @@ import pytest
 from loramux.engine.protocol.messages import Add, AnswerT, EngineCall, Finished, SequenceOutput
 from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.engine_client import EngineUnavailable
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.engine_link.sequence_stream import SequenceStream
 from loramux.platform.replicas.route import routing_request
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.views import ReplicaView
 from tests.platform.ready_adapters import digest_of
 from tests.platform.replicas.lab import ChosenRouter, add, collect, until
+from tests.platform.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

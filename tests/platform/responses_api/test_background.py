@@ -18,7 +18,6 @@ from loramux.engine.protocol.messages import Add
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.admission.admission import Admission
-from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.ledger.events import UsageEvent
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.responses_api import background
@@ -28,6 +27,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, listening, open_gateway
 from tests.platform.responses_api.test_stored import MISSING, respond, status_of
 from tests.platform.responses_api.transcripts import EVENT, RESPONSES
+from tests.platform.scripted_engine import Script
 from tests.platform.storing import KEY, allow, answers
 from tests.postgres import create_database
 

@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import pytest
 
-from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.worker import IngestWorker
@@ -28,6 +27,7 @@ from loramux.platform.runtime_adapters.runtime_adapters import MAX_LOADS, Runtim
 from loramux.platform.tenant_slots import TenantQueues
 from tests.adapter_store.adapter_files import AdapterFiles, AdapterMaker
 from tests.adapter_store.ingest.ingest_world import DirectValidator
+from tests.adapter_store.memory_blobs import MemoryBlobStore
 from tests.adapter_store.small_base import make_target
 from tests.platform.gateways import Gateway
 from tests.platform.replicas.lab import until

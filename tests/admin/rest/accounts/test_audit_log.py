@@ -12,12 +12,13 @@ from sqlalchemy import func, select
 
 from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
 from loramux.migrations import schema
-from loramux.migrations.audit import Actor, acting_as
+from loramux.migrations.audit import Actor
 from loramux.platform.accounts.tenants import TenantChanges
 from tests.admin.admin_side import ADMIN_KEY
 from tests.admin.app_client import client_of
 from tests.admin.console.signed_in_browser import sign_in
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
+from tests.migrations.acting import acting_as
 
 pytestmark = pytest.mark.anyio
 

@@ -13,13 +13,13 @@ from sqlalchemy import func, select, update
 from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.admin.serving.app import create_admin_app
 from loramux.migrations.schema import adapter_versions, uploads
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from tests.adapter_store.validation.hostile import MARK, TARGET, Hostile, good_files
 from tests.adapter_store.validation.hostile_configs import NAMES, TYPES
 from tests.adapter_store.validation.hostile_containers import FOREIGN, OFFSETS
 from tests.adapter_store.validation.hostile_weights import COMBINATIONS, NUMBERS
 from tests.admin.admin_side import ADMIN_KEY, AdminSide, open_admin_side
 from tests.admin.rest.adapters.hostile_calls import CALLS, HostileCall, Visit
+from tests.platform.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

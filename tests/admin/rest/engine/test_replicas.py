@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from loramux.admin.serving.app import create_admin_app
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.fleet import BASE_ID, OWN, PEER, SILENT, STRANGER, ScriptedFleet
+from tests.platform.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -9,10 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.admin.serving.app import create_admin_app
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.data_parallel import DataParallelEngines
 from tests.admin.admin_side import ADMIN_KEY, MODEL_SOURCE, AdminSide
 from tests.platform.replicas.lab import ChosenRouter
+from tests.platform.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -1,4 +1,4 @@
-"""SQL that rebuilds all rollups from the ledger, for tests and benchmarks.
+"""SQL that rebuilds all rollups from the ledger.
 
 Nothing else may write to the ledger or to the rollups while the statements run. The sums of erased entries, which are
 only in the rollups, are lost. A step that changes the grains must keep them.
@@ -51,7 +51,7 @@ _OF_HOURS: Sequence[tuple[int, Sequence[str], Sequence[int]]] = (
 def rebuild_all_rollups() -> Iterator[str]:
     """Return, in order, the statements that rebuild every rollup."""
     for table in ("usage_rollups", "usage_series", "usage_batches"):
-        yield f"DELETE FROM {table}"  # noqa: S608 - only constants, as in this whole file
+        yield f"DELETE FROM {table}"
     for number, keeps, spans_us in _OF_FACTS:
         yield from _sum_up_facts(number, keeps, spans_us[0])
         yield from _sum_up_spans(number, spans_us)
@@ -63,30 +63,30 @@ def rebuild_all_rollups() -> Iterator[str]:
 def _sum_up_facts(number: int, keeps: Sequence[str], span_us: int) -> Iterator[str]:
     start, kept = f"at_us - at_us % {span_us}", _kept(keeps)
     yield (
-        f"INSERT INTO usage_series ({', '.join(SERIES)}) SELECT DISTINCT {kept} FROM ({_FACTS}) AS facts"  # noqa: S608
+        f"INSERT INTO usage_series ({', '.join(SERIES)}) SELECT DISTINCT {kept} FROM ({_FACTS}) AS facts"
         " WHERE true ON CONFLICT DO NOTHING"
     )
     summed = (
-        f"SELECT {start} AS start_us, {kept}, {', '.join(f'sum({name}) AS {name}' for name in _AMOUNTS)}"  # noqa: S608
+        f"SELECT {start} AS start_us, {kept}, {', '.join(f'sum({name}) AS {name}' for name in _AMOUNTS)}"
         f" FROM ({_FACTS}) AS facts GROUP BY {start}, {', '.join(keeps)}"
     )
     same = " AND ".join(f"s.{name} = f.{name}" for name in SERIES)
     yield (
-        f"{_insert()} SELECT {number}, {span_us}, f.start_us, f.tenant_id, s.id,"  # noqa: S608
+        f"{_insert()} SELECT {number}, {span_us}, f.start_us, f.tenant_id, s.id,"
         f" {', '.join(f'f.{name}' for name in _AMOUNTS)} FROM ({summed}) AS f JOIN usage_series s ON {same}"
     )
 
 
 def _sum_up_hours(number: int, keeps: Sequence[str]) -> Iterator[str]:
     yield (
-        f"INSERT INTO usage_series ({', '.join(SERIES)}) SELECT DISTINCT {_kept(keeps)} FROM usage_series"  # noqa: S608
+        f"INSERT INTO usage_series ({', '.join(SERIES)}) SELECT DISTINCT {_kept(keeps)} FROM usage_series"
         f" WHERE id IN (SELECT series_id FROM usage_rollups WHERE grain = {_FINEST} AND span_us = {_DAY_US})"
         " ON CONFLICT DO NOTHING"
     )
     same = " AND ".join(f"kept.{name} = s.{name}" if name in keeps else f"kept.{name} = ''" for name in SERIES)
     yield (
         # Match each series once, not once per hour.
-        f"{_insert()} WITH parts AS MATERIALIZED"  # noqa: S608
+        f"{_insert()} WITH parts AS MATERIALIZED"
         f" (SELECT s.id AS part_id, kept.id AS kept_id FROM usage_series s JOIN usage_series kept ON {same})"
         f" SELECT {number}, {_HOUR_US}, r.start_us, r.tenant_id, parts.kept_id,"
         f" {', '.join(f'sum(r.{name})' for name in _AMOUNTS)}"
@@ -103,7 +103,7 @@ def _sum_up_spans(number: int, spans_us: Sequence[int]) -> Iterator[str]:
     for shorter_us, longer_us in pairwise(spans_us):
         start = f"start_us - start_us % {longer_us}"
         yield (
-            f"{_insert()} SELECT {number}, {longer_us}, {start}, tenant_id, series_id,"  # noqa: S608
+            f"{_insert()} SELECT {number}, {longer_us}, {start}, tenant_id, series_id,"
             f" {', '.join(f'sum({name})' for name in _AMOUNTS)} FROM usage_rollups"
             f" WHERE grain = {number} AND span_us = {shorter_us} GROUP BY {start}, tenant_id, series_id"
         )

@@ -1,4 +1,4 @@
-"""Blobs in memory, for tests and demonstrations."""
+"""A blob store in memory."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.engine.protocol.messages import Load, StatsRequest, Unload
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from tests.platform.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 
