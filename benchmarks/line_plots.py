@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from loramux.admin.bench.pictures import RIGHT, WIDTH, colours, legend, page, text
+from loramux.admin.bench.pictures import RIGHT, WIDTH, colours, legend, page, svg_text
 
 HEIGHT = 420
 LEFT, TOP, BOTTOM = 80, 72, 56
@@ -28,13 +28,13 @@ def draw_lines(
     def at(x: float, y: float) -> tuple[float, float]:
         return LEFT + 16 + (WIDTH - LEFT - RIGHT - 32) * place(x), HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * y / top
 
-    parts = [text(WIDTH / 2, HEIGHT - 12, axes[0], "middle"), text(16, TOP - 30, axes[1], "start")]
+    parts = [svg_text(WIDTH / 2, HEIGHT - 12, axes[0], "middle"), svg_text(16, TOP - 30, axes[1], "start")]
     for tick in range(NUM_TICKS + 1):
         value = top * tick / NUM_TICKS
         y = at(labels[0], value)[1]
         parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(text(LEFT - 8, y + 4, f"{value:g}", "end"))
-    parts += [text(at(label, 0)[0], HEIGHT - BOTTOM + 18, f"{label:g}", "middle") for label in labels]
+        parts.append(svg_text(LEFT - 8, y + 4, f"{value:g}", "end"))
+    parts += [svg_text(at(label, 0)[0], HEIGHT - BOTTOM + 18, f"{label:g}", "middle") for label in labels]
     for colour, (_, points) in zip(colours(len(lines)), lines.items(), strict=True):
         placed = [at(*point) for point in sorted(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)

@@ -103,9 +103,7 @@ class Bases:
             .where(columns.base_id == base_id, columns.state == "rejected", adapter_versions.c.state == "ready")
         )
         with self._database.read(LONGEST_READ_S) as connection:
-            return keyset_page(
-                connection, query, columns.version_id, lambda row: RejectedVersion(**row._mapping), limit, after, before
-            )
+            return keyset_page(connection, query, columns.version_id, _rejected, limit, after, before)
 
     def revalidate(self, base_id: str) -> int:
         """Delete the verdicts on ready versions that were rejected for a base, so that its servers validate them again.
@@ -210,6 +208,10 @@ def _decided(connection: Connection, base_id: str) -> Mapping[str, int]:
         .group_by(columns.state)
     )
     return {row.state: row.num_versions for row in connection.execute(query)}
+
+
+def _rejected(row: Row[Any]) -> RejectedVersion:
+    return RejectedVersion(**row._mapping)
 
 
 def _base(

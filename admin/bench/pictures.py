@@ -28,17 +28,17 @@ def _panel(title: str, groups: Mapping[str, Mapping[str, float]], names: Sequenc
     group_width = (WIDTH - 2 * RIGHT) / len(groups)
     bar_width = BAR_SHARE * group_width / len(names)
     parts = [
-        text(RIGHT, top + 12, title, "start"),
+        svg_text(RIGHT, top + 12, title, "start"),
         f'<line x1="{RIGHT}" y1="{floor}" x2="{WIDTH - RIGHT}" y2="{floor}" stroke="#999"/>',
     ]
     for place, (group, bars) in enumerate(groups.items()):
         start = RIGHT + (place + (1 - BAR_SHARE) / 2) * group_width
-        parts.append(text(RIGHT + (place + 0.5) * group_width, floor + 18, group, "middle"))
+        parts.append(svg_text(RIGHT + (place + 0.5) * group_width, floor + 18, group, "middle"))
         for number, (name, colour) in enumerate(zip(names, colours(len(names)), strict=True)):
             if name in bars:
                 x, height = start + number * bar_width, room * bars[name] / highest
                 parts.append(_rectangle(x, floor - height, bar_width - 2, height, colour))
-                parts.append(text(x + bar_width / 2 - 1, floor - height - 4, f"{bars[name]:.3g}", "middle"))
+                parts.append(svg_text(x + bar_width / 2 - 1, floor - height - 4, f"{bars[name]:.3g}", "middle"))
     return parts
 
 
@@ -46,7 +46,14 @@ def page(title: str, height: int, parts: Sequence[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
     background = f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
     return "\n".join(
-        [head + 'font-size="12" fill="#333">', background, text(WIDTH / 2, 20, title, "middle"), *parts, "</svg>", ""]
+        [
+            head + 'font-size="12" fill="#333">',
+            background,
+            svg_text(WIDTH / 2, 20, title, "middle"),
+            *parts,
+            "</svg>",
+            "",
+        ]
     )
 
 
@@ -54,7 +61,7 @@ def legend(names: Sequence[str], y: float) -> list[str]:
     parts = []
     for place, (name, colour) in enumerate(zip(names, colours(len(names)), strict=True)):
         x = RIGHT + LEGEND_WIDTH * place
-        parts += [_rectangle(x, y, 12, 12, colour), text(x + 18, y + 10, name, "start")]
+        parts += [_rectangle(x, y, 12, 12, colour), svg_text(x + 18, y + 10, name, "start")]
     return parts
 
 
@@ -66,5 +73,5 @@ def _rectangle(x: float, y: float, width: float, height: float, colour: str) -> 
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>'
 
 
-def text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def svg_text(x: float, y: float, content: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'

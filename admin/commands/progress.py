@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
+
+
+class CountedProgress(Protocol):
+    """Shows the number done so far, and the total if it was unknown before."""
+
+    def __call__(self, done: int, total: int | None = None) -> None: ...
 
 
 @contextmanager
-def counted_progress(total: int | None, what: str, as_json: bool) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on a terminal. The function that it yields takes the number done so far and, optionally, the
-    total, which can be unknown at first.
-    """
+def counted_progress(total: int | None, what: str, as_json: bool) -> Iterator[CountedProgress]:
+    """Show a progress bar on a terminal. `total` is None as long as it is unknown."""
     if as_json or not sys.stderr.isatty():
-        yield lambda _done, _total=None: None
+        yield lambda done, total=None: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

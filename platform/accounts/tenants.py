@@ -336,7 +336,17 @@ def _check_timezone(timezone: str) -> None:
 
 
 def _shown(tenant: Tenant) -> dict[str, object]:
-    return {name: value for name, value in asdict(tenant).items() if name not in ("id", "created_us")}
+    return {
+        "slug": tenant.slug,
+        "display_name": tenant.display_name,
+        "state": tenant.state,
+        "weight": tenant.weight,
+        "timezone": tenant.timezone,
+        "host_floor_bytes": tenant.host_floor_bytes,
+        "response_days": tenant.response_days,
+        "max_service_tier": tenant.max_service_tier,
+        "default_service_tier": tenant.default_service_tier,
+    }
 
 
 def _tenant(row: Row[Any]) -> Tenant:

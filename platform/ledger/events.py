@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from sqlalchemy import Row, Select, func, select, tuple_
@@ -122,7 +122,8 @@ def _select_events(
     tenant_id: str | None, start_us: int | None, end_us: int | None, only: Collection[str] | None
 ) -> Select[Any]:
     events, tenants, adjustments = schema.usage_events, schema.tenants, schema.usage_adjustments
-    rest = [column for column in events.c if column.name not in (*_AMOUNTS, "batch_id")]
+    names = {field.name for field in fields(UsageEvent)}.difference(_AMOUNTS)
+    rest = [column for column in events.c if column.name in names]
     amounts = [(events.c[name] + func.coalesce(adjustments.c[name], 0)).label(name) for name in _AMOUNTS]
     # Every event has a tenant, but an outer join makes the planner scan the events instead of starting from the few
     # tenants.

@@ -20,6 +20,7 @@ class WatchedStager(MemoryStager):
         self._withheld: list[str] = []
 
     def request(self, digest: str) -> None:
+        assert digest not in self._requested
         assert digest not in self._withheld
         self.num_requests += 1
         if self.is_holding:

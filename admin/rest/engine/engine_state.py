@@ -77,18 +77,38 @@ async def get_engine(
     info = services.engine.client.info
     if info is None:
         raise _silent()
-    # The document's other fields have the names of the statistics.
-    facts = msgspec.structs.asdict(stats) | {
+    return {
         "object": "engine",
         "device": info.device,
         "dtype": info.dtype,
         "quantization": info.quantization,
         "max_model_len": info.max_model_len,
         "page_tokens": info.page_tokens,
+        "page_bytes": stats.page_bytes,
+        "num_pages": stats.num_pages,
+        "num_free_pages": stats.num_free_pages,
+        "num_kv_pages": stats.num_kv_pages,
+        "num_adapter_pages": stats.num_adapter_pages,
+        "num_prefix_pages": stats.num_prefix_pages,
+        "num_pinned_pages": stats.num_pinned_pages,
+        "num_slots": stats.num_slots,
+        "num_running": stats.num_running,
+        "num_waiting": stats.num_waiting,
+        "num_steps": stats.num_steps,
+        "mixed_steps": stats.mixed_steps,
+        "max_adapters_in_step": stats.max_adapters_in_step,
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.completion_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "recomputed_tokens": stats.recomputed_tokens,
+        "num_adapter_loads": stats.num_adapter_loads,
+        "num_adapter_evictions": stats.num_adapter_evictions,
+        "num_preemptions": stats.num_preemptions,
         "bandwidth_utilization": stats.decode_reads.utilization,
+        "drafts": msgspec.to_builtins(stats.drafts),
+        "host_pages": msgspec.to_builtins(stats.host_pages),
+        "loading": msgspec.to_builtins(stats.loading),
     }
-    document: EngineDocument = msgspec.to_builtins({name: facts[name] for name in EngineDocument.__annotations__})
-    return document
 
 
 async def engine_stats(services: AdminServices, with_tiers: bool = False, replica: str | None = None) -> Stats:

@@ -123,8 +123,29 @@ def _lines(events: Sequence[UsageEvent], kind: str) -> list[str]:
     return list(csv_lines(documents, _EVENT_COLUMNS)) if kind == "csv" else [ndjson_line(item) for item in documents]
 
 
-_EVENT_COLUMNS = [name for name in UsageEventDocument.__annotations__ if name != "object"]
-"""The columns of an export as CSV."""
+_EVENT_COLUMNS = (
+    "id",
+    "tenant_id",
+    "tenant",
+    "api_key_id",
+    "adapter_id",
+    "adapter_version_id",
+    "model",
+    "base",
+    "endpoint",
+    "end_user",
+    "service_tier",
+    "status",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "cost_nanos",
+    "price_id",
+    "started_at",
+    "finished_at",
+    "time_to_first_token_us",
+    "duration_us",
+)
 
 
 def _describe_event(event: UsageEvent) -> UsageEventDocument:
