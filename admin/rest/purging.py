@@ -115,10 +115,9 @@ async def purge_tenant(services: AdminServices, tenant: Tenant, body: PurgeReque
     purged = [await _purge_adapter(services, adapter.id) for adapter in adapters]
     share = await services.call(services.accounts.tenants.share, tenant.id)
     num_erased = await services.call(services.usage.erasure.erase, tenant.id)
-    # If this server ends before the tenant's row is deleted, the purge can be repeated.
-    await _forget_prefixes(services, share.isolation_key)
     rows = await services.call(services.accounts.tenants.purge, tenant.id)
     services.accounts.api_keys.forget_recent()
+    await forget_prefixes(services, (share.isolation_key,))
     document = await _finish(services, tenant.slug, purged, rows, len(adapters))
     return {**document, "usage_events": num_erased}
 
@@ -141,12 +140,18 @@ async def forget_copies(services: AdminServices, digests: Collection[str]) -> bo
     return is_done
 
 
-async def _forget_prefixes(services: AdminServices, isolation_key: bytes) -> None:
-    """Delete the K and V of a tenant's prompts from this server's engines. An engine that has died has none."""
+async def forget_prefixes(services: AdminServices, isolation_keys: Collection[bytes]) -> bool:
+    """Delete the K and V of deleted tenants' prompts from this server's engines: from the page pool and from host
+    memory.
+
+    Return False if the engine does not answer.
+    """
     try:
-        await services.engine.client.call(ForgetPrefixes(isolation_key=isolation_key), UNLOAD_TIMEOUT_S)
-    except (EngineUnavailable, TimeoutError) as error:
-        _log.warning("K and V of a purged tenant stay until the engine needs their pages or ends", error=str(error))
+        for key in isolation_keys:
+            await services.engine.client.call(ForgetPrefixes(isolation_key=key), UNLOAD_TIMEOUT_S)
+    except (EngineUnavailable, TimeoutError):
+        return False
+    return True
 
 
 async def _purge_adapter(services: AdminServices, adapter_id: str) -> Purge:

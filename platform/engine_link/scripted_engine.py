@@ -177,6 +177,7 @@ class ScriptedEngine:
                 self.pinned.discard(digest)
                 return AdapterState(call_id="unload", digest=digest, state="absent")
             case ForgetPrefixes(isolation_key=isolation_key):
+                self._check_ready()
                 self.forgotten_prefixes.append(isolation_key)
                 return AdapterState(call_id="forget", digest="", state="absent")
             case StatsRequest(with_tiers=with_tiers):

@@ -245,6 +245,34 @@ async def test_every_server_deletes_its_copies_of_purged_weights(
     assert admin_side.engine.purged == [version["digest"]]
 
 
+async def test_every_server_deletes_the_cached_prefixes_of_deleted_tenants(
+    http: httpx.AsyncClient, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants, engine = admin_side.services.accounts.tenants, admin_side.engine
+    keys = {slug: tenants.share(tenants.create(slug).id).isolation_key for slug in ("purged", "deleted", "kept")}
+    upkeep = Upkeep(admin_side.services)
+    await upkeep.forget_purged()
+    assert engine.forgotten_prefixes == []
+    etag = (await http.get(f"{V1}/tenants/purged")).headers["etag"]
+    await http.patch(f"{V1}/tenants/purged", json={"state": "suspended"}, headers={"if-match": etag})
+    await purge(http, "tenants/purged", confirm="purged")
+    assert engine.forgotten_prefixes == [keys["purged"]], "at once"
+    assert (await http.delete(f"{V1}/tenants/deleted")).status_code == 204
+    engine.forgotten_prefixes.clear()
+
+    engine.die()
+    await upkeep.forget_purged()
+    engine.revive()
+    for _ in range(2):
+        await upkeep.forget_purged()
+    both = sorted((keys["purged"], keys["deleted"]))
+    assert engine.forgotten_prefixes == both, "once the engine answers"
+    monkeypatch.setattr("loramux.admin.serving.upkeep.FORGET_AGAIN_S", 0.0)
+    for _ in range(2):
+        await upkeep.forget_purged()
+    assert engine.forgotten_prefixes == [*both, *both], "a request that was running has ended by now"
+
+
 @pytest.mark.parametrize("scope", ["tenant:admin", "tenant:develop", "platform:read"])
 async def test_only_a_platform_administrator_may_purge(
     http: httpx.AsyncClient, admin_side: AdminSide, scope: str
