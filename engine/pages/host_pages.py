@@ -161,6 +161,9 @@ class HostPages:
     def pays(self, num_pages: int, num_tokens: int) -> bool:
         """True if copying `num_pages` pages is faster than computing the `num_tokens` tokens in them, by the measured
         times of both. As long as no prompt has been measured, copying is assumed to be faster.
+
+        In a full pool, pages are evicted to make room for either, and saved. These saves are not counted, because
+        computing the tokens needs at least as many new pages as copying them.
         """
         return not self._token_s or num_pages * self._memory.load_s < num_tokens * self._token_s
 

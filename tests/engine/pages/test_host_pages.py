@@ -313,6 +313,27 @@ def test_a_prefix_is_computed_if_copying_is_slower() -> None:
     assert (counts.num_loaded, counts.restored_tokens, counts.recomputed_tokens) == (0, 0, 144)
 
 
+@pytest.mark.parametrize("layers", ["whole", "mixed"])
+def test_the_pages_before_the_first_copy_are_used_if_copying_is_slower(layers: str) -> None:
+    """Pages after an evicted one are in the pool, too, but are of no use without it."""
+    simulation, prompt = small_engine(layers, num_pages=80), tokens(150)
+    simulation.engine.add(b"gateway", simulation.make_add("first", prompt, 4, isolation_key=OWNER))
+    simulation.step()
+    simulation.step()
+    simulation.step()
+    [sequence] = simulation.scheduler.running
+    third = sequence.page_keys[(2 + 1) * LAYOUTS[layers].groups[0].num_blocks - 1]
+    simulation.run()
+    cached = simulation.prefixes.find(third)
+    assert cached is not None
+    simulation.prefixes.evict(cached)
+    simulation.host_memory.load_s = 1.0
+    simulation.prefixes.host.note_computed(1000, 1.0)
+    page_tokens = LAYOUTS[layers].groups[0].page_tokens
+    assert ask(simulation, "again", prompt) == 2 * page_tokens
+    assert stats_of(simulation).host_pages.recomputed_tokens == (149 // page_tokens - 2) * page_tokens
+
+
 def test_a_preempted_sequence_resumes_from_its_copies() -> None:
     """Without host memory, most of the victim's tokens are computed again."""
     recomputed = []
