@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -52,8 +52,8 @@ class Upkeep:
         )
         self._unpinnable: frozenset[str] = frozenset()
         """Digests that the last attempt could not pin. Their failures are not logged again."""
-        self._weights = _Copies[str](partial(forget_copies, services))
-        self._prefixes = _Copies[bytes](partial(forget_prefixes, services))
+        self._weights = _Copies[str]("weights", partial(forget_copies, services))
+        self._prefixes = _Copies[bytes]("prefixes", partial(forget_prefixes, services))
 
     async def run(self, own: OwnServer, draining: asyncio.Event) -> None:
         """Run until cancelled. `draining` is set when the server starts to drain."""
@@ -130,19 +130,26 @@ class Upkeep:
 
 class _Copies(Generic[NameT]):
     """Deletes this server's copies of purged objects, once and again after FORGET_AGAIN_S. `delete` deletes the copies
-    of the objects with these names, and returns False if some may be left.
+    of the objects with these names, and returns the names of which none are left. `kind` names the objects in the log.
     """
 
-    def __init__(self, delete: Callable[[Collection[NameT]], Awaitable[bool]]) -> None:
-        self._delete: Callable[[Collection[NameT]], Awaitable[bool]] = delete
+    def __init__(self, kind: str, delete: Callable[[Sequence[NameT]], Awaitable[Sequence[NameT]]]) -> None:
+        self._kind = kind
+        self._delete: Callable[[Sequence[NameT]], Awaitable[Sequence[NameT]]] = delete
         self._deleted_s: dict[NameT, float] = {}
         """When copies were deleted, by name. Infinity after the second time."""
+        self._is_late = False
+        """True if the last attempt left some copies. Further failures are not logged."""
 
     async def forget(self, purged: Collection[NameT]) -> None:
         """Delete the copies that are due. Objects that are no longer in `purged` count as new if they return."""
         now_s = time.monotonic()
         self._deleted_s = {name: at_s for name, at_s in self._deleted_s.items() if name in purged}
         due = [name for name in sorted(purged) if now_s - self._deleted_s.get(name, -inf) >= FORGET_AGAIN_S]
-        if due and await self._delete(due):
-            for name in due:
-                self._deleted_s[name] = inf if name in self._deleted_s else now_s
+        deleted = await self._delete(due) if due else ()
+        for name in deleted:
+            self._deleted_s[name] = inf if name in self._deleted_s else now_s
+        num_due = len(due) - len(deleted)
+        if num_due and not self._is_late:
+            log.warning("copies of what was purged are deleted later", kind=self._kind, num_due=num_due)
+        self._is_late = num_due > 0

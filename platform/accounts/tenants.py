@@ -31,7 +31,7 @@ MAX_RESPONSE_DAYS = 365
 DELETED = "Incorrect API key provided: its tenant has been deleted"
 """The message to a caller whose key is still cached."""
 MAX_SHARES = 10_000
-FORGOTTEN_US = 30 * 86_400_000_000
+FORGOTTEN_US = 2 * 86_400_000_000
 """How long a deleted tenant's isolation key is remembered, in microseconds, so that a server that was disconnected
 still deletes the tenant's cached prefixes.
 """
@@ -382,7 +382,8 @@ def _isolation_key(secret: bytes) -> bytes:
 def _delete_rows(connection: Connection, tenant_id: str, now_us: int) -> None:
     # The sweep of files deletes the blobs.
     connection.execute(insert(schema.file_purges).values(tenant_id=tenant_id, purged_us=now_us))
-    # Every server deletes what its engines have cached of the tenant's prompts.
+    # Every server deletes what its engines have cached of the tenant's prompts. A tenant without usage can have some,
+    # too: a purge that was interrupted has erased its ledger entries.
     secret = connection.scalars(select(schema.tenants.c.isolation_secret).where(schema.tenants.c.id == tenant_id)).one()
     cached = {"isolation_key": _isolation_key(secret), "expires_us": now_us + FORGOTTEN_US}
     connection.execute(insert(schema.prefix_purges).values(**cached))

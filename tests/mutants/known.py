@@ -95,7 +95,7 @@ _ALL = (
         name="deletion-of-a-tenant-forgets-host-pages",
         fault="after the deletion of a tenant, K and V of its prompts stayed in host memory",
         path="engine/pages/prefix_cache.py",
-        changes=(("        self.host.purge_owner(owner)\n", ""),),
+        changes=(("        self.host.purge_owners(owners)\n", ""),),
         test="tests/engine/pages/test_host_pages.py::test_a_deleted_tenants_pages_are_deleted_everywhere",
     ),
     Mutant(

@@ -43,9 +43,8 @@ class Conversations:
         """Run one request of each tenant, and delete the prefixes of some tenants before."""
         rng, simulation = self.rng, self.simulation
         self.forgotten = set(rng.sample(range(NUM_TENANTS), 10))
-        for tenant in self.forgotten:
-            forget = ForgetPrefixes(call_id=f"{number} {tenant}", isolation_key=_key(tenant))
-            simulation.engine.forget_prefixes(b"gateway", forget)
+        forget = ForgetPrefixes(call_id=str(number), isolation_keys=tuple(map(_key, self.forgotten)))
+        simulation.engine.forget_prefixes(b"gateway", forget)
         adds = [self._add(number, tenant) for tenant in rng.sample(range(NUM_TENANTS), NUM_TENANTS)]
         for add in adds:
             simulation.engine.add(b"gateway", add)

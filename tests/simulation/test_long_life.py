@@ -229,7 +229,7 @@ class Life:
     def _forget_prefixes(self, call_id: str) -> None:
         """Delete the pages of an isolation key, whose requests may still run."""
         key, prefixes = self.rng.choice([b"x", b"y"]), self.simulation.prefixes
-        self.simulation.engine.forget_prefixes(b"gateway", ForgetPrefixes(call_id=call_id, isolation_key=key))
+        self.simulation.engine.forget_prefixes(b"gateway", ForgetPrefixes(call_id=call_id, isolation_keys=(key,)))
         self.num_calls += 1
         self.num_forgotten += 1
         assert key not in {page.owner for page in prefixes._by_key.values()}

@@ -253,14 +253,16 @@ def test_a_broken_adapters_copies_are_deleted() -> None:
 
 def test_a_deleted_tenants_pages_are_deleted_everywhere() -> None:
     simulation, prompt = small_engine(num_pages=40), tokens(100)
-    for isolation_key in (OWNER, OTHER):
+    for isolation_key in (OWNER, b"also", OTHER):
         ask(simulation, f"first of {isolation_key!r}", prompt, isolation_key=isolation_key)
     evict_all(simulation)
     ask(simulation, "in the pool", prompt[:60], isolation_key=OWNER)
-    simulation.engine.forget_prefixes(b"gateway", ForgetPrefixes(call_id="f", isolation_key=OWNER))
+    keys = (OWNER, b"also", b"without pages")
+    simulation.engine.forget_prefixes(b"gateway", ForgetPrefixes(call_id="f", isolation_keys=keys))
     simulation.run()
     assert [(one.call_id, one.state) for one in simulation.answers] == [("f", "absent")]
     assert ask(simulation, "again", prompt) == 0
+    assert ask(simulation, "also again", prompt, isolation_key=b"also") == 0
     assert ask(simulation, "other again", prompt, isolation_key=OTHER) == 96
 
 
