@@ -233,8 +233,8 @@ def check_host_page(config: EngineConfig, model: ModelConfig) -> None:
     dtype = resolve_dtype(config.dtype, model, config.device)
     geometry = pack_target(model, dtype, config.adapter_dtype, config.kv_dtype).geometry
     page_bytes = geometry.pool_page_bytes
-    if config.speculate in ("head", "auto") and model.draft_head is not None:
-        # A page has the K and V of the base's own head, too.
+    if config.speculate == "head" and model.draft_head is not None:
+        # A page has the K and V of the base's own head, too. Whether `auto` uses it is known only later.
         page_bytes += model.draft_layer.geometry(geometry.kv_itemsize, geometry.adapter_itemsize).pool_page_bytes
     num_host_pages(config.kv_host_bytes, page_bytes)
 

@@ -120,7 +120,8 @@ class KvPages:
         """The longest cached prefix in the pool, if the longest one has copies in host memory."""
         if len(self._groups) > 1 or self._has_windows or self._checkpoints is not None:
             return self._longest_prefix(sequence, self._cache.find)
-        # A long prompt has hundreds of pages, and may wait for many steps.
+        # Without windows and states, the pages before the first copy are the longest prefix in the pool. A long prompt
+        # has hundreds of pages, and may wait for many steps.
         pages = tuple(takewhile(lambda page: isinstance(page, CachedPage), longest.pages[0]))
         return Prefix(len(pages) * self._page_tokens[0], (pages,)) if pages else NO_PREFIX
 

@@ -171,7 +171,10 @@ def _plan(
     from loramux.engine.pages.pool_size import free_memory, in_gib
     from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 
-    device, available = device or resolve_device("auto"), free_memory()
+    own_device = resolve_device("auto")
+    device = device or own_device
+    # A server on another device is probably planned for another machine.
+    available = free_memory() if device == own_device else None
     try:
         plans = plan_memory(model, device, pool_bytes, num_workers=num_workers, kv_host_bytes=kv_host_bytes)
         tokens = plan_tokens(model, device, pool_bytes, num_workers=num_workers)
@@ -218,12 +221,13 @@ def _plan(
         print(f"{plan.format:<28}{row if plan.problem is None else f'  {plan.problem}'}")
     room = ", ".join(f"{number:,} with --kv-dtype {name}" for name, number in tokens.items())
     print(f"tokens that fit into a pool without adapters: {room}")
-    needed = {plan.format: plan.main_memory(device, num_engines) for plan in plans if plan.problem is None}
-    if sums := [f"{in_gib(size)} for {name}" for name, size in needed.items() if size > available]:
-        print(
-            f"too little main memory: this machine has {in_gib(available)} available, and with a host tier of "
-            f"{in_gib(DEFAULT_HOST_TIER_BYTES)} in each engine, the sum is {', '.join(sums)}"
-        )
+    if available is not None:
+        needed = {plan.format: plan.main_memory(device, num_engines) for plan in plans if plan.problem is None}
+        if sums := [f"{in_gib(size)} for {name}" for name, size in needed.items() if size > available]:
+            print(
+                f"too little main memory: this machine has {in_gib(available)} available, and with a host tier of "
+                f"{in_gib(DEFAULT_HOST_TIER_BYTES)} in each engine, the sum is {', '.join(sums)}"
+            )
     if workers is not None:
         _show_workers(workers, device)
 

@@ -24,6 +24,7 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import HEAD
 from loramux.engine.architectures.weight_shapes import weight_shapes
 from loramux.engine.decoder.weights import open_weights
+from loramux.engine.loop import config as engine_config
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.pages import pool_size
 from loramux.engine.pages.pool_size import in_gib
@@ -178,6 +179,7 @@ def test_a_sum_that_does_not_fit_into_the_machine_is_named(
 
     def planned(device: str, available: int) -> str:
         monkeypatch.setattr(pool_size, "free_memory", lambda: available)
+        monkeypatch.setattr(engine_config, "missing_for_cuda", lambda: None if device == "cuda" else "no driver")
         return str(loramux("doctor", "--plan", str(tmp_path), "--device", device, *sizes).stdout)
 
     assert "too little" not in planned("cpu", needed)
@@ -190,6 +192,10 @@ def test_a_sum_that_does_not_fit_into_the_machine_is_named(
     # On GPUs, weights and pools are not in main memory.
     assert "too little" not in planned("cuda", 8 << 30)
     assert "the sum is 8.0 GiB for bfloat16, 8.0 GiB for int8" in planned("cuda", (8 << 30) - 1)
+    # This machine's memory says nothing about a machine with another device.
+    elsewhere = ("doctor", "--plan", str(tmp_path), "--device", "cpu", *sizes)
+    assert "too little" not in loramux(*elsewhere).stdout
+    assert json.loads(loramux(*elsewhere, "--json").stdout)["available_bytes"] is None
 
 
 def test_refused_models_are_refused_here_too(loramux: Run, tmp_path: Path) -> None:

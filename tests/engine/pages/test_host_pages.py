@@ -251,8 +251,9 @@ def test_a_broken_adapters_copies_are_deleted() -> None:
     assert ask(simulation, "again", prompt, "a") == 0
 
 
-def test_a_deleted_tenants_pages_are_deleted_everywhere() -> None:
-    simulation, prompt = small_engine(num_pages=40), tokens(100)
+@pytest.mark.parametrize("layers", LAYOUTS)
+def test_a_deleted_tenants_pages_are_deleted_everywhere(layers: str) -> None:
+    simulation, prompt = small_engine(layers, num_pages=80), tokens(100)
     for isolation_key in (OWNER, b"also", OTHER):
         ask(simulation, f"first of {isolation_key!r}", prompt, isolation_key=isolation_key)
     evict_all(simulation)
@@ -263,7 +264,7 @@ def test_a_deleted_tenants_pages_are_deleted_everywhere() -> None:
     assert [(one.call_id, one.state) for one in simulation.answers] == [("f", "absent")]
     assert ask(simulation, "again", prompt) == 0
     assert ask(simulation, "also again", prompt, isolation_key=b"also") == 0
-    assert ask(simulation, "other again", prompt, isolation_key=OTHER) == 96
+    assert ask(simulation, "other again", prompt, isolation_key=OTHER) > 0
 
 
 def test_copies_of_a_base_that_computed_nan_are_deleted() -> None:
