@@ -463,6 +463,15 @@ file_purges = Table(
     Column("purged_us", BigInteger, nullable=False),
 )
 
+# The prefix-cache namespaces of deleted tenants, until every server has deleted their pages.
+prefix_purges = Table(
+    "prefix_purges",
+    metadata,
+    Column("isolation_key", LargeBinary(32), primary_key=True),
+    Column("expires_us", BigInteger, nullable=False),
+    Index("ix_prefix_purges_expires_us", "expires_us"),
+)
+
 # Files of requests that run when the engine has room.
 batches = Table(
     "batches",

@@ -17,7 +17,15 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
 from loramux.engine.architectures.weight_shapes import check_shapes, weight_shapes
 from loramux.engine.decoder.kv_layout import kv_layout
-from loramux.engine.loop.config import ITEMSIZE, KV_DTYPES, EngineConfig, kv_itemsize, pack_target, resolve_dtype
+from loramux.engine.loop.config import (
+    DEFAULT_HOST_TIER_BYTES,
+    ITEMSIZE,
+    KV_DTYPES,
+    EngineConfig,
+    kv_itemsize,
+    pack_target,
+    resolve_dtype,
+)
 from loramux.engine.pages.pool_size import DEFAULT_BYTES
 from loramux.engine.parallel.sharding import check_sharding, worker_config
 from loramux.engine.parallel.weight_parts import weight_parts
@@ -79,6 +87,13 @@ class MemoryPlan:
     def total_of(self, num_engines: int) -> int:
         """Return the memory of a server with several engines, in bytes. Each has its own weights and pool."""
         return self.total + (num_engines - 1) * (self.total - GATEWAY_BYTES)
+
+    def main_memory(self, device: str, num_engines: int = 1, host_tier_bytes: int = DEFAULT_HOST_TIER_BYTES) -> int:
+        """Return the main memory that a server with several engines takes, in bytes, with a full host tier of adapters
+        in each. On GPUs, these are only the host tiers.
+        """
+        on_host = self.total_of(num_engines) if device == "cpu" else num_engines * self.kv_host
+        return on_host + num_engines * host_tier_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Literal, TypeVar
 
 import structlog
@@ -27,6 +28,8 @@ WAIT_S = 10.0
 """How long a purge waits for running requests, in seconds. After that, it is refused and can be repeated."""
 POLL_S = 0.1
 UNLOAD_TIMEOUT_S = 2.0
+KEYS_PER_CALL = 1000
+"""Maximum number of isolation keys whose prefixes the engine deletes at once."""
 PAGE = 100
 
 _log = structlog.get_logger(__name__)
@@ -115,38 +118,43 @@ async def purge_tenant(services: AdminServices, tenant: Tenant, body: PurgeReque
     purged = [await _purge_adapter(services, adapter.id) for adapter in adapters]
     share = await services.call(services.accounts.tenants.share, tenant.id)
     num_erased = await services.call(services.usage.erasure.erase, tenant.id)
-    # If this server ends before the tenant's row is deleted, the purge can be repeated.
-    await _forget_prefixes(services, share.isolation_key)
     rows = await services.call(services.accounts.tenants.purge, tenant.id)
     services.accounts.api_keys.forget_recent()
+    await forget_prefixes(services, (share.isolation_key,))
     document = await _finish(services, tenant.slug, purged, rows, len(adapters))
     return {**document, "usage_events": num_erased}
 
 
-async def forget_copies(services: AdminServices, digests: Collection[str]) -> bool:
+async def forget_copies(services: AdminServices, digests: Collection[str]) -> list[str]:
     """Delete this server's copies of purged weights: on disk, in host memory and in the page pool.
 
-    Requests that still run on them finish first. Return False if the engine does not answer, or still uses a copy.
+    Requests that still run on them finish first. Return the digests without copies: the others' are still in use, or
+    the engine does not answer.
     """
     if services.engine.disk_tier is not None:
         await services.call(purge_files, services.engine.disk_tier, digests)
-    is_done = True
+    forgotten = []
     for digest in digests:
-        try:
+        with suppress(EngineUnavailable, TimeoutError):
             state = await services.engine.client.call(Unload(digest=digest, is_purge=True), UNLOAD_TIMEOUT_S)
+            if state.state == "absent":
+                forgotten.append(digest)
+    return forgotten
+
+
+async def forget_prefixes(services: AdminServices, isolation_keys: Sequence[bytes]) -> Sequence[bytes]:
+    """Delete the K and V of deleted tenants' prompts from this server's engines: from the page pool and from host
+    memory.
+
+    Return the keys for which this is done: the first ones, if the engine does not answer any more.
+    """
+    for start in range(0, len(isolation_keys), KEYS_PER_CALL):
+        some = tuple(isolation_keys[start : start + KEYS_PER_CALL])
+        try:
+            await services.engine.client.call(ForgetPrefixes(isolation_keys=some), UNLOAD_TIMEOUT_S)
         except (EngineUnavailable, TimeoutError):
-            is_done = False
-        else:
-            is_done &= state.state == "absent"
-    return is_done
-
-
-async def _forget_prefixes(services: AdminServices, isolation_key: bytes) -> None:
-    """Delete the K and V of a tenant's prompts from this server's engines. An engine that has died has none."""
-    try:
-        await services.engine.client.call(ForgetPrefixes(isolation_key=isolation_key), UNLOAD_TIMEOUT_S)
-    except (EngineUnavailable, TimeoutError) as error:
-        _log.warning("K and V of a purged tenant stay until the engine needs their pages or ends", error=str(error))
+            return isolation_keys[:start]
+    return isolation_keys
 
 
 async def _purge_adapter(services: AdminServices, adapter_id: str) -> Purge:

@@ -74,7 +74,7 @@ def _check_memory(settings: Settings, config: EngineConfig, num_engines: int) ->
         raise StartRefused(str(error)) from error
     if plan.problem is not None:
         raise StartRefused(plan.problem)
-    needed = plan.total_of(num_engines) + num_engines * config.host_tier_bytes
+    needed = plan.main_memory(config.device, num_engines, config.host_tier_bytes)
     available = free_memory()
     if needed > available:
         takers, fewer = f"{num_engines} engines need", "data_parallel_size, "

@@ -1,4 +1,6 @@
-"""Deletes expired rows: idempotency keys, console sessions, failed sign-ins, and what is stored for tenants."""
+"""Deletes expired rows: idempotency keys, console sessions, failed sign-ins, what is stored for tenants, and the
+isolation keys of deleted tenants.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from loramux.migrations.schema import (
     conversations,
     idempotency_keys,
     login_failures,
+    prefix_purges,
     response_events,
     responses,
     stored_bytes,
@@ -29,6 +32,7 @@ UNTIL: Sequence[Column[int]] = (
     response_events.c.expires_us,
     chat_completions.c.expires_us,
     conversations.c.expires_us,
+    prefix_purges.c.expires_us,
 )
 """The expiry column of each table. Every column is indexed."""
 

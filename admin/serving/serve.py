@@ -35,6 +35,7 @@ from loramux.engine.loop.config import (
     DEFAULT_SEQUENCES,
     EngineConfig,
     check_activations,
+    check_host_page,
     check_kv_host_bytes,
     check_workers,
     resolve_device,
@@ -163,6 +164,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
         is_quantized = settings.quantization is not None or model.quantization is not None
         check_activations(config, is_quantized)
         check_workers(config, model)
+        check_host_page(config, model)
         if settings.quantization is not None:
             shared_group(model, settings.quantization, config.tensor_parallel_size)
         if runs_here:

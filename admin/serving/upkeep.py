@@ -1,19 +1,23 @@
 """Periodic background work: reporting the server's state, restoring pins after an engine restart, deleting copies of
-purged weights, sweeping expired rows, rolling back aliases whose new versions fail.
+purged weights and cached prefixes of deleted tenants, sweeping expired rows, rolling back aliases whose new versions
+fail.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
+from typing import Generic, TypeVar
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.adapter_store.registry.base_servers import OwnServer
-from loramux.admin.rest.purging import forget_copies
+from loramux.admin.rest.purging import forget_copies, forget_prefixes
 from loramux.admin.rest.services import AdminServices
 from loramux.admin.serving.expired_rows import ExpiredRows
 from loramux.engine.protocol.messages import Pin, StatsRequest
@@ -26,13 +30,15 @@ REPORT_INTERVAL_S = 10.0
 SWEEP_INTERVAL_S = 600.0
 PURGE_INTERVAL_S = 30.0
 FORGET_AGAIN_S = 3600.0
-"""Time after which a server deletes its copies of purged weights once more, in seconds. A download that was running at
-the first time has finished by then.
+"""Time after which a server deletes its copies of what was purged once more, in seconds. A download or a request that
+was running at the first time has finished by then.
 """
 STATS_TIMEOUT_S = 5.0
 PIN_TIMEOUT_S = 30.0
 
 log = structlog.get_logger(__name__)
+
+NameT = TypeVar("NameT", str, bytes)
 
 
 class Upkeep:
@@ -46,8 +52,8 @@ class Upkeep:
         )
         self._unpinnable: frozenset[str] = frozenset()
         """Digests that the last attempt could not pin. Their failures are not logged again."""
-        self._forgotten_s: dict[str, float] = {}
-        """When the copies of purged weights were deleted, by digest. Infinity after the second time."""
+        self._weights = _Copies[str]("weights", partial(forget_copies, services))
+        self._prefixes = _Copies[bytes]("prefixes", partial(forget_prefixes, services))
 
     async def run(self, own: OwnServer, draining: asyncio.Event) -> None:
         """Run until cancelled. `draining` is set when the server starts to drain."""
@@ -94,15 +100,13 @@ class Upkeep:
         await services.call(services.database.refresh_statistics)
 
     async def forget_purged(self) -> None:
-        """Delete this server's copies of weights that have been purged, here or on another server."""
-        services, now_s = self._services, time.monotonic()
-        purged = await services.call(services.adapters.ingest.purged_blobs.digests)
-        # Weights that a version has again are no longer listed. If they are purged again, they are new here.
-        self._forgotten_s = {digest: at_s for digest, at_s in self._forgotten_s.items() if digest in purged}
-        due = [digest for digest in sorted(purged) if now_s - self._forgotten_s.get(digest, -inf) >= FORGET_AGAIN_S]
-        if due and await forget_copies(services, due):
-            for digest in due:
-                self._forgotten_s[digest] = inf if digest in self._forgotten_s else now_s
+        """Delete this server's copies of weights that have been purged, and of deleted tenants' K and V. It does not
+        matter which server has purged them.
+        """
+        services = self._services
+        # Weights that a version has again are not listed. If they are purged again, they are new here.
+        await self._weights.forget(await services.call(services.adapters.ingest.purged_blobs.digests))
+        await self._prefixes.forget(await services.call(services.accounts.tenants.deleted_keys))
 
     async def renew_pins(self) -> None:
         """Pin the adapters that should be pinned but are not, for example after an engine restart."""
@@ -122,3 +126,30 @@ class Upkeep:
         except (EngineUnavailable, TimeoutError):
             return
         self._unpinnable = frozenset(failed)
+
+
+class _Copies(Generic[NameT]):
+    """Deletes this server's copies of purged objects, once and again after FORGET_AGAIN_S. `delete` deletes the copies
+    of the objects with these names, and returns the names of which none are left. `kind` names the objects in the log.
+    """
+
+    def __init__(self, kind: str, delete: Callable[[Sequence[NameT]], Awaitable[Sequence[NameT]]]) -> None:
+        self._kind = kind
+        self._delete: Callable[[Sequence[NameT]], Awaitable[Sequence[NameT]]] = delete
+        self._deleted_s: dict[NameT, float] = {}
+        """When copies were deleted, by name. Infinity after the second time."""
+        self._is_late = False
+        """True if the last attempt left some copies. Further failures are not logged."""
+
+    async def forget(self, purged: Collection[NameT]) -> None:
+        """Delete the copies that are due. Objects that are no longer in `purged` count as new if they return."""
+        now_s = time.monotonic()
+        self._deleted_s = {name: at_s for name, at_s in self._deleted_s.items() if name in purged}
+        due = [name for name in sorted(purged) if now_s - self._deleted_s.get(name, -inf) >= FORGET_AGAIN_S]
+        deleted = await self._delete(due) if due else ()
+        for name in deleted:
+            self._deleted_s[name] = inf if name in self._deleted_s else now_s
+        num_due = len(due) - len(deleted)
+        if num_due and not self._is_late:
+            log.warning("copies of what was purged are deleted later", kind=self._kind, num_due=num_due)
+        self._is_late = num_due > 0

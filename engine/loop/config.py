@@ -11,7 +11,7 @@ from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.quantization.base_format import rounds_inputs
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.cuda_driver import missing_for_cuda
-from loramux.engine.pages.pool_size import free_memory, in_gib
+from loramux.engine.pages.pool_size import free_memory, in_gib, num_host_pages
 from loramux.engine.parallel.sharding import check_sharding
 from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
 from loramux.engine.tracing.spans import TraceConfig
@@ -28,6 +28,8 @@ decodes for long.
 """
 
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
+
+DEFAULT_HOST_TIER_BYTES = 1 << 30
 
 MOST_PINNED_SHARE = 0.9
 """Upper limit on `max_pinned_share`, because unpinned adapters and the KV cache need room as well."""
@@ -86,7 +88,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_pinned_share: float = 0.5
     """Largest share of the pool's pages, and of the slots, that pinned adapters may take. 0 refuses every pin."""
     disk_tier_bytes: int = 16 << 30
-    host_tier_bytes: int = 1 << 30
+    host_tier_bytes: int = DEFAULT_HOST_TIER_BYTES
     kv_host_bytes: int = 0
     """Size of the host memory for prefix pages that the pool evicts. 0 turns it off."""
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
@@ -222,6 +224,19 @@ def check_workers(config: EngineConfig, model: ModelConfig) -> None:
             f"{size} workers need a thread each, but num_threads is {config.num_threads}: lower tensor_parallel_size"
         )
     check_sharding(model, size)
+
+
+def check_host_page(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigNotUsable if `kv_host_bytes` is set and is less than a page takes."""
+    if not config.kv_host_bytes:
+        return
+    dtype = resolve_dtype(config.dtype, model, config.device)
+    geometry = pack_target(model, dtype, config.adapter_dtype, config.kv_dtype).geometry
+    page_bytes = geometry.pool_page_bytes
+    if config.speculate == "head" and model.draft_head is not None:
+        # A page has the K and V of the base's own head, too. Whether `auto` uses it is known only later.
+        page_bytes += model.draft_layer.geometry(geometry.kv_itemsize, geometry.adapter_itemsize).pool_page_bytes
+    num_host_pages(config.kv_host_bytes, page_bytes)
 
 
 def check_kv_host_bytes(config: EngineConfig) -> None:

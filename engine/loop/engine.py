@@ -234,7 +234,7 @@ class Engine:
         self._calls.pin(owner, pin)
 
     def forget_prefixes(self, owner: bytes, forget: ForgetPrefixes) -> None:
-        self._prefixes.purge_owner(forget.isolation_key)
+        self._prefixes.purge_owners(frozenset(forget.isolation_keys))
         self._post(owner, AdapterState(call_id=forget.call_id, digest="", state="absent"))
 
     def step(self) -> bool:

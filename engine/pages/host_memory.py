@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from loramux.engine.device.accelerator import Accelerator
-from loramux.engine.pages.pool_size import in_gib
+from loramux.engine.pages.pool_size import in_gib, num_host_pages
 from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.kernels.tables import PoolViews
 
@@ -34,12 +34,7 @@ class PinnedHostMemory:
         Overwrites pages of the pool, which must not have owners yet. Raises ConfigNotUsable if no slot fits.
         """
         self._page_bytes = page_bytes = sum(views.geometry.pool_page_bytes for views in pools)
-        self.num_slots = num_bytes // page_bytes
-        if not self.num_slots:
-            raise ConfigNotUsable(
-                f"kv_host_bytes is {num_bytes} bytes, but a page of keys and values takes {page_bytes}: raise it, or "
-                "set it to 0"
-            )
+        self.num_slots = num_host_pages(num_bytes, page_bytes)
         self._accelerator = accelerator
         self._num_pages = pools[0].raw.shape[0]
         tensors = [part for views in pools for part in (views.raw, views.kv_scales) if part is not None]

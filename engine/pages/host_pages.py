@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
@@ -153,14 +154,17 @@ class HostPages:
         for key in list(self._by_digest.get(digest, ())):
             self.forget(key)
 
-    def purge_owner(self, owner: bytes) -> None:
-        """Delete all copies of an owner's pages."""
-        for key in list(self._by_owner.get(owner, ())):
+    def purge_owners(self, owners: Iterable[bytes]) -> None:
+        """Delete all copies of the pages of some owners."""
+        for key in [key for owner in owners for key in self._by_owner.get(owner, ())]:
             self.forget(key)
 
     def pays(self, num_pages: int, num_tokens: int) -> bool:
         """True if copying `num_pages` pages is faster than computing the `num_tokens` tokens in them, by the measured
         times of both. As long as no prompt has been measured, copying is assumed to be faster.
+
+        In a full pool, pages are evicted to make room for either, and saved. These saves are not counted, because
+        computing the tokens needs at least as many new pages as copying them.
         """
         return not self._token_s or num_pages * self._memory.load_s < num_tokens * self._token_s
 

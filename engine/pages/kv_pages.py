@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, takewhile
 from operator import itemgetter
 
 from loramux.engine.pages.eviction import Reclaimer
@@ -105,7 +105,7 @@ class KvPages:
         num_copies = sum(isinstance(page, HostPage) for page in chain(*longest.pages, longest.checkpoint))
         if not num_copies:
             return longest
-        in_pool = self._longest_prefix(sequence, self._cache.find)
+        in_pool = self._in_pool(sequence, longest)
         num_more = longest.num_tokens - in_pool.num_tokens
         if self._cache.host.pays(num_copies, num_more):
             return replace(longest, num_restored=num_more)
@@ -115,6 +115,15 @@ class KvPages:
         """The time to copy a prefix's pages back from host memory, as a number of a prompt's tokens."""
         num_copies = sum(isinstance(page, HostPage) for page in chain(*prefix.pages, prefix.checkpoint))
         return self._cache.host.num_tokens_for(num_copies) if num_copies else 0
+
+    def _in_pool(self, sequence: Sequence, longest: Prefix) -> Prefix:
+        """The longest cached prefix in the pool, if the longest one has copies in host memory."""
+        if len(self._groups) > 1 or self._has_windows or self._checkpoints is not None:
+            return self._longest_prefix(sequence, self._cache.find)
+        # Without windows and states, the pages before the first copy are the longest prefix in the pool. A long prompt
+        # has hundreds of pages, and may wait for many steps.
+        pages = tuple(takewhile(lambda page: isinstance(page, CachedPage), longest.pages[0]))
+        return Prefix(len(pages) * self._page_tokens[0], (pages,)) if pages else NO_PREFIX
 
     def _longest_prefix(self, sequence: Sequence, find_page: FindPage) -> Prefix:
         num_tokens = self._multiple(len(sequence.tokens) - 1)

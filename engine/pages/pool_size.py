@@ -1,8 +1,10 @@
-"""The default size of the page pool, and the memory that is free. This module does not import torch."""
+"""The default size of the page pool, and host memory for its pages. This module does not import torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from loramux.engine.protocol.errors import ConfigNotUsable
 
 DEFAULT_BYTES = 1 << 30
 """Default size of a pool in host memory, in bytes."""
@@ -18,3 +20,13 @@ def free_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def num_host_pages(kv_host_bytes: int, page_bytes: int) -> int:
+    """Return how many whole pages fit into the host memory for evicted pages. Raises ConfigNotUsable if none does."""
+    if kv_host_bytes < page_bytes:
+        raise ConfigNotUsable(
+            f"kv_host_bytes is {kv_host_bytes} bytes, but a page of keys and values takes {page_bytes}: set it to at "
+            f"least {page_bytes}, or to 0"
+        )
+    return kv_host_bytes // page_bytes

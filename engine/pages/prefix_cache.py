@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence as Tokens
+from collections.abc import Set
 
 from loramux.engine.pages.eviction import EvictionPolicy
 from loramux.engine.pages.host_pages import AnyPage, HostPage, HostPages
@@ -136,11 +137,11 @@ class PrefixCache:
             self._forget(cached)
         self.host.purge(digest)
 
-    def purge_owner(self, owner: bytes) -> None:
-        """Remove all pages of an isolation key, and their copies in host memory."""
-        for cached in [one for one in self._by_key.values() if one.owner == owner]:
+    def purge_owners(self, owners: Set[bytes]) -> None:
+        """Remove all pages of some isolation keys, and their copies in host memory."""
+        for cached in [one for one in self._by_key.values() if one.owner in owners]:
             self._forget(cached)
-        self.host.purge_owner(owner)
+        self.host.purge_owners(owners)
 
     def _forget(self, cached: CachedPage) -> None:
         """Remove a page from the pool's part of the cache."""

@@ -207,12 +207,12 @@ class Pin(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
 
 
 class ForgetPrefixes(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
-    """Delete all pages of an isolation key from the prefix cache, in the pool and in host memory.
+    """Delete all pages of some isolation keys from the prefix cache, in the pool and in host memory.
 
-    Running sequences of the key continue, and cache their pages when they fill them. The answer is `absent`.
+    Running sequences of these keys continue, and cache their pages when they fill them. The answer is `absent`.
     """
 
-    isolation_key: bytes
+    isolation_keys: tuple[bytes, ...]
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -31,6 +31,10 @@ MAX_RESPONSE_DAYS = 365
 DELETED = "Incorrect API key provided: its tenant has been deleted"
 """The message to a caller whose key is still cached."""
 MAX_SHARES = 10_000
+FORGOTTEN_US = 2 * 86_400_000_000
+"""How long a deleted tenant's isolation key is remembered, in microseconds, so that a server that was disconnected
+still deletes the tenant's cached prefixes.
+"""
 
 
 class TenantExists(Conflict):
@@ -264,6 +268,11 @@ class Tenants:
         self._shares.pop(tenant_id, None)
         return rows
 
+    def deleted_keys(self) -> frozenset[bytes]:
+        """Return the isolation keys of tenants that were deleted within the last FORGOTTEN_US."""
+        with self._database.read() as connection:
+            return frozenset(connection.scalars(select(schema.prefix_purges.c.isolation_key)))
+
     def get(self, id_or_slug: str) -> Tenant | None:
         if not SLUG.fullmatch(id_or_slug):
             return None
@@ -294,7 +303,7 @@ class Tenants:
             row = connection.execute(query).one_or_none()
         if row is None:
             raise Unauthenticated(DELETED)
-        isolation_key = hmac.digest(row.isolation_secret, b"loramux prefix cache", "sha256")
+        isolation_key = _isolation_key(row.isolation_secret)
         rights = TierRights(row.max_service_tier, row.default_service_tier)
         share = TenantShare(tenant_id, row.weight, isolation_key, row.host_floor_bytes, row.response_days, rights)
         if len(self._shares) >= MAX_SHARES:
@@ -353,9 +362,18 @@ def _tenant(row: Row[Any]) -> Tenant:
     return Tenant(*(row._mapping[field.name] for field in fields(Tenant)))
 
 
+def _isolation_key(secret: bytes) -> bytes:
+    return hmac.digest(secret, b"loramux prefix cache", "sha256")
+
+
 def _delete_rows(connection: Connection, tenant_id: str, now_us: int) -> None:
     # The sweep of files deletes the blobs.
     connection.execute(insert(schema.file_purges).values(tenant_id=tenant_id, purged_us=now_us))
+    # Every server deletes what its engines have cached of the tenant's prompts. A tenant without usage can have some,
+    # too: a purge that was interrupted has erased its ledger entries.
+    secret = connection.scalars(select(schema.tenants.c.isolation_secret).where(schema.tenants.c.id == tenant_id)).one()
+    cached = {"isolation_key": _isolation_key(secret), "expires_us": now_us + FORGOTTEN_US}
+    connection.execute(insert(schema.prefix_purges).values(**cached))
     # Requests that change something stored lock its row before the counters of quotas. Requests that store something
     # new lock the tenant's row before the counters.
     for table in (schema.responses, schema.chat_completions, schema.conversations):

@@ -172,7 +172,8 @@ class ClusterFleet:
                 self._run(replica.engine.close(), "replica-closing")
             replica.since_s = now_s
         ready = {name: replica for name, replica in self._replicas.items() if replica.engine.is_ready}
-        self._cluster.show({name: one.engine for name, one in ready.items() if not one.is_draining}, self._trouble())
+        used = {name: one.engine for name, one in self._replicas.items() if not one.is_draining}
+        self._cluster.show(used, self._trouble())
         self._draw.note_live({one.identity.base_id for one in ready.values() if not one.is_draining})
         engines = {name: one.engine for name, one in ready.items()}
         self._routed.update([one.view() for one in ready.values()], engines)

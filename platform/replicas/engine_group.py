@@ -17,10 +17,12 @@ from loramux.engine.protocol.messages import (
     EngineCall,
     EngineReady,
     Finished,
+    ForgetPrefixes,
     Load,
     SequenceOutput,
     Stats,
     StatsRequest,
+    Unload,
 )
 from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
@@ -36,8 +38,10 @@ class EngineGroup:
     """Takes the place of the local engine in a RoutedEngine. It never runs a sequence.
 
     `call` sends a Load to an engine that holds the adapter or to the first home of the adapter, and an Unload, a Pin or
-    a ForgetPrefixes to every engine. A StatsRequest is answered with the sum over the engines. Its changes are those of
-    all engines. An adapter that one engine evicts while another holds it counts as held.
+    a ForgetPrefixes to every ready engine. If an engine is not ready, an Unload with `is_purge` and a ForgetPrefixes
+    then raise EngineUnavailable, because a replica that cannot be reached keeps its pages. A StatsRequest is answered
+    with the sum over the engines. Its changes are those of all engines. An adapter that one engine evicts while another
+    holds it counts as held.
 
     `none_ready` says in one sentence that no engine is ready. `note_resident` receives an engine's identifier and the
     digest of an adapter that the engine has just loaded. With `shares_disk`, all engines have the same disk tier.
@@ -106,6 +110,8 @@ class EngineGroup:
         if isinstance(message, StatsRequest):
             return cast(AnswerT, await self._sum(engines, message, timeout_s))
         answers = await asyncio.gather(*(engine.call(message, timeout_s) for engine in engines.values()))
+        if len(engines) < len(self._engines) and _is_purge(message):
+            raise EngineUnavailable("an engine is not ready and may keep what was purged")
         states = cast("list[AdapterState]", answers)
         return cast(AnswerT, next((state for state in states if state.state == "failed"), states[0]))
 
@@ -160,6 +166,10 @@ class EngineGroup:
                     self._changes.note(change.digest, change.kind)
             if new:
                 self._seen[name] = new[-1].number
+
+
+def _is_purge(message: EngineCall[AnswerT]) -> bool:
+    return isinstance(message, ForgetPrefixes) or (isinstance(message, Unload) and message.is_purge)
 
 
 def _is_held(change: AdapterChange, held: Mapping[str, set[str]], but_by: str) -> bool:

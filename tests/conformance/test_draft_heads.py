@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from loramux.engine.architectures.draft_head import DraftHeadNames
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.decoder.draft_head import DraftHead
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.drafting.step_times import StepTimes
+from loramux.engine.loop.config import EngineConfig, check_host_page
 from loramux.engine.loop.engine import Engine
 from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
 from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StatsRequest, StepOutput
@@ -309,6 +311,7 @@ def test_a_cached_prefix_has_the_heads_keys_and_values(echoing: Subject, tmp_pat
     assembled = subject.assemble(speculate="head")
     assert assembled.head_views is not None
     assert len(assembled.head_views.raw) == len(assembled.views.raw)
+    check_page(subject, assembled.views.raw[0].nbytes + assembled.head_views.raw[0].nbytes)
     assembled.head_views.raw.fill_(0xFF)
     prompt = tuple(range(2, 60))
     adds = [Add(sequence_id=f"{i}", prompt=prompt, max_tokens=9, sampling=GREEDY, isolation_key=b"x") for i in range(2)]
@@ -320,6 +323,17 @@ def test_a_cached_prefix_has_the_heads_keys_and_values(echoing: Subject, tmp_pat
     assert ends[1] is not None
     assert ends[1].cached_tokens == 48
     assert drafted[1] > drafted[0] > 0
+
+
+def check_page(subject: Subject, page_bytes: int) -> None:
+    """Check that this is the least size of the host memory for evicted pages."""
+    model = ModelConfig.load(subject.directory)
+    config = EngineConfig(model_dir="", blob_url="", cache_dir="", dtype="float32", speculate="head")
+    check_host_page(msgspec.structs.replace(config, kv_host_bytes=page_bytes), model)
+    # It may draft from the text only, whose pages are smaller.
+    check_host_page(msgspec.structs.replace(config, kv_host_bytes=page_bytes - 1, speculate="auto"), model)
+    with pytest.raises(ConfigNotUsable, match=f"set it to at least {page_bytes}, or to 0"):
+        check_host_page(msgspec.structs.replace(config, kv_host_bytes=page_bytes - 1), model)
 
 
 @pytest.mark.parametrize(

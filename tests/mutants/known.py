@@ -92,6 +92,47 @@ _ALL = (
         test="tests/engine/pages/test_host_pages.py::test_an_unloaded_adapters_copies_are_deleted",
     ),
     Mutant(
+        name="deletion-of-a-tenant-forgets-host-pages",
+        fault="after the deletion of a tenant, K and V of its prompts stayed in host memory",
+        path="engine/pages/prefix_cache.py",
+        changes=(("        self.host.purge_owners(owners)\n", ""),),
+        test="tests/engine/pages/test_host_pages.py::test_a_deleted_tenants_pages_are_deleted_everywhere",
+    ),
+    Mutant(
+        name="broken-prefix-stays-in-host-memory",
+        fault="K and V of a sequence that computed NaN stayed in host memory",
+        path="engine/pages/prefix_cache.py",
+        changes=(("        self.host.forget(key)\n", ""),),
+        test="tests/engine/pages/test_host_pages.py::test_copies_of_a_base_that_computed_nan_are_deleted",
+    ),
+    Mutant(
+        name="deletion-of-a-tenant-on-one-server",
+        fault="after the deletion of a tenant, other servers kept K and V of its prompts",
+        path="admin/serving/upkeep.py",
+        changes=(
+            (
+                "        await self._prefixes.forget(await services.call(services.accounts.tenants.deleted_keys))\n",
+                "",
+            ),
+        ),
+        test="tests/admin/rest/test_purges.py::test_every_server_deletes_the_cached_prefixes_of_deleted_tenants",
+    ),
+    Mutant(
+        name="prefix-from-before-a-victim",
+        fault="a sequence restored a page that the sequence whose slot it took had just cached",
+        path="engine/scheduling/scheduler.py",
+        changes=(
+            (
+                """\
+                # The victim's pages are cached now, and may be pages that the prefix would copy from host memory.
+                prefix = self._find_prefix(sequence, entry, position, budget)
+""",
+                "",
+            ),
+        ),
+        test="tests/engine/pages/test_host_pages.py::test_copies_that_a_victim_offers_meanwhile_are_not_restored_again",
+    ),
+    Mutant(
         name="purge-forgets-host-memory",
         fault="a purge of an adapter's bytes left a copy in another tier",
         path="engine/adapters/adapter_calls.py",

@@ -176,8 +176,9 @@ class ScriptedEngine:
                 self.resident.pop(digest, None)
                 self.pinned.discard(digest)
                 return AdapterState(call_id="unload", digest=digest, state="absent")
-            case ForgetPrefixes(isolation_key=isolation_key):
-                self.forgotten_prefixes.append(isolation_key)
+            case ForgetPrefixes(isolation_keys=isolation_keys):
+                self._check_ready()
+                self.forgotten_prefixes += isolation_keys
                 return AdapterState(call_id="forget", digest="", state="absent")
             case StatsRequest(with_tiers=with_tiers):
                 return self._stats(with_tiers)

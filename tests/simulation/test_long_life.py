@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import msgspec
 import pytest
 
 from loramux.engine.protocol.messages import (
@@ -14,6 +15,7 @@ from loramux.engine.protocol.messages import (
     DraftCounts,
     Extend,
     Finished,
+    ForgetPrefixes,
     Load,
     PromptLogprob,
     SamplingParams,
@@ -62,6 +64,7 @@ class Life:
     ) -> None:
         self.rng = random.Random(seed)
         self.speculates = speculates
+        self.has_tier = num_host_pages > 0
         # Only a step without waiting sequences has drafts.
         self.ask_rate = 0.08 if speculates or has_head else 0.45
         self.names = {f"adapter{i}": self.rng.randint(1, 6) for i in range(14)}
@@ -95,6 +98,7 @@ class Life:
         self.scores: dict[str, list[PromptLogprob]] = {}
         self.num_answers = 0
         self.num_calls = 0
+        self.num_forgotten = 0
         self.num_steps = 0
 
     def turn(self, number: int) -> None:
@@ -120,8 +124,11 @@ class Life:
             self.simulation.hold_loads()
         elif rng.random() < 0.2:
             self.simulation.let_loads_go()
-        if self.simulation.host_memory.num_slots and rng.random() < 0.02:
+        if self.has_tier and rng.random() < 0.02:
             self.simulation.host_memory.load_s = rng.choice([0.0, 0.0, 1e9])
+        # Rarely enough for the tier to become full in between.
+        if self.has_tier and rng.random() < self.ask_rate / 40:
+            self._forget_prefixes(f"f{number}")
         self._step()
 
     def end(self) -> None:
@@ -160,6 +167,9 @@ class Life:
 
     def _ask(self, name: str) -> None:
         rng = self.rng
+        if self.has_tier and self.tokens and rng.random() < 0.3:
+            self._continue(name)
+            return
         prompt = rng.choice(self.prompts)
         if rng.random() < 0.3:
             self.prompts[rng.randrange(5)] = (*prompt, *self._tokens(rng.randint(1, 30)))[:200]
@@ -188,11 +198,42 @@ class Life:
             pause_s=rng.choice([0.0, 0.0, 10.0]),
             tokens_at_once=rng.choice([1, 1, 3, 16]),
             prediction=self._prediction(prompt, max_tokens + 20, digest, activation, vocab_size),
+            is_background=self.has_tier and rng.random() < 0.3,
         )
-        self.adds[name] = add
+        self._send(add)
+
+    def _continue(self, name: str) -> None:
+        """Extend the prompt of a request, which may still run, by its answer so far and more tokens."""
+        rng = self.rng
+        before = self.adds[rng.choice(list(self.tokens)[-20:])]
+        prompt = (*before.prompt, *self.tokens[before.sequence_id], *self._tokens(rng.randint(1, 20)))[:200]
+        if before.vocab_size is not None:
+            prompt = tuple(token % before.vocab_size for token in prompt)
+        max_tokens = rng.randint(1, 60)
+        add = msgspec.structs.replace(
+            before,
+            sequence_id=name,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            prediction=self._prediction(prompt, max_tokens + 20, before.digest, before.activation, before.vocab_size),
+            is_background=rng.random() < 0.3,
+        )
+        self._send(add)
+
+    def _send(self, add: Add) -> None:
+        self.adds[add.sequence_id] = add
         if add.pause_s:
-            self.extended[name] = add.max_tokens
+            self.extended[add.sequence_id] = add.max_tokens
         self.simulation.engine.add(b"gateway", add)
+
+    def _forget_prefixes(self, call_id: str) -> None:
+        """Delete the pages of an isolation key, whose requests may still run."""
+        key, prefixes = self.rng.choice([b"x", b"y"]), self.simulation.prefixes
+        self.simulation.engine.forget_prefixes(b"gateway", ForgetPrefixes(call_id=call_id, isolation_keys=(key,)))
+        self.num_calls += 1
+        self.num_forgotten += 1
+        assert key not in {page.owner for page in prefixes._by_key.values()}
+        assert key not in {page.owner for page in prefixes.host._by_key.values()}
 
     def _prediction(
         self, prompt: tuple[int, ...], num_tokens: int, digest: str | None, activation: int, vocab_size: int | None
@@ -364,6 +405,7 @@ def check_host_pages(life: Life) -> None:
 @pytest.mark.parametrize("layers", ["whole", "mixed", "state of 2"])
 def test_pages_in_host_memory_lose_and_leak_nothing(layers: str, lookahead: bool) -> None:
     life = live(7, lookahead, 250, layers, num_host_pages=30)
+    assert life.num_forgotten > 0
     assert stats_of(life.simulation).host_pages.restored_tokens > 0
 
 

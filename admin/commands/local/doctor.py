@@ -167,11 +167,14 @@ def _plan(
     as_json: bool,
 ) -> None:
     from loramux.admin.doctor.memory_plan import plan_memory, plan_tokens, plan_workers
-    from loramux.engine.loop.config import resolve_device
-    from loramux.engine.pages.pool_size import in_gib
+    from loramux.engine.loop.config import DEFAULT_HOST_TIER_BYTES, resolve_device
+    from loramux.engine.pages.pool_size import free_memory, in_gib
     from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 
-    device = device or resolve_device("auto")
+    own_device = resolve_device("auto")
+    device = device or own_device
+    # A server on another device is probably planned for another machine.
+    available = free_memory() if device == own_device else None
     try:
         plans = plan_memory(model, device, pool_bytes, num_workers=num_workers, kv_host_bytes=kv_host_bytes)
         tokens = plan_tokens(model, device, pool_bytes, num_workers=num_workers)
@@ -189,13 +192,15 @@ def _plan(
                 "worker_bytes": plan.worker,
                 "kv_host_bytes": plan.kv_host,
                 "total_bytes": plan.total_of(num_engines),
+                "main_memory_bytes": plan.main_memory(device, num_engines),
                 "problem": plan.problem,
             }
             for plan in plans
         ]
-        about = {"device": device, "num_engines": num_engines, "num_workers": num_workers, "pool_tokens": tokens}
+        sizes = {"num_engines": num_engines, "num_workers": num_workers, "available_bytes": available}
         exchanges = None if workers is None else asdict(workers)
-        print_json({"object": "memory_plan", **about, "workers": exchanges, "data": data})
+        about = {"object": "memory_plan", "device": device, **sizes, "pool_tokens": tokens, "workers": exchanges}
+        print_json({**about, "data": data})
         return
     size = "its default size (set pool_bytes to change it)" if pool_bytes is None else in_gib(pool_bytes)
     print(f"{model} on {device}; the pool has {size}")
@@ -212,10 +217,17 @@ def _plan(
         in_host = (plan.kv_host,) if kv_host_bytes else ()
         total = plan.total_of(num_engines)
         figures = (plan.weights, *of_worker, plan.pool, *in_host, plan.process, total)
-        sizes = "".join(f"{in_gib(size):>12}" for size in figures)
-        print(f"{plan.format:<28}{sizes if plan.problem is None else f'  {plan.problem}'}")
+        row = "".join(f"{in_gib(size):>12}" for size in figures)
+        print(f"{plan.format:<28}{row if plan.problem is None else f'  {plan.problem}'}")
     room = ", ".join(f"{number:,} with --kv-dtype {name}" for name, number in tokens.items())
     print(f"tokens that fit into a pool without adapters: {room}")
+    if available is not None:
+        needed = {plan.format: plan.main_memory(device, num_engines) for plan in plans if plan.problem is None}
+        if sums := [f"{in_gib(size)} for {name}" for name, size in needed.items() if size > available]:
+            print(
+                f"too little main memory: this machine has {in_gib(available)} available, and with a host tier of "
+                f"{in_gib(DEFAULT_HOST_TIER_BYTES)} in each engine, the sum is {', '.join(sums)}"
+            )
     if workers is not None:
         _show_workers(workers, device)
 

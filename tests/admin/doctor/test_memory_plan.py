@@ -24,7 +24,10 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import HEAD
 from loramux.engine.architectures.weight_shapes import weight_shapes
 from loramux.engine.decoder.weights import open_weights
+from loramux.engine.loop import config as engine_config
 from loramux.engine.loop.config import EngineConfig
+from loramux.engine.pages import pool_size
+from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.parallel.sharded_weights import ShardedWeights
 from loramux.engine.parallel.sharding import worker_config
 from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
@@ -46,6 +49,11 @@ HEAD_CHANGE = VOCAB * (4 - HIDDEN)
 """Bytes of an int8 head minus the bytes of a bfloat16 head: one more scale per output, and one byte less per weight."""
 
 FORMATS = ["bfloat16", "int8", "int4", "fp8", "int8+head", "int4+head", "fp8+head"]
+
+
+@pytest.fixture(autouse=True)
+def _large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_size, "free_memory", lambda: 1 << 40)
 
 
 def save(directory: Path, **changes: object) -> LlamaForCausalLM:
@@ -158,6 +166,36 @@ def test_host_memory_for_evicted_prefixes_is_part_of_the_total(loramux: Run, tmp
     [without, *_] = plan_memory(tmp_path, "cpu")
     assert (found["kv_host_bytes"], found["total_bytes"]) == (3 << 30, without.total + (3 << 30))
     assert loramux("doctor", "--plan", str(tmp_path), "--kv-host-bytes", "much").exit_code == 2
+
+
+def test_a_sum_that_does_not_fit_into_the_machine_is_named(
+    loramux: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path)
+    [plan, *_] = plan_memory(tmp_path, "cpu")
+    sizes = ("--data-parallel-size", "2", "--kv-host-bytes", "3GiB", "--pool-bytes", "2GiB")
+    # Two pools, host tiers of K and V, and host tiers of adapters, and the processes.
+    needed = plan.total_of(2) + 2 * (1 << 30) + 2 * (3 << 30) + 2 * (1 << 30)
+
+    def planned(device: str, available: int) -> str:
+        monkeypatch.setattr(pool_size, "free_memory", lambda: available)
+        monkeypatch.setattr(engine_config, "missing_for_cuda", lambda: None if device == "cuda" else "no driver")
+        return str(loramux("doctor", "--plan", str(tmp_path), "--device", device, *sizes).stdout)
+
+    assert "too little" not in planned("cpu", needed)
+    said = "too little main memory: this machine has {} available, and with a host tier of 1.0 GiB in each engine, the"
+    named = f"sum is {in_gib(needed)} for bfloat16, {in_gib(needed)} for int8"
+    assert f"{said.format(in_gib(needed - 1))} sum is {in_gib(needed)} for bfloat16" in planned("cpu", needed - 1)
+    assert f"{said.format('1.0 GiB')} {named}" in planned("cpu", 1 << 30)
+    document = json.loads(loramux("doctor", "--plan", str(tmp_path), "--device", "cpu", *sizes, "--json").stdout)
+    assert (document["available_bytes"], document["data"][0]["main_memory_bytes"]) == (1 << 30, needed)
+    # On GPUs, weights and pools are not in main memory.
+    assert "too little" not in planned("cuda", 8 << 30)
+    assert "the sum is 8.0 GiB for bfloat16, 8.0 GiB for int8" in planned("cuda", (8 << 30) - 1)
+    # This machine's memory says nothing about a machine with another device.
+    elsewhere = ("doctor", "--plan", str(tmp_path), "--device", "cpu", *sizes)
+    assert "too little" not in loramux(*elsewhere).stdout
+    assert json.loads(loramux(*elsewhere, "--json").stdout)["available_bytes"] is None
 
 
 def test_refused_models_are_refused_here_too(loramux: Run, tmp_path: Path) -> None:

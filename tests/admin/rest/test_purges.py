@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from sqlalchemy import func, insert, select
+from structlog.testing import capture_logs
 
 from loramux.adapter_store.blobs.interface import canonical_key
 from loramux.admin.rest import purging
 from loramux.admin.serving.upkeep import Upkeep
-from loramux.engine.protocol.messages import Load
+from loramux.engine.protocol.messages import EngineCall, ForgetPrefixes, Load
 from loramux.migrations import schema
 from loramux.migrations.identifiers import new_id
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.ledger.settlement import Settlement
 from tests.admin.admin_side import AdminSide
 from tests.admin.metered_requests import begin_request, settle_request
@@ -243,6 +246,69 @@ async def test_every_server_deletes_its_copies_of_purged_weights(
         )
     await Upkeep(admin_side.services).forget_purged()
     assert admin_side.engine.purged == [version["digest"]]
+
+
+async def test_every_server_deletes_the_cached_prefixes_of_deleted_tenants(
+    http: httpx.AsyncClient, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants, engine = admin_side.services.accounts.tenants, admin_side.engine
+    keys = {slug: tenants.share(tenants.create(slug).id).isolation_key for slug in ("purged", "deleted", "kept")}
+    upkeep = Upkeep(admin_side.services)
+    await upkeep.forget_purged()
+    assert engine.forgotten_prefixes == []
+    etag = (await http.get(f"{V1}/tenants/purged")).headers["etag"]
+    await http.patch(f"{V1}/tenants/purged", json={"state": "suspended"}, headers={"if-match": etag})
+    await purge(http, "tenants/purged", confirm="purged")
+    assert engine.forgotten_prefixes == [keys["purged"]], "at once"
+    assert (await http.delete(f"{V1}/tenants/deleted")).status_code == 204
+    engine.forgotten_prefixes.clear()
+
+    engine.die()
+    await upkeep.forget_purged()
+    engine.revive()
+    for _ in range(2):
+        await upkeep.forget_purged()
+    both = sorted((keys["purged"], keys["deleted"]))
+    assert engine.forgotten_prefixes == both, "once the engine answers"
+    monkeypatch.setattr("loramux.admin.serving.upkeep.FORGET_AGAIN_S", 0.0)
+    for _ in range(2):
+        await upkeep.forget_purged()
+    assert engine.forgotten_prefixes == [*both, *both], "a request that was running has ended by now"
+
+
+class BusyEngine(ScriptedEngine):
+    """Answers a ForgetPrefixes in time only as long as `num_answers` is positive."""
+
+    num_answers = 0
+
+    async def call(self, message: EngineCall[Any], timeout_s: float) -> Any:
+        if isinstance(message, ForgetPrefixes):
+            if not self.num_answers:
+                raise TimeoutError
+            self.num_answers -= 1
+        return await super().call(message, timeout_s)
+
+
+async def test_prefixes_of_many_tenants_are_deleted_in_parts(
+    admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services, tenants, engine = admin_side.services, admin_side.services.accounts.tenants, BusyEngine()
+    monkeypatch.setattr(purging, "KEYS_PER_CALL", 2)
+    created = [tenants.create(f"t{number}").id for number in range(5)]
+    keys = sorted(tenants.share(tenant_id).isolation_key for tenant_id in created)
+    for tenant_id in created:
+        tenants.delete(tenant_id)
+    upkeep = Upkeep(replace(services, engine=replace(services.engine, client=engine)))
+    with capture_logs() as entries:
+        await upkeep.forget_purged()
+        engine.num_answers = 1
+        await upkeep.forget_purged()
+        assert engine.forgotten_prefixes == keys[:2]
+        engine.num_answers = 2
+        for _ in range(2):
+            await upkeep.forget_purged()
+    assert engine.forgotten_prefixes == keys, "what has been deleted is not deleted again"
+    assert [(one["kind"], one["num_due"]) for one in entries] == [("prefixes", 5)], "a failure is logged once"
 
 
 @pytest.mark.parametrize("scope", ["tenant:admin", "tenant:develop", "platform:read"])

@@ -148,6 +148,24 @@ def test_host_memory_for_evicted_prefixes_must_be_free(demo_base: Path, monkeypa
     assert str(refused.value) == "kv_host_bytes is 5.0 GiB, but only 4.0 GiB of memory are available: lower it"
 
 
+@pytest.mark.parametrize(
+    ("settings", "page_bytes"),
+    # A page has K and V of 16 tokens in 4 layers of 2 heads. A token in int8 also has a scale of 2 bytes.
+    [({}, 16 * 2 * 4 * 2 * 32 * 2), ({"kv_dtype": "int8"}, 16 * 2 * 4 * 2 * (32 + 2))],
+    ids=["bfloat16", "int8"],
+)
+def test_host_memory_for_less_than_a_page_is_refused_before_anything_starts(
+    demo_base: Path, settings: dict[str, Any], page_bytes: int
+) -> None:
+    assert [one.kv_host_bytes for one in plan(demo_base, **settings, kv_host_bytes=page_bytes)] == [page_bytes]
+    with pytest.raises(StartRefused) as refused:
+        read_model(settings_of(demo_base, **settings, kv_host_bytes=page_bytes - 1), runs_here=False)
+    assert str(refused.value) == (
+        f"kv_host_bytes is {page_bytes - 1} bytes, but a page of keys and values takes {page_bytes}: set it to at "
+        f"least {page_bytes}, or to 0"
+    )
+
+
 def test_each_engine_gets_a_gpu(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_plans, "count_gpus", lambda: 4)
     assert [one.gpu for one in plan_on_gpus(demo_base)] == [None]

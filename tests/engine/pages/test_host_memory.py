@@ -91,5 +91,7 @@ def test_only_copies_between_written_pages_are_timed() -> None:
 
 def test_memory_without_room_for_a_page_is_refused() -> None:
     views = pool_of(FLOAT, has_cache_groups=False)
-    with pytest.raises(ConfigNotUsable, match=r"a page of keys and values takes 6144: raise it, or set it to 0"):
+    with pytest.raises(
+        ConfigNotUsable, match=r"a page of keys and values takes 6144: set it to at least 6144, or to 0"
+    ):
         PinnedHostMemory([views], HostAccelerator(), FLOAT.pool_page_bytes - 1)

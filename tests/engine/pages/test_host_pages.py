@@ -251,17 +251,20 @@ def test_a_broken_adapters_copies_are_deleted() -> None:
     assert ask(simulation, "again", prompt, "a") == 0
 
 
-def test_a_deleted_tenants_pages_are_deleted_everywhere() -> None:
-    simulation, prompt = small_engine(num_pages=40), tokens(100)
-    for isolation_key in (OWNER, OTHER):
+@pytest.mark.parametrize("layers", LAYOUTS)
+def test_a_deleted_tenants_pages_are_deleted_everywhere(layers: str) -> None:
+    simulation, prompt = small_engine(layers, num_pages=80), tokens(100)
+    for isolation_key in (OWNER, b"also", OTHER):
         ask(simulation, f"first of {isolation_key!r}", prompt, isolation_key=isolation_key)
     evict_all(simulation)
     ask(simulation, "in the pool", prompt[:60], isolation_key=OWNER)
-    simulation.engine.forget_prefixes(b"gateway", ForgetPrefixes(call_id="f", isolation_key=OWNER))
+    keys = (OWNER, b"also", b"without pages")
+    simulation.engine.forget_prefixes(b"gateway", ForgetPrefixes(call_id="f", isolation_keys=keys))
     simulation.run()
     assert [(one.call_id, one.state) for one in simulation.answers] == [("f", "absent")]
     assert ask(simulation, "again", prompt) == 0
-    assert ask(simulation, "other again", prompt, isolation_key=OTHER) == 96
+    assert ask(simulation, "also again", prompt, isolation_key=b"also") == 0
+    assert ask(simulation, "other again", prompt, isolation_key=OTHER) > 0
 
 
 def test_copies_of_a_base_that_computed_nan_are_deleted() -> None:
@@ -311,6 +314,27 @@ def test_a_prefix_is_computed_if_copying_is_slower() -> None:
     assert ask(simulation, "again", prompt) == 0
     counts = stats_of(simulation).host_pages
     assert (counts.num_loaded, counts.restored_tokens, counts.recomputed_tokens) == (0, 0, 144)
+
+
+@pytest.mark.parametrize("layers", ["whole", "mixed"])
+def test_the_pages_before_the_first_copy_are_used_if_copying_is_slower(layers: str) -> None:
+    """Pages after an evicted one are in the pool, too, but are of no use without it."""
+    simulation, prompt = small_engine(layers, num_pages=80), tokens(150)
+    simulation.engine.add(b"gateway", simulation.make_add("first", prompt, 4, isolation_key=OWNER))
+    simulation.step()
+    simulation.step()
+    simulation.step()
+    [sequence] = simulation.scheduler.running
+    third = sequence.page_keys[(2 + 1) * LAYOUTS[layers].groups[0].num_blocks - 1]
+    simulation.run()
+    cached = simulation.prefixes.find(third)
+    assert cached is not None
+    simulation.prefixes.evict(cached)
+    simulation.host_memory.load_s = 1.0
+    simulation.prefixes.host.note_computed(1000, 1.0)
+    page_tokens = LAYOUTS[layers].groups[0].page_tokens
+    assert ask(simulation, "again", prompt) == 2 * page_tokens
+    assert stats_of(simulation).host_pages.recomputed_tokens == (149 // page_tokens - 2) * page_tokens
 
 
 def test_a_preempted_sequence_resumes_from_its_copies() -> None:

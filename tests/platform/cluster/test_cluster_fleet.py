@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from loramux.engine.protocol.messages import Finished, Load, Pin, SequenceOutput, StatsRequest, Unload
+from loramux.engine.protocol.messages import (
+    AdapterState,
+    EngineCall,
+    Finished,
+    ForgetPrefixes,
+    Load,
+    Pin,
+    SequenceOutput,
+    StatsRequest,
+    Unload,
+)
 from loramux.platform.cluster.replica_report import HeldState
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.replicas.reports import UnknownReplica
@@ -247,6 +257,25 @@ async def test_an_adapter_is_loaded_on_one_replica_and_unloaded_and_pinned_on_al
         assert [(one.digest, one.is_pinned) for one in stats.adapters] == [(digest, True)]
         await cluster.engine.call(Unload(digest=digest), 5.0)
         assert not any(digest in one.scripted.resident for one in replicas)
+
+
+@pytest.mark.parametrize(
+    "purge", [ForgetPrefixes(isolation_keys=(b"x",)), Unload(digest=digest_of("a"), is_purge=True)]
+)
+async def test_a_purge_is_incomplete_while_a_replica_cannot_be_reached(
+    tmp_path: Path, purge: EngineCall[AdapterState]
+) -> None:
+    async with open_cluster(tmp_path) as cluster:
+        first, second = (cluster.calls.open(name) for name in ("first", "second"))
+        await ready(cluster, 2)
+        second.served.die()
+        await ready(cluster, 1)
+        with pytest.raises(EngineUnavailable):
+            await cluster.engine.call(purge, 5.0)
+        assert first.scripted.forgotten_prefixes + first.scripted.purged, "the others have purged it"
+        await cluster.engine.call(Unload(digest=digest_of("b")), 5.0)
+        cluster.calls.stop("second")
+        assert (await cluster.engine.call(purge, 5.0)).state == "absent", "a replica that ends loses its pages"
 
 
 async def test_an_engine_that_is_restarted_is_joined_again(tmp_path: Path) -> None:

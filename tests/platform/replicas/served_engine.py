@@ -16,6 +16,7 @@ from loramux.engine.protocol.messages import (
     Credit,
     Extend,
     Finished,
+    ForgetPrefixes,
     FromEngine,
     Load,
     Pin,
@@ -95,9 +96,9 @@ class ServedEngine:
                     self.engine.abort(sequence_id)
                 case Extend(sequence_id=sequence_id, max_tokens=max_tokens):
                     self.engine.extend(sequence_id, max_tokens)
-                case Unload() | Pin() if not self._takes_pins:
-                    raise AssertionError("a peer must not unload or pin")
-                case Load() | Unload() | Pin():
+                case Unload() | Pin() | ForgetPrefixes() if not self._takes_pins:
+                    raise AssertionError("a peer must not unload, pin or delete")
+                case Load() | Unload() | Pin() | ForgetPrefixes():
                     state = await self.engine.call(message, 1.0)
                     self._send(owner, msgspec.structs.replace(state, call_id=message.call_id))
                 case StatsRequest():
