@@ -20,11 +20,11 @@ from loramux.migrations import schema
 from loramux.migrations.identifiers import new_id
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.ledger.settlement import Settlement
 from tests.admin.admin_side import AdminSide
 from tests.admin.metered_requests import begin_request, settle_request
 from tests.admin.rest.adapters.pushed_versions import new_adapter, push
+from tests.platform.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 V1 = "/admin/v1"
