@@ -185,7 +185,8 @@ FAMILIES: dict[str, MakeModel] = {
 _FURTHER = (
     FURTHER_FAMILIES | WRAPPED_FAMILIES | MIXTURE_FAMILIES | HYBRID_FAMILIES | GEMMA4_FAMILIES | SINGULAR_FAMILIES
 )
-RARE_FAMILIES = _FURTHER.keys() - set(FREQUENT_MIXTURES)
+RARE_FAMILIES = _FURTHER.keys() - set(FREQUENT_MIXTURES) | {"llama2", "llama-tied-bias-llama3-rope", "phi3-longrope"}
+"""Further families, and variants of frequent architectures that other tests compare."""
 EVERY_FAMILY = [
     pytest.param(family, marks=pytest.mark.campaign if family in RARE_FAMILIES else ()) for family in FAMILIES
 ]
