@@ -99,6 +99,7 @@ def test_logits_of_classes_equal_transformers_and_peft_beside_generation(
         pool_bytes=96 << 20,
         max_batch_tokens=STEP_TOKENS[steps],
         max_sequences=16,
+        num_threads=1,
     )
     assembled = assemble_engine(config, lambda: None, MemoryStager(packed), backend=backend)
     generator = torch.Generator().manual_seed(7)

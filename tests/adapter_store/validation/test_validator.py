@@ -166,7 +166,9 @@ def worker(code: str) -> tuple[str, ...]:
 
 
 HANGING = worker("import time; time.sleep(60)")
-RUNNING_THE_CONFIGURATION = worker("import json, sys; job = json.load(sys.stdin)['job']; exec(open(job['config']).read())")
+RUNNING_THE_CONFIGURATION = worker(
+    "import json, sys; job = json.load(sys.stdin)['job']; exec(open(job['config']).read())"
+)
 """One process can give all hostile answers."""
 
 
