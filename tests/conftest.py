@@ -87,9 +87,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     The matrices of other tests are so small that a second thread doubles the processor time, and other processes of the
     test run need the cores. An engine that is assembled with its default number of threads uses all of them again.
     """
-    threads = sys.modules.get("loramux.kernels.cpu.instructions.threads")
-    if threads is not None:
-        threads.set_num_threads(len(os.sched_getaffinity(0)) if item.nodeid.startswith(KERNELS) else 1)
+    # Tests that import no kernels need not wait for torch.
+    if "loramux.kernels.cpu.instructions.threads" in sys.modules:
+        import numba
+
+        from loramux.kernels.cpu.instructions.threads import set_num_threads
+
+        most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+        set_num_threads(most if item.nodeid.startswith(KERNELS) else 1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -243,7 +243,7 @@ def test_nothing_compiles_after_warm(dtype: torch.dtype) -> None:
 
 def test_warm_reports_its_duration(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`make venv` runs it whole. Here, a thread takes the place of the second process, and nothing is compiled."""
-    monkeypatch.setattr(cpu_warm.multiprocessing, "get_context", lambda method: multiprocessing.dummy)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: multiprocessing.dummy)
     warmed: list[torch.dtype | str] = []
     monkeypatch.setattr(cpu_warm, "warm_base", warmed.append)
     monkeypatch.setattr(cpu_warm, "_warm_all_adapters", lambda: warmed.append("adapters"))
