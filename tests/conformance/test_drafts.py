@@ -259,7 +259,7 @@ def compare_forced(
     return num_preemptions
 
 
-@pytest.mark.parametrize("subject", ["llama"], indirect=True)
+@pytest.mark.parametrize("subject", ["llama", "gemma3"], indirect=True)
 def test_answers_are_the_same_with_forced_tokens(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     compare_forced(subject, monkeypatch, None, len(grammars()), 60)
 

@@ -1,6 +1,6 @@
 """Logits and greedy tokens equal the results of transformers and peft, one request at a time and in one mixed batch.
 
-Some families run in every test run. `make campaign NAME=parity` adds the others and the rest of the matrix.
+The main families run the mixed batch. `make campaign NAME=parity` adds the other families and the rest of the matrix.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, make_subject, run
 from tests.conformance.tiny_models import (
     ALL_LINEARS,
+    EVERY_FAMILY,
     FAMILIES,
     PHI3_ORIGINAL_LEN,
     PLANS,
@@ -30,12 +31,7 @@ from tests.conformance.tiny_models import (
 )
 
 ALONE = ("llama", "gemma2", "phi3-window")
-"""Families that every test run compares one request at a time. Together they cover every branch of the decoder."""
-
-MIXED = ("llama", "mistral-window", "qwen3", "gemma3")
-"""Families that every test run compares in a mixed batch. The tests of tensor parallelism and of adapters of the head,
-of experts and with an invocation do so with the other frequent families.
-"""
+"""Families that every test run also compares one request at a time. Together they cover every branch of the decoder."""
 
 STEPS = [
     pytest.param(128, 16, id="chunks"),
@@ -49,7 +45,7 @@ PROMPT_LENGTHS = [1, 7, 16, 17, 33, 64, 65, 100, 129, 200, 270, 300]
 FEW_TOKENS = 6
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=EVERY_FAMILY)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -107,11 +103,6 @@ def test_each_request_alone_equals_transformers_and_peft(subject: Subject, monke
     assembled.adapters.close()
 
 
-@pytest.mark.parametrize(
-    "subject",
-    [pytest.param(family, marks=() if family in MIXED else pytest.mark.campaign) for family in FAMILIES],
-    indirect=True,
-)
 @pytest.mark.parametrize(("step_tokens", "max_tokens"), STEPS)
 def test_one_mixed_batch_equals_transformers_and_peft(
     subject: Subject, step_tokens: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import transformers_weight_conversion
@@ -185,7 +186,10 @@ _FURTHER = (
     FURTHER_FAMILIES | WRAPPED_FAMILIES | MIXTURE_FAMILIES | HYBRID_FAMILIES | GEMMA4_FAMILIES | SINGULAR_FAMILIES
 )
 RARE_FAMILIES = _FURTHER.keys() - set(FREQUENT_MIXTURES)
-"""Families that only `make campaign NAME=parity` compares."""
+EVERY_FAMILY = [
+    pytest.param(family, marks=pytest.mark.campaign if family in RARE_FAMILIES else ()) for family in FAMILIES
+]
+"""Test parameters with every family. `make campaign NAME=parity` adds the rare ones."""
 
 _FUSED_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 _FUSED_GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
