@@ -122,6 +122,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/platform/batches/test_kills.py",
                 "tests/conformance/test_staging_deaths.py",
                 "tests/conformance/test_end_to_end.py",
+                "tests/conformance/test_one_request_seen.py",
                 "tests/conformance/demo_server/test_evals_served.py",
                 "tests/admin/demo/test_demo.py",
                 marks=ALL,
@@ -129,8 +130,9 @@ CAMPAIGNS: Mapping[str, Campaign] = {
         ),
     ),
     "schemas": Campaign(
-        line="JSON Schema's own test suite against structured output (ARGS='--help' for sizes)",
-        commands=(("tests.conformance.schema_suite",),),
+        line="Masks of random grammars against an oracle, and JSON Schema's own test suite against structured output "
+        "(ARGS='--help' for sizes)",
+        commands=(_pytest("tests/conformance/test_grammar_masks.py"), ("tests.conformance.schema_suite",)),
     ),
     "extensions": Campaign(
         line="Servers, and loramux's own tests of each kind, with the extensions of the documentation",

@@ -77,6 +77,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return FolderScheduling(config, log)
 
 
+KERNELS = "tests/kernels/"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Make torch and the CPU kernels use one thread, except in the tests of the kernels.
+
+    The matrices of other tests are so small that a second thread doubles the processor time, and other processes of the
+    test run need the cores. An engine that is assembled with its default number of threads uses all of them again.
+    """
+    # Tests that import no kernels need not wait for torch.
+    if "loramux.kernels.cpu.instructions.threads" in sys.modules:
+        import numba
+
+        from loramux.kernels.cpu.instructions.threads import set_num_threads
+
+        most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+        set_num_threads(most if item.nodeid.startswith(KERNELS) else 1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def heeded_signals() -> None:
     """Shells and nohup let what runs in the background ignore signals, and the processes of tests would inherit it."""

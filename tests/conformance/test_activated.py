@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import product
 
 import msgspec
 import numpy as np
@@ -33,13 +34,14 @@ PLANS = [
 ]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 NUM_TOKENS = 5
-FREQUENT = ("llama", "gemma2")
-"""The families of every test run. One has windows and soft caps."""
+FREQUENT = {("llama", "chunks"), ("llama", "whole prompts"), ("gemma2", "chunks")}
+"""The mixed batches of every test run. One family has windows and soft caps. All other tests run on the first only."""
+STEP_TOKENS = {"chunks": 24, "whole prompts": 700}
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(family, marks=() if family in FREQUENT else pytest.mark.campaign) for family in FAMILIES],
+    params=[pytest.param(family, marks=() if family == "llama" else pytest.mark.campaign) for family in FAMILIES],
 )
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, SMALL_WINDOW)
@@ -134,9 +136,16 @@ def test_each_request_alone_equals_peft(subject: Subject, monkeypatch: pytest.Mo
     assembled.adapters.close()
 
 
-@pytest.mark.parametrize("step_tokens", [24, 700], ids=["chunks", "whole prompts"])
-def test_one_mixed_batch_equals_peft(subject: Subject, step_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assembled = subject.assemble(max_batch_tokens=step_tokens)
+@pytest.mark.parametrize(
+    ("subject", "steps"),
+    [
+        pytest.param(*case, marks=() if case in FREQUENT else pytest.mark.campaign)
+        for case in product(FAMILIES, STEP_TOKENS)
+    ],
+    indirect=["subject"],
+)
+def test_one_mixed_batch_equals_peft(subject: Subject, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assembled = subject.assemble(max_batch_tokens=STEP_TOKENS[steps])
     recorder = Recorder(assembled.engine, monkeypatch)
     asked = requests(subject)
     finished_tokens(assembled.engine, [add for _, add in asked.values()])

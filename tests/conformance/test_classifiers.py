@@ -21,6 +21,7 @@ from loramux.engine.loop.assembly import assemble_engine
 from loramux.engine.loop.config import EngineConfig, pack_target
 from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StepOutput
 from tests.conformance.test_gpu_engine import plain_backend
+from tests.conformance.test_pooled_prompts import CASES, STEP_TOKENS
 from tests.conformance.tiny_models import (
     ALL_LINEARS,
     SMALL_SHAPE,
@@ -49,7 +50,7 @@ class Classifiers:
     generating: PackedAdapter
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.campaign), "gemma3"])
+@pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Classifiers:
     directory = tmp_path_factory.mktemp(request.param)
     base = make_base(request.param, directory / "base", SMALL_SHAPE, SMALL_WINDOW)
@@ -74,7 +75,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Classifiers(directory / "base", made, packed)
 
 
-@pytest.fixture(params=["cpu", "gpu without kernels", pytest.param("gpu", marks=pytest.mark.campaign)])
+@pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend | None:
     match request.param:
         case "cpu":
@@ -85,9 +86,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("step_tokens", [24, 256], ids=["chunks", "whole prompts"])
+@pytest.mark.parametrize(("subject", "backend", "steps"), CASES, indirect=["subject", "backend"])
 def test_logits_of_classes_equal_transformers_and_peft_beside_generation(
-    subject: Classifiers, backend: Backend | None, step_tokens: int
+    subject: Classifiers, backend: Backend | None, steps: str
 ) -> None:
     packed = {one.digest: one for one in (subject.generating, *(one.packed for one in subject.adapters.values()))}
     config = EngineConfig(
@@ -96,8 +97,9 @@ def test_logits_of_classes_equal_transformers_and_peft_beside_generation(
         cache_dir="",
         dtype="float32",
         pool_bytes=96 << 20,
-        max_batch_tokens=step_tokens,
+        max_batch_tokens=STEP_TOKENS[steps],
         max_sequences=16,
+        num_threads=1,
     )
     assembled = assemble_engine(config, lambda: None, MemoryStager(packed), backend=backend)
     generator = torch.Generator().manual_seed(7)

@@ -388,7 +388,7 @@ def test_a_head_that_could_not_draft_on_a_gpu_is_not_loaded(echoing: Subject, tm
 def test_workers_do_not_divide_a_head(echoing: Subject, tmp_path: Path) -> None:
     subject = with_head(echoing, tmp_path, lambda head: None)
     with pytest.raises(ConfigNotUsable, match="cannot divide the base's head for drafts: use --speculate text or auto"):
-        subject.assemble(speculate="head", tensor_parallel_size=2)
+        subject.assemble(speculate="head", tensor_parallel_size=2, num_threads=2)
 
 
 def test_the_heads_keys_and_values_can_be_codes(echoing: Subject, tmp_path: Path) -> None:

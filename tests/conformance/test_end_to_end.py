@@ -32,6 +32,7 @@ from tests.conformance.served import Deployment, deployment
 DEMO = Path(__file__).parents[2] / "admin" / "demo"
 ADAPTERS = {"harbour": "pirate", "chambers": "formal", "parcels": "json"}
 BUCKET = "loramux-test"
+PROMPTS = DEMO_PROMPTS[:3]
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def expected(reference: Any) -> dict[tuple[str | None, str], str]:
     tokenizer, model = AutoTokenizer.from_pretrained(DEMO / "base", padding_side="left"), reference
     texts = [
         tokenizer.apply_chat_template([{"role": "user", "content": one}], tokenize=False, add_generation_prompt=True)
-        for one in DEMO_PROMPTS
+        for one in PROMPTS
     ]
     inputs = tokenizer(texts, return_tensors="pt", add_special_tokens=False, padding=True)
     answers: dict[tuple[str | None, str], str] = {}
@@ -122,7 +123,7 @@ def expected(reference: Any) -> dict[tuple[str | None, str], str]:
             else:
                 model.set_adapter(name)
             output = model.generate(**inputs, max_new_tokens=48, do_sample=False)
-        for prompt, row in zip(DEMO_PROMPTS, output[:, inputs["input_ids"].shape[1] :], strict=True):
+        for prompt, row in zip(PROMPTS, output[:, inputs["input_ids"].shape[1] :], strict=True):
             answers[name, prompt] = tokenizer.decode(row, skip_special_tokens=True)
     return answers
 
@@ -168,7 +169,7 @@ def test_every_tenant_gets_its_own_answers_and_its_own_bill(
     before = {tenant: usage(stand, tenant) for tenant in ADAPTERS}
     asked = [
         (tenant, name, prompt, index % 2 == 0)
-        for index, prompt in enumerate(DEMO_PROMPTS)
+        for index, prompt in enumerate(PROMPTS)
         for tenant, adapter in ADAPTERS.items()
         for name in (adapter, None)
     ]
@@ -185,7 +186,7 @@ def test_every_tenant_gets_its_own_answers_and_its_own_bill(
 
 
 def test_embeddings_are_the_last_hidden_states_of_transformers_and_peft(stand: Stand, reference: Any) -> None:
-    tokenizer, texts = AutoTokenizer.from_pretrained(DEMO / "base"), [*DEMO_PROMPTS[:3], "A harbour " * 60]
+    tokenizer, texts = AutoTokenizer.from_pretrained(DEMO / "base"), [*PROMPTS, "A harbour " * 60]
     ids = [tokenizer(text)["input_ids"] for text in texts]
     before = usage(stand, "harbour")
     client = stand.deployment.client(stand.keys["harbour"])
@@ -251,7 +252,7 @@ def test_a_bad_request_is_answered_and_disturbs_nobody(
     code: str | None,
 ) -> None:
     before = usage(stand, "harbour")
-    prompt = DEMO_PROMPTS[2]
+    prompt = PROMPTS[2]
     with ThreadPoolExecutor(1) as threads:
         neighbour = threads.submit(ask, stand, "chambers", "formal", prompt, True)
         content = body if isinstance(body, bytes) else json.dumps({"model": "pirate", "prompt": "x", **body}).encode()
@@ -318,7 +319,7 @@ def test_an_unfit_adapter_is_rejected_and_leaves_nothing(stand: Stand, tmp_path:
     # The rejection is reported before the blobs are deleted.
     wait_until(lambda: stand.blobs() == before)
     with pytest.raises(openai.NotFoundError):
-        ask(stand, "harbour", name, DEMO_PROMPTS[0], stream=False)
+        ask(stand, "harbour", name, PROMPTS[0], stream=False)
 
 
 def test_a_quota_is_enforced_before_a_request_runs(stand: Stand) -> None:
@@ -367,7 +368,7 @@ def test_a_dora_adapter_is_packed_with_the_servers_base(
     save_tensors(tensors, path)
     (directory / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
     stand.deployment.json("adapters", "push", str(directory), "--tenant", "harbour", "--name", "dora")
-    for prompt in DEMO_PROMPTS:
+    for prompt in PROMPTS:
         text, _, _ = ask(stand, "harbour", "dora", prompt, stream=False)
         assert text == expected["pirate", prompt]
 
@@ -391,7 +392,7 @@ def test_a_classifier_is_pushed_and_only_classifies(stand: Stand, tmp_path: Path
     version = made.json("adapters", "show", "harbour/mood@1")
     assert version["task"] == {"kind": "classification", "labels": ["bad", "so-so", "good"], "activation": "softmax"}
     assert "classification" in made.command("adapters", "show", "harbour/mood@1").stdout
-    texts = [*DEMO_PROMPTS[:3], "A harbour " * 60]
+    texts = [*PROMPTS, "A harbour " * 60]
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
     ids = [tokenizer(text)["input_ids"] for text in texts]
     client, before = made.client(stand.keys["harbour"]), usage(stand, "harbour")
@@ -419,7 +420,7 @@ def test_a_trained_head_is_compared_with_the_servers_base(
 ) -> None:
     """A trained head that swaps two tokens gives the same answers as peft, and only its two rows take space."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
-    prompt = DEMO_PROMPTS[0]
+    prompt = PROMPTS[0]
     directory = tmp_path / "adapter"
     shutil.copytree(DEMO / "adapters" / "pirate", directory)
     config = json.loads((directory / "adapter_config.json").read_text())

@@ -18,6 +18,8 @@ from tests.engine.byte_vocabulary import BYTES, EOS, TOKENS, VOCAB_SIZE, byte_vo
 from tests.engine.constraints.masks import allowed_tokens, follow
 
 NUM_LANGUAGES = 200
+"""Number of languages in the campaign."""
+FEW = 60
 NUM_STEPS = MAX_NESTING - 1
 
 
@@ -68,11 +70,12 @@ def check_walk(language: Language, vocabulary: LLTokenizer, tokens: list[bytes],
     return num_masks
 
 
+@pytest.mark.parametrize("num_languages", [FEW, pytest.param(NUM_LANGUAGES, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("has_words", [pytest.param(False, id="bytes"), pytest.param(True, id="merged tokens")])
-def test_masks_equal_the_oracle(has_words: bool) -> None:
+def test_masks_equal_the_oracle(has_words: bool, num_languages: int) -> None:
     vocabulary, tokens = byte_vocabulary(has_words=has_words), TOKENS if has_words else BYTES
     num_masks = sum(
         check_walk(language, vocabulary, tokens, random.Random(number))
-        for number, language in enumerate(languages(NUM_LANGUAGES))
+        for number, language in enumerate(languages(num_languages))
     )
-    assert num_masks > 3 * NUM_LANGUAGES
+    assert num_masks > 3 * num_languages

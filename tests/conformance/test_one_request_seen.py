@@ -1,6 +1,6 @@
 """A server's traces, logs and metrics show everything about a request except private data.
 
-The same server is then started again.
+The campaign `processes` then starts the same server again.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ def test_nothing_that_is_written_repeats_prompts_or_keys(seen: Seen) -> None:
             assert secret.encode() not in text
 
 
+@pytest.mark.campaign
 def test_a_restart_keeps_everything_and_an_interrupt_drains(seen: Seen) -> None:
     with seen.made.running() as server:
         assert answer_of(seen.made.client(seen.key)) == seen.answer != ""

@@ -41,7 +41,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("num_workers", "num_events"),
     [
-        pytest.param(2, 8, id="few"),
+        pytest.param(2, 4, id="few"),
         pytest.param(2, NUM_EVENTS, id="two", marks=pytest.mark.campaign),
         pytest.param(4, NUM_EVENTS // 10, id="four", marks=pytest.mark.campaign),
     ],

@@ -5,6 +5,7 @@ The main families run the mixed batch. `make campaign NAME=parity` adds the othe
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -67,16 +68,19 @@ def requests(subject: Subject, max_tokens: int) -> dict[str, tuple[str | None, A
 
 
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
-def test_decode_steps_run_as_programs(subject: Subject) -> None:
-    assembled = subject.assemble()
+def test_decode_steps_run_as_programs_on_all_threads(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    assembled = subject.assemble(num_threads=len(os.sched_getaffinity(0)))
     executor = assembled.engine._executor
     assert isinstance(executor, DirectExecutor)
     assert executor._recorded is not None
+    recorder = Recorder(assembled.engine, monkeypatch)
     for names in ((None,), ("r4", "r16")):
-        for name, add in requests(subject, FEW_TOKENS).values():
-            if name in names:
-                assembled.engine.add(b"", add)
+        asked = {one: asked for one, asked in requests(subject, FEW_TOKENS).items() if asked[0] in names}
+        for _, add in asked.values():
+            assembled.engine.add(b"", add)
         run(assembled.engine)
+        for sequence_id, (name, add) in asked.items():
+            assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
     programs = executor._recorded._steps
     # Steps of the base, and steps with adapters.
     assert {groups > 0 for _, groups in programs} == {False, True}

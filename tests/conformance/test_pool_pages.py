@@ -23,7 +23,7 @@ def test_sixteen_adapters_take_their_packed_pages_and_no_more(tmp_path: Path) ->
     target = pack_target(ModelConfig.load(tmp_path / "base"), "float32")
     packed = [pack_peft_directory(tmp_path / "adapters" / plan.name, target, tmp_path / "base") for plan in plans]
     config = EngineConfig(
-        model_dir=str(tmp_path / "base"), blob_url="", cache_dir="", dtype="float32", pool_bytes=64 << 20
+        model_dir=str(tmp_path / "base"), blob_url="", cache_dir="", dtype="float32", pool_bytes=64 << 20, num_threads=1
     )
     assembled = assemble_engine(config, lambda: None, MemoryStager({one.digest: one for one in packed}))
     for one in packed:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,25 @@ PLANS = [
 ]
 PROMPTS = [(None, 1), ("r64", 2), ("r1", 5), (None, 90), ("r8", 33), ("r64", 70), ("r1", 41)]
 """Adapter and length of each prompt. The longer ones exceed a step and, in gemma3, the window."""
+STEP_TOKENS = {"chunks": 24, "whole prompts": 256}
+QUICK = {
+    ("llama", "cpu", "whole prompts"),
+    ("llama", "gpu without kernels", "chunks"),
+    ("gemma3", "cpu", "chunks"),
+}
+"""The cases of every test run. Together they have whole and divided prompts, a window, and padded steps."""
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.campaign)
+    for case in product(("llama", "qwen3", "gemma3"), ("cpu", "gpu without kernels", "gpu"), STEP_TOKENS)
+]
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.campaign), "gemma3"])
+@pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, SMALL_WINDOW)
 
 
-@pytest.fixture(params=["cpu", "gpu without kernels", pytest.param("gpu", marks=pytest.mark.campaign)])
+@pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend | None:
     match request.param:
         case "cpu":
@@ -100,15 +112,15 @@ def reference_states(subject: Subject, name: str | None, prompt: tuple[int, ...]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("step_tokens", [24, 256], ids=["chunks", "whole prompts"])
+@pytest.mark.parametrize(("subject", "backend", "steps"), CASES, indirect=["subject", "backend"])
 def test_pooled_states_equal_transformers_and_peft_and_change_no_answer(
-    subject: Subject, backend: Backend | None, step_tokens: int
+    subject: Subject, backend: Backend | None, steps: str
 ) -> None:
-    asked = requests(subject)
-    states, tokens = run(subject, backend, [add for _, add in asked], max_batch_tokens=step_tokens)
+    asked, num_tokens = requests(subject), STEP_TOKENS[steps]
+    states, tokens = run(subject, backend, [add for _, add in asked], max_batch_tokens=num_tokens)
     plain = [add for _, add in asked if add.pooling is None]
     assert {one.sequence_id: tokens[one.sequence_id] for one in plain} == run(
-        subject, backend, plain, max_batch_tokens=step_tokens
+        subject, backend, plain, max_batch_tokens=num_tokens
     )[1]
     for name, add in asked:
         if add.pooling is None:

@@ -47,17 +47,12 @@ PROGRAMS: dict[str, list[Recipe]] = {
 }
 NUM_TOKENS = 3
 FEW = (
-    "unsloth 2025.10: DoRA",
     "unsloth 2025.10: new tokens",
     "axolotl 0.9.2: FSDP",
-    "LLaMA-Factory 0.9.3: pissa_converted, rsLoRA",
     "LLaMA-Factory 0.9.3: full fine-tuning",
     "TRL 0.16.1: rank and alpha by module",
-    "ms-swift 3.1: modules_to_save",
     "ms-swift 2.4: the output directory",
     "torchtune 0.4: q, v and output",
-    "torchtune 0.6: DoRA",
-    "NeMo 2.0: LoRA",
     "NeMo Automodel 0.4: DoRA on a quantised base",
 )
 """The directories that every test run checks, all of one base."""

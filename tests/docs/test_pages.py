@@ -14,6 +14,9 @@ import pytest
 import typer.main
 
 from loramux.admin.cli import app
+from loramux.engine.architectures.missing_features import MISSING_FEATURES
+from loramux.engine.architectures.multimodal import SUPPORTED
+from tests.docs.models_page import architectures, compared
 from tests.docs.shell_session import Typed, script_of, type_page
 from tests.docs.write import DOCS, PAGES
 from tests.ports import free_port
@@ -36,6 +39,17 @@ TYPED_PAGES = sorted(path for path in DOCS.glob("*.md") if script_of(path))
 @pytest.mark.parametrize("name", PAGES)
 def test_reference_pages_match_the_program(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name](), "run 'make docs'"
+
+
+def test_each_architecture_of_transformers_is_served_or_lacks_a_feature() -> None:
+    assert architectures() - SUPPORTED - MISSING_FEATURES.keys() == set()
+    assert SUPPORTED & MISSING_FEATURES.keys() == set()
+    assert len(architectures()) > 200
+
+
+def test_each_served_architecture_is_compared_with_transformers() -> None:
+    """In this file, because the page of models needs the same random models, which take seconds to make."""
+    assert compared().keys() >= SUPPORTED
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=lambda page: str(page.relative_to(ROOT)))

@@ -63,7 +63,7 @@ class TinyEngine:
             blob_url="",
             cache_dir="",
             dtype="float32",
-            **{"pool_bytes": 32 << 20, "max_batch_tokens": 64, "max_sequences": 8, **settings},
+            **{"pool_bytes": 32 << 20, "max_batch_tokens": 64, "max_sequences": 8, "num_threads": 1, **settings},
         )
         self.assembled: AssembledEngine = assemble_engine(config, lambda: None, MemoryStager(adapters))
         # Unwritten memory is NaN, so that a read of it is noticed.

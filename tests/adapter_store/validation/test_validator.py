@@ -40,6 +40,7 @@ from loramux.kernels.layout import LinearShape, PageGeometry
 from tests.adapter_store.adapter_files import AdapterMaker
 from tests.adapter_store.sandbox import lesser_kernel
 from tests.adapter_store.small_base import HIDDEN, OUTER_MODULES, VOCAB_SIZE, make_target
+from tests.shared_forks import shared_forks
 
 _opened: list[SubprocessValidator] = []
 
@@ -165,6 +166,10 @@ def worker(code: str) -> tuple[str, ...]:
 
 
 HANGING = worker("import time; time.sleep(60)")
+RUNNING_THE_CONFIGURATION = worker(
+    "import json, sys; job = json.load(sys.stdin)['job']; exec(open(job['config']).read())"
+)
+"""One process can give all hostile answers."""
 
 
 def answering(**answer: Any) -> str:
@@ -194,8 +199,7 @@ HOSTILE_WORKERS = {
         }.items()
     },
     "a link as its output": f"""
-import json, os, sys
-job = json.load(sys.stdin)['job']
+import os
 open(job['canonical'], 'w').close()
 os.symlink('/etc/passwd', job['packed'])
 {answering(accepted=VERDICT)}
@@ -205,8 +209,11 @@ os.symlink('/etc/passwd', job['packed'])
 
 @pytest.mark.parametrize("code", HOSTILE_WORKERS.values(), ids=HOSTILE_WORKERS)
 def test_implausible_answer_from_the_process_is_refused(job: ValidationJob, target: PackTarget, code: str) -> None:
+    job.config.write_text(code)
+    with shared_forks():
+        validator = opened(command=RUNNING_THE_CONFIGURATION)
     with pytest.raises(AdapterRejected) as refused:
-        opened(command=worker(code)).validate(job, target)
+        validator.validate(job, target)
     assert refused.value.code == "validation_failed"
 
 

@@ -120,12 +120,12 @@ def test_server_ends_with_a_killed_demo(demo: Demo, ports: tuple[int, int], tmp_
         os.close(handle)
 
 
-def test_demo_reports_a_port_in_use(demo: Demo) -> None:
+def test_demo_reports_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        process = demo("--exit", "--port", taken.getsockname()[1])
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert re.fullmatch(r"loramux: cannot listen on 127\.0\.0\.1 port \d+: address already in use; .*--port\n", errors)
+        refused = invoke("demo", "--exit", "--port", taken.getsockname()[1])
+    assert refused.exit_code == 1
+    said = r"loramux: cannot listen on 127\.0\.0\.1 port \d+: address already in use; .*--port\n"
+    assert re.fullmatch(said, refused.stderr)
 
 
 def test_demo_reports_a_data_directory_that_is_a_file(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ KINDS = (
 CALLS_EACH = 3
 """Number of times that a campaign sends each case. Generating a case takes far longer than sending it."""
 
-INVALID_EVERY = 3
-"""A short run sends invalid data to every third operation. Only the campaign `api` sends it to the others."""
+INVALID_EVERY = 6
+"""A short run sends invalid data to every sixth operation. Only the campaign `api` sends it to the others."""
 
 
 def call_all(

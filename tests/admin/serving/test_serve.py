@@ -178,7 +178,7 @@ def refused() -> Iterator[Callable[..., str]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the measures need Linux")
-@pytest.mark.parametrize("measure", [FILES, CALLS])
+@pytest.mark.parametrize("measure", [FILES, pytest.param(CALLS, marks=pytest.mark.campaign)])
 def test_missing_required_sandbox_is_refused(demo_base: Path, tmp_path: Path, measure: str) -> None:
     if CALLS in missing_measures():
         pytest.skip("this machine cannot imitate a lesser one")

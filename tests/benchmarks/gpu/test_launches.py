@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.gpu.parts import PARTS
 
 ROOT = Path(__file__).parents[3]
@@ -57,6 +59,8 @@ names = {
     "h100": ([part.name for part in parts.PARTS], ["qwen3.5-9b"]),
     "h200": (["s_lora"], ["qwen3-30b-a3b"]),
 }
+if "quick" in sys.argv:
+    names = {"h100": (["lora", "step"], [])}
 found = {}
 for card, (wanted, models) in names.items():
     bench = Bench(META, False, True, False, True, False, Path(), planned=PLANNED[card])
@@ -73,16 +77,21 @@ json.dump(found, sys.stdout)
 """
 
 
-def counted() -> dict[str, dict[str, int]]:
+def counted(*arguments: str) -> dict[str, dict[str, int]]:
     """The launches of each case. In a process of its own, because the interpreter has no programs to inspect."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", COUNT, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
 
+def test_dry_runs_of_steps_and_adapters_launch_what_was_committed() -> None:
+    found, expected = counted("quick"), json.loads(EXPECTED.read_text())
+    assert found == {name: expected[name] for name in ("h100 lora", "h100 step")}
+
+
+@pytest.mark.campaign
 def test_dry_runs_launch_what_was_committed() -> None:
     """Update `launches.json` with `python -m tests.benchmarks.gpu.test_launches` if a change of launches is meant."""
     found, expected = counted(), json.loads(EXPECTED.read_text())

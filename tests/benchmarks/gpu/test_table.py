@@ -87,6 +87,7 @@ json.dump(found, sys.stdout)
 """
 
 
+@pytest.mark.campaign
 def test_a_decode_reads_half_as_many_bytes_of_adapters_in_fp8() -> None:
     """Sixteen sequences, each with its own adapter. Activations and all other bytes stay the same."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ from benchmarks import harness
 from benchmarks.running_engine import RunningEngine
 from benchmarks.s_lora import __main__ as s_lora
 from benchmarks.s_lora import check as s_lora_check
+from benchmarks.s_lora import engine as s_lora_engine
 from benchmarks.s_lora import run as s_lora_run
 from benchmarks.s_lora import setting as s_lora_setting
 from benchmarks.s_lora.figures import Case, Goal, latency_figures, median_of, summaries
@@ -46,6 +48,13 @@ def run(scratch: Path, *arguments: str) -> int:
 def _no_look_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "require_idle", lambda is_allowed: 0.5)
     monkeypatch.setattr(harness, "busy_share", lambda: 0.5)
+
+
+@pytest.fixture(autouse=True)
+def _garbage_collection_stays_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would end what `tests/conftest.py` does for all tests of this process. A full collection takes 2 s then."""
+    monkeypatch.setattr(s_lora_engine, "freeze_gc", lambda: None)
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.mark.campaign

@@ -189,6 +189,6 @@ def start_engine(
         blob_url="",
         cache_dir="",
         dtype="bfloat16",
-        **{"pool_bytes": 8 << 20, "max_batch_tokens": 16, "max_sequences": 4, **settings},
+        **{"pool_bytes": 8 << 20, "max_batch_tokens": 16, "max_sequences": 4, "num_threads": 1, **settings},
     )
     return assemble_engine(config, lambda: None, MemoryStager({}), weights or ZeroWeights(), backend)

@@ -10,7 +10,7 @@ import torch
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.reference.attention import contiguous_attention
 from loramux.kernels.tables import AttentionSpec, ContiguousKeys, PoolViews
-from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
+from tests.kernels.gpu.interpreted import DEVICE, FOR_GPUS, HAS_GPU, import_kernels, run_interpreted
 from tests.kernels.pools import poisoned_int8_pool
 from tests.kernels.sequences import (
     LAYER,
@@ -172,8 +172,15 @@ def test_prefills_with_prefix_read_gathered_pages(
     assert [len(k) for k in attention.keys] == [16 * num_pages]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize(("batch", "gathers"), [(FRESH, False), (CHUNKED, True)], ids=["fresh", "chunked"])
+@pytest.mark.parametrize(
+    ("batch", "gathers", "dtype"),
+    [
+        pytest.param(FRESH, False, torch.float32, id="fresh-float32"),
+        pytest.param(FRESH, False, torch.bfloat16, id="fresh-bfloat16", marks=FOR_GPUS),
+        pytest.param(CHUNKED, True, torch.float32, id="chunked-float32", marks=FOR_GPUS),
+        pytest.param(CHUNKED, True, torch.bfloat16, id="chunked-bfloat16"),
+    ],
+)
 def test_codes_are_gathered_as_bfloat16(
     batch: tuple[list[int], list[int]],
     gathers: bool,
