@@ -64,7 +64,7 @@ def _section(words: tuple[str, ...], verb: Any) -> str:
     rows = [(_shown_argument(argument), argument.help, "") for argument in arguments]
     rows += [(_shown_option(option), option.help, "required" if option.required else "") for option in options]
     lines += ["| | | |", "|---|---|---|"]
-    lines += [f"| `{name}` | {_cell(text)} | {note} |" for name, text, note in rows if name != "--help"]
+    lines += [f"| `{_cell(name)}` | {_cell(text)} | {note} |" for name, text, note in rows if name != "--help"]
     return "\n".join([*lines, ""])
 
 

@@ -16,7 +16,7 @@ from loramux.admin.cli import app
 from loramux.engine.protocol.messages import HostPageCounts
 from tests.adapter_store.base_tokenizer import with_tokenizer
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
-from tests.admin.command_line import Run, printed_json
+from tests.admin.command_line import Run, invoke, printed_json
 from tests.admin.metered_requests import begin_request, settle_request
 
 
@@ -456,3 +456,20 @@ def test_db_commands_check_and_upgrade_the_database(tmp_path: Path) -> None:
         2,
         f"loramux: the data directory {tmp_path / 'file'} cannot be used: File exists\n",
     )
+
+
+def test_a_command_without_its_group_is_refused_with_the_whole_command() -> None:
+    push = invoke("push", "s3://bucket/adapter")
+    assert push.exit_code == 2
+    assert "No such command 'push'. Did you mean 'adapters push'?" in push.stderr
+    assert "'keys list', 'adapters list'" in " ".join(invoke("list").stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("given", [["--max-model-len", "4096"], ["--max-model-len=4096"]])
+def test_an_option_for_a_setting_without_one_is_refused_with_its_variable(given: list[str]) -> None:
+    for command in ("serve", "gateway"):
+        refused = invoke(command, "--model", "base", *given)
+        assert refused.exit_code == 2
+        said = " ".join(refused.stderr.replace("│", " ").split())
+        assert "No such option: --max-model-len. Set LORAMUX_MAX_MODEL_LEN, or max_model_len in the file" in said
+    assert "LORAMUX_" not in invoke("serve", "--enable-lora").stderr

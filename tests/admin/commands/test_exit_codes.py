@@ -6,12 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import pytest
+
+from loramux.admin import __main__ as program
 from loramux.admin import exit_codes
 from tests.admin.admin_side import ADMIN_KEY
 
-PAGE = Path(__file__).parents[3] / "docs" / "commands.md"
+CHECKOUT = Path(__file__).parents[3]
+PAGE = CHECKOUT / "docs" / "commands.md"
 
 
 def test_documented_exit_codes_are_complete() -> None:
@@ -50,3 +55,21 @@ def test_ctrl_c_exits_with_130_and_one_sentence() -> None:
     assert printed == ""
     assert said.strip().startswith("loramux: interrupted")
     assert len(said.strip().splitlines()) == 1
+
+
+def test_ctrl_c_during_the_import_of_the_command_line_prints_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class CtrlC:
+        @staticmethod
+        def find_spec(name: str, _path: object, _target: object = None) -> None:
+            if name == "loramux.admin.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "meta_path", [CtrlC, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "loramux.admin.cli", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "\nloramux: interrupted\n")
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"loramux": f"{program.__name__}:main"}
