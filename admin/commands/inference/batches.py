@@ -68,6 +68,9 @@ def run(
         for name, path in outputs.items():
             if found[name] is not None:
                 client.download(found[name], path)
+            elif overwrite:
+                # A file of an earlier run would be taken for one of this run.
+                path.unlink(missing_ok=True)
     if as_json:
         print_json({**found, "written": [str(path) for path in written]})
     else:

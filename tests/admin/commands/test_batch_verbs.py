@@ -101,6 +101,12 @@ def test_run_writes_the_answers(
     assert f"wrote {path}" in done.stdout
     again = invoke("run", file)
     assert (again.exit_code, "exists already" in again.stderr) == (2, True)
+    thread = answer_in_background(admin_side, kept, tmp_path, 604 - status)
+    invoke("run", file, "--overwrite")
+    thread.join()
+    assert {one.name for one in tmp_path.glob("requests.*.jsonl")} == {
+        f"requests.{'errors' if written == 'output' else 'output'}.jsonl"
+    }
 
 
 def test_batches_are_listed_shown_and_cancelled(kept: BatchServices, file: Path) -> None:
