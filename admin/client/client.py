@@ -183,7 +183,13 @@ class AdminClient:
                 "LORAMUX_ADMIN_URL"
             ) from None
         if not response.is_success:
-            raise refusal_of(response)
+            error = refusal_of(response)
+            if error.status == httpx.codes.NOT_FOUND and error.code in (None, "not_found") and error.param is None:
+                raise ServerUnreachable(
+                    f"{self._base_url} does not have this part of the admin API: LORAMUX_ADMIN_URL or the profile must "
+                    "have the address of a server's admin listener (port 8001 by default), in this command's version"
+                )
+            raise error
         return response
 
     def _document(self, response: httpx.Response) -> Document:

@@ -151,7 +151,7 @@ def _found_or_created(client: AdminClient, tenant: str, name: str) -> Iterator[D
 
 @contextmanager
 def _deleted_on_failure(client: AdminClient, path: str) -> Iterator[None]:
-    """Delete an object if the block fails or is interrupted, so that it no longer counts against the tenant's quotas."""
+    """Delete an object if the block fails or is interrupted, so that it no longer counts against any limit."""
     try:
         yield
     except BaseException:

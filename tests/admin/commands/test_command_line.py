@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import HTMLResponse, JSONResponse
 from typer.testing import CliRunner
 
 from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.cli import app
+from loramux.admin.client.client import AdminClient, ServerUnreachable
 from loramux.engine.protocol.messages import HostPageCounts
 from tests.adapter_store.base_tokenizer import with_tokenizer
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.command_line import Run, invoke, printed_json
 from tests.admin.metered_requests import begin_request, settle_request
+from tests.admin.running_server import SharedServer
 
 
 def test_documented_commands_print_documented_output(loramux: Run, make_adapter: Callable[..., Path]) -> None:
@@ -473,3 +476,11 @@ def test_an_option_for_a_setting_without_one_is_refused_with_its_variable(given:
         said = " ".join(refused.stderr.replace("│", " ").split())
         assert "No such option: --max-model-len. Set LORAMUX_MAX_MODEL_LEN, or max_model_len in the file" in said
     assert "LORAMUX_" not in invoke("serve", "--enable-lora").stderr
+
+
+def test_the_address_of_another_listener_is_recognised(shared_server: SharedServer) -> None:
+    nothing = {"error": {"message": "there is nothing at this path", "code": "not_found", "param": None}}
+    for answer in (JSONResponse(nothing, 404), HTMLResponse("<p>Not found", 404)):
+        shared_server.app = answer
+        with AdminClient(shared_server.url, ADMIN_KEY) as client, pytest.raises(ServerUnreachable, match="port 8001"):
+            client.get("tenants")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from loramux.admin import __main__ as program
 from loramux.admin import exit_codes
+from loramux.admin.commands.output import json_text
 from tests.admin.admin_side import ADMIN_KEY
 
 CHECKOUT = Path(__file__).parents[3]
@@ -73,3 +75,25 @@ def test_ctrl_c_during_the_import_of_the_command_line_prints_no_traceback(
     assert (ended.value.code, capsys.readouterr().err) == (130, "\nloramux: interrupted\n")
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"loramux": f"{program.__name__}:main"}
+
+
+def test_closed_input_and_letters_that_the_encoding_lacks_are_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    monkeypatch.setattr(sys, "stdin", None)
+
+    def command() -> None:
+        print("█", sys.stdin.read(), json_text({"a": "ü"}))
+
+    monkeypatch.setattr("loramux.admin.cli.main", command)
+    program.main()
+    assert output.getvalue() == b'\\u2588  {"a": "\\u00fc"}\n'
+    sys.stdin.close()
+
+
+def test_output_to_a_full_disk_ends_with_one_sentence() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "loramux.admin", "--version"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "loramux: the output cannot be written: No space left on device\n")
