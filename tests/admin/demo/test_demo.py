@@ -124,7 +124,7 @@ def test_demo_reports_a_port_in_use(demo: Demo) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = demo("--exit", "--port", taken.getsockname()[1])
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert re.fullmatch(r"loramux: cannot listen on 127\.0\.0\.1 port \d+: address already in use; .*--port\n", errors)
 
 
@@ -133,6 +133,6 @@ def test_demo_reports_a_data_directory_that_is_a_file(tmp_path: Path) -> None:
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
         refused = invoke("demo", "--exit", "--data-dir", directory)
         assert (refused.exit_code, refused.stderr.partition(" cannot be used: ")[0]) == (
-            1,
+            2,
             f"loramux: the data directory {directory}",
         )
