@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from loramux.platform.errors import ApiError, InvalidRequest, MethodNotAllowed, 
 
 ENGINE_RETRY_S = 5.0
 DATABASE_RETRY_S = 5.0
+DISK_RETRY_S = 30.0
 
 Translation = Callable[[Exception], ApiError]
 log = structlog.get_logger()
@@ -165,12 +167,16 @@ class RequestIds:
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, receive, send_named)
-            except Exception:
-                log.exception("request failed", path=scope["path"])
+            except Exception as error:
+                told = ApiError("internal error; see the server's log")
+                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                    log.error("the disk is full", path=scope["path"], error=str(error))
+                    told = Unavailable("the server's disk is full", code="disk_full", retry_after_s=DISK_RETRY_S)
+                else:
+                    log.exception("request failed", path=scope["path"])
                 if has_started:
                     raise
-                failure = error_response(ApiError("internal error; see the server's log"), form, request_id)
-                await failure(scope, receive, send_named)
+                await error_response(told, form, request_id)(scope, receive, send_named)
 
 
 def _relative(location: str, request: Request) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,15 @@ async def test_form_that_ends_early_is_refused(gateway: Gateway) -> None:
     headers = {"content-type": "multipart/form-data; boundary=x"}
     answer = await gateway.http.post("/v1/files", content=b"--x\r\n", headers=headers)
     assert error_of(answer) == (400, "invalid_form", None)
+
+
+async def test_a_full_disk_can_be_tried_again(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TenantFiles, "create", fail)
+    answer = await post(gateway)
+    assert (error_of(answer), answer.headers["retry-after"]) == ((503, "disk_full", None), "30")
 
 
 async def test_storage_of_a_tenant_is_limited(gateway: Gateway, tmp_path: Path) -> None:
