@@ -484,3 +484,9 @@ def test_the_address_of_another_listener_is_recognised(shared_server: SharedServ
         shared_server.app = answer
         with AdminClient(shared_server.url, ADMIN_KEY) as client, pytest.raises(ServerUnreachable, match="port 8001"):
             client.get("tenants")
+
+
+def test_odd_arguments_are_refused_without_a_traceback() -> None:
+    for command in (("check", "x" * 300), ("adapters", "push", "x" * 300, "--tenant", "a", "--name", "b")):
+        assert invoke(*command).exit_code == 2
+    assert invoke("audit", "--limit", 10**20).exit_code == 2
