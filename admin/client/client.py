@@ -183,13 +183,14 @@ class AdminClient:
                 "LORAMUX_ADMIN_URL"
             ) from None
         if not response.is_success:
-            error = refusal_of(response)
-            if error.status == httpx.codes.NOT_FOUND and error.code in (None, "not_found") and error.param is None:
+            refusal = refusal_of(response)
+            is_nothing = refusal.status == httpx.codes.NOT_FOUND and refusal.code in (None, "not_found")
+            if is_nothing and refusal.param is None:
                 raise ServerUnreachable(
                     f"{self._base_url} does not have this part of the admin API: LORAMUX_ADMIN_URL or the profile must "
                     "have the address of a server's admin listener (port 8001 by default), in this command's version"
                 )
-            raise error
+            raise refusal
         return response
 
     def _document(self, response: httpx.Response) -> Document:

@@ -78,6 +78,7 @@ def test_servers_with_wrong_clocks_agree_on_the_time(
     [
         ("not a url", "malformed"),
         ("mysql://host/name", "not supported"),
+        ("postgresql://user:pass@word@host/name", "two @"),
     ],
     ids=["malformed", "another kind"],
 )
