@@ -80,7 +80,7 @@ def test_servers_with_wrong_clocks_agree_on_the_time(
         ("mysql://host/name", "not supported"),
         ("postgresql://user:pass@word@host/name", "two @"),
     ],
-    ids=["malformed", "another kind"],
+    ids=["malformed", "another kind", "at in the password"],
 )
 def test_a_bad_url_is_refused_in_one_sentence(url: str, message: str) -> None:
     with pytest.raises(DatabaseError, match=message):
