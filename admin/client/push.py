@@ -78,7 +78,7 @@ def push_adapter(
     precedence over the directory's `parsers.json`. If the directory has a tokenizer, the facts in which it differs from
     the base's become a `chat_template.jinja` and an `added_vocabulary.json`, and files of sentence-transformers become
     a `pooling.json`, unless the directory has these files. `tenant` is a slug or an identifier. A push that fails or is
-    interrupted before there is a version cancels its upload, and deletes the adapter if it has created it.
+    interrupted cancels its upload.
 
     Raises PushRefused if the directory is not an adapter, the server rejects it, an earlier version with the same files
     is out of service, or `timeout_s` passes. Raises AdminError if the server refuses a call.
@@ -95,14 +95,14 @@ def _push_files(
     client: AdminClient, paths: Sequence[Path], tenant: str, name: str, timeout_s: float, progress: Progress
 ) -> PushedVersion:
     files = [{"name": path.name, "size": path.stat().st_size, "sha256": _sha256(path, progress)} for path in paths]
-    with _found_or_created(client, tenant, name) as adapter:
-        path_of_uploads = f"adapters/{adapter['id']}/uploads"
-        upload = _await_room(lambda: client.post(path_of_uploads, {"files": files}), timeout_s)
-        ways = {file["name"]: file for file in upload["files"]}
-        with _deleted_on_failure(client, f"{path_of_uploads}/{upload['id']}"):
-            for path in paths:
-                _send(client, path, ways[path.name], progress)
-            version = _make_version(client, adapter, {"upload_id": upload["id"]}, timeout_s)
+    adapter = _adapter(client, tenant, name)
+    path_of_uploads = f"adapters/{adapter['id']}/uploads"
+    upload = _await_room(lambda: client.post(path_of_uploads, {"files": files}), timeout_s)
+    ways = {file["name"]: file for file in upload["files"]}
+    with _cancelled_on_failure(client, f"{path_of_uploads}/{upload['id']}"):
+        for path in paths:
+            _send(client, path, ways[path.name], progress)
+        version = _make_version(client, adapter, {"upload_id": upload["id"]}, timeout_s)
     return _ready(client, adapter, version, timeout_s)
 
 
@@ -113,8 +113,8 @@ def register_source(
 
     Requires a platform administrator's key and a source that the operator allows. Raises PushRefused or AdminError.
     """
-    with _found_or_created(client, tenant, name) as adapter:
-        version = _make_version(client, adapter, {"source": source}, timeout_s)
+    adapter = _adapter(client, tenant, name)
+    version = _make_version(client, adapter, {"source": source}, timeout_s)
     return _ready(client, adapter, version, timeout_s)
 
 
@@ -136,22 +136,8 @@ def _await_room(call: Callable[[], Document], timeout_s: float) -> Document:
 
 
 @contextmanager
-def _found_or_created(client: AdminClient, tenant: str, name: str) -> Iterator[Document]:
-    """Yield the adapter. If the block fails, delete an adapter that was created for it.
-
-    The server keeps an adapter that has got an upload or a version in the meantime, or if the key may not delete it.
-    """
-    adapter, is_new = _adapter(client, tenant, name)
-    if not is_new:
-        yield adapter
-        return
-    with _deleted_on_failure(client, f"adapters/{adapter['id']}"):
-        yield adapter
-
-
-@contextmanager
-def _deleted_on_failure(client: AdminClient, path: str) -> Iterator[None]:
-    """Delete an object if the block fails or is interrupted, so that it no longer counts against any limit."""
+def _cancelled_on_failure(client: AdminClient, path: str) -> Iterator[None]:
+    """Cancel the upload if the block fails or is interrupted, so that it stops counting against the tenant's limit."""
     try:
         yield
     except BaseException:
@@ -249,18 +235,17 @@ def _file_of(directory: Path, file_name: str) -> Path:
     raise PushRefused(message, code, param)
 
 
-def _adapter(client: AdminClient, tenant: str, name: str) -> tuple[Document, bool]:
-    """Find the adapter, or create it. Return it, and whether it was created."""
+def _adapter(client: AdminClient, tenant: str, name: str) -> Document:
     found = client.get("adapters", tenant=tenant, name=name)["data"]
     if found:
-        return dict(found[0]), False
+        return dict(found[0])
     try:
-        return client.post("adapters", {"tenant": tenant, "name": name}), True
+        return client.post("adapters", {"tenant": tenant, "name": name})
     except AdminError as error:
         # Another client created the adapter first. Use that adapter.
         if error.status != 409:
             raise
-    return dict(client.get("adapters", tenant=tenant, name=name)["data"][0]), False
+    return dict(client.get("adapters", tenant=tenant, name=name)["data"][0])
 
 
 def _send(client: AdminClient, path: Path, way: Document, progress: Progress) -> None:

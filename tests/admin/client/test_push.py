@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
-from loramux.admin.client.push import PushRefused, push_adapter, register_source
+from loramux.admin.client.push import PushRefused, push_adapter
 from tests.admin.admin_side import ADMIN_KEY
 
 
@@ -114,25 +114,3 @@ def test_push_does_not_retry_refused_file(
         with pytest.raises(AdminError) as refused:
             push_adapter(client, make_adapter(), "acme", "support")
     assert refused.value.code == "checksum_mismatch"
-
-
-def test_refused_push_leaves_no_adapter_that_it_created(client: AdminClient, make_adapter: Callable[..., Path]) -> None:
-    def names() -> list[str]:
-        return [adapter["name"] for adapter in client.items("adapters")]
-
-    limit = {"tenant": "acme", "metric": "adapter_bytes", "limit": 1}
-    quota = client.post("quotas", limit)
-    with pytest.raises(AdminError) as refused:
-        push_adapter(client, make_adapter(), "acme", "support")
-    assert (refused.value.code, names()) == ("insufficient_quota", [])
-    with pytest.raises(AdminError) as refused:
-        register_source(client, "s3://elsewhere/support", "acme", "support")
-    assert (refused.value.code, names()) == ("source_not_allowed", [])
-    client.delete(f"quotas/{quota['id']}")
-    client.post("adapters", {"tenant": "acme", "name": "empty"})
-    push_adapter(client, make_adapter(), "acme", "support")
-    client.post("quotas", limit)
-    for name in ("empty", "support"):
-        with pytest.raises(AdminError):
-            push_adapter(client, make_adapter(), "acme", name)
-    assert names() == ["support", "empty"]
