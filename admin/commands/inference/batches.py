@@ -68,8 +68,8 @@ def run(
         for name, path in outputs.items():
             if found[name] is not None:
                 client.download(found[name], path)
-            elif overwrite:
-                # A file of an earlier run would be taken for one of this run.
+            elif overwrite and written:
+                # A file of an earlier run would be taken for one of this run. A run without any keeps it.
                 path.unlink(missing_ok=True)
     if as_json:
         print_json({**found, "written": [str(path) for path in written]})
