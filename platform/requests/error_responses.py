@@ -52,6 +52,13 @@ def _read_too_long(_: Exception) -> ApiError:
     )
 
 
+def _disk_full(error: Exception) -> ApiError:
+    """Raises any error that is not about a full disk or quota of a file system."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Unavailable("the server's disk is full", code="disk_full", retry_after_s=DISK_RETRY_S)
+    raise error
+
+
 TRANSLATIONS: Mapping[type[Exception], Translation] = {
     EngineUnavailable: engine_unavailable,
     OperationalError: quota_unavailable,
@@ -91,7 +98,8 @@ class ErrorResponses:
         translations: Mapping[type[Exception], Translation] | None = None,
         form_of: FormOf = lambda _: OPENAI_ERRORS,
     ) -> None:
-        self._known = {**TRANSLATIONS, **(translations or {})}
+        # Only for responses: evals and batches, which also use TRANSLATIONS, treat other errors of files differently.
+        self._known = {**TRANSLATIONS, OSError: _disk_full, **(translations or {})}
         self.form_of = form_of
 
     @property
@@ -167,16 +175,12 @@ class RequestIds:
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, receive, send_named)
-            except Exception as error:
-                told = ApiError("internal error; see the server's log")
-                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                    log.error("the disk is full", path=scope["path"], error=str(error))
-                    told = Unavailable("the server's disk is full", code="disk_full", retry_after_s=DISK_RETRY_S)
-                else:
-                    log.exception("request failed", path=scope["path"])
+            except Exception:
+                log.exception("request failed", path=scope["path"])
                 if has_started:
                     raise
-                await error_response(told, form, request_id)(scope, receive, send_named)
+                failure = error_response(ApiError("internal error; see the server's log"), form, request_id)
+                await failure(scope, receive, send_named)
 
 
 def _relative(location: str, request: Request) -> str:
@@ -206,8 +210,9 @@ def _translated(error: Exception, known: Mapping[type[Exception], Translation]) 
         return _of_status(error)
     for kind in type(error).__mro__:
         if kind in known:
+            told = known[kind](error)
             log.warning("request refused", error=repr(error))
-            return known[kind](error)
+            return told
     raise error
 
 
