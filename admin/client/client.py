@@ -183,14 +183,7 @@ class AdminClient:
                 "LORAMUX_ADMIN_URL"
             ) from None
         if not response.is_success:
-            refusal = refusal_of(response)
-            is_nothing = refusal.status == httpx.codes.NOT_FOUND and refusal.code in (None, "not_found")
-            if is_nothing and refusal.param is None:
-                raise ServerUnreachable(
-                    f"{self._base_url} does not have this part of the admin API: LORAMUX_ADMIN_URL or the profile must "
-                    "have the address of a server's admin listener (port 8001 by default), in this command's version"
-                )
-            raise refusal
+            raise refusal_of(response)
         return response
 
     def _document(self, response: httpx.Response) -> Document:
@@ -210,6 +203,7 @@ def _given(params: Mapping[str, object]) -> dict[str, Any]:
 
 
 def refusal_of(response: httpx.Response) -> AdminError:
+    """Return the error of a response from the admin API or an OpenAI API."""
     retry_after = response.headers.get("retry-after", "")
     retry_after_s = int(retry_after) if retry_after.isascii() and retry_after.isdecimal() else None
     try:
@@ -217,6 +211,14 @@ def refusal_of(response: httpx.Response) -> AdminError:
         message, code, param = str(error["message"]), error.get("code"), error.get("param")
     except (ValueError, KeyError, TypeError, AttributeError):
         message, code, param = f"the server returned {response.status_code}", None, None
+    base_url, is_admin_api, _ = str(response.url).partition("/admin/v1/")
+    is_nothing = response.status_code == httpx.codes.NOT_FOUND and code in (None, "not_found") and param is None
+    if is_admin_api and is_nothing:
+        # The path is unknown. The error of a missing resource has a code of its own, or a parameter.
+        message = (
+            f"{base_url} does not have this part of the admin API: LORAMUX_ADMIN_URL or the profile must have the "
+            "address of a server's admin listener (port 8001 by default), in this command's version"
+        )
     return AdminError(response.status_code, message, code, param, retry_after_s)
 
 
