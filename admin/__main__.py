@@ -20,12 +20,21 @@ def main() -> None:
         try:
             run()
         finally:
-            sys.stdout.flush()
+            _flush()
     except KeyboardInterrupt:
         _end("interrupted", INTERRUPTED, "\n")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EPIPE) or error.filename is not None:
+        if error.errno != errno.ENOSPC or error.filename is not None:
             raise
+        # Also the output, if it was written before the end.
+        _end(f"a file or the output cannot be written: {error.strerror}", REFUSED)
+
+
+def _flush() -> None:
+    """Write what is left of the output. A reader that has gone ends the command without a sentence."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
         # Otherwise, the interpreter would try to write the rest at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
@@ -37,8 +46,10 @@ def _open_standard_files() -> None:
     """Replace closed standard files by the null device, and write characters that the encoding lacks as escapes."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            # A socket or a file would get the number otherwise.
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
+            # A socket or a file would get the number otherwise, here or in a child process.
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, "w" if number else "r"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -88,12 +89,27 @@ def test_closed_input_and_letters_that_the_encoding_lacks_are_no_errors(monkeypa
     monkeypatch.setattr("loramux.admin.cli.main", command)
     program.main()
     assert output.getvalue() == b'\\u2588  {"a": "\\u00fc"}\n'
+    assert os.get_inheritable(sys.stdin.fileno())
     sys.stdin.close()
 
 
 def test_output_to_a_full_disk_ends_with_one_sentence() -> None:
+    command = [sys.executable, "-m", "loramux.admin", "--version"]
+    # Otherwise, the output is not written at the end.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "loramux.admin", "--version"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=buffered)
     assert (done.returncode, done.stderr) == (1, "loramux: the output cannot be written: No space left on device\n")
+
+
+def test_a_full_disk_of_another_file_is_not_called_that_of_the_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("loramux.admin.cli.main", command)
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    said = "loramux: a file or the output cannot be written: No space left on device\n"
+    assert (ended.value.code, capsys.readouterr().err) == (1, said)
