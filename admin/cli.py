@@ -41,7 +41,7 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
         full = [f"'{group} {name}'" for group, verbs in self.commands.items() if name in getattr(verbs, "commands", ())]
-        if full and name not in self.commands:
+        if full and name not in self.commands and not ctx.resilient_parsing:
             ctx.fail(f"No such command {name!r}. Did you mean {', '.join(full)}?")
         return super().resolve_command(ctx, args)
 
