@@ -484,8 +484,8 @@ def test_an_option_for_a_setting_without_one_is_refused_with_its_variable(given:
 
 @pytest.mark.parametrize("typed", ["serve --max-model-len 5 --mod", "push --"])
 def test_completion_refuses_no_words(typed: str) -> None:
-    env = {"_LORAMUX_COMPLETE": "complete_bash", "COMP_WORDS": f"loramux {typed}", "COMP_CWORD": str(len(typed.split()))}
-    completed = invoke(env=env, prog_name="loramux")
+    words = {"COMP_WORDS": f"loramux {typed}", "COMP_CWORD": str(len(typed.split()))}
+    completed = invoke(env={"_LORAMUX_COMPLETE": "complete_bash", **words}, prog_name="loramux")
     assert (completed.exit_code, completed.stderr) == (0, "")
     assert completed.stdout.startswith("--")
 
@@ -499,7 +499,8 @@ def test_the_address_of_another_listener_is_recognised(shared_server: SharedServ
         told = refused.value
         assert (told.status, told.code in (None, "not_found")) == (404, True)
         assert told.message.startswith(f"{shared_server.url} does not have this part of the admin API: LORAMUX_ADMIN_")
-        with BatchClient(OpenAIServer(url=f"{shared_server.url}/v1", key="sk-x")) as batches, pytest.raises(AdminError) as refused:
+        server = OpenAIServer(url=f"{shared_server.url}/v1", key="sk-x")
+        with BatchClient(server) as batches, pytest.raises(AdminError) as refused:
             batches.get("bat_1")
         assert "admin API" not in refused.value.message
 
