@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from loramux.admin.commands import root
 from loramux.admin.commands.administration import (
@@ -29,9 +31,23 @@ from loramux.admin.commands.administration import (
 )
 from loramux.admin.commands.inference import batches, bench, chat
 from loramux.admin.commands.local import check, cluster, database, doctor, models, pull, serve
+from loramux.admin.commands.local.settings_command import SettingsCommand
 from loramux.admin.exit_codes import INTERRUPTED
 
+
+class Commands(TyperGroup):
+    """All commands. A command without its group, such as `push`, is refused with advice to write `adapters push`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        full = [f"'{group} {name}'" for group, verbs in self.commands.items() if name in getattr(verbs, "commands", ())]
+        if full and name not in self.commands and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {name!r}. Did you mean {', '.join(full)}?")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     # A traceback with local variables would reveal keys.
     pretty_exceptions_enable=False,
@@ -42,8 +58,8 @@ app.callback()(root.root)
 HERE, VERBS = "On this machine", "Over the network, with an administrator's key"
 CLIENTS = "Over the network, with a tenant's key"
 
-app.command("serve", rich_help_panel=HERE)(serve.serve)
-app.command("gateway", rich_help_panel=HERE)(serve.gateway)
+app.command("serve", cls=SettingsCommand, rich_help_panel=HERE)(serve.serve)
+app.command("gateway", cls=SettingsCommand, rich_help_panel=HERE)(serve.gateway)
 app.command("demo", rich_help_panel=HERE)(serve.demo)
 app.command("pull", rich_help_panel=HERE)(pull.pull)
 app.add_typer(cluster.app, name="cluster", rich_help_panel=HERE)

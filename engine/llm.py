@@ -326,9 +326,7 @@ class LLM:
 
     def _answer(self, prompt: Prompt, name: str | None, options: _Options, *, is_streamed: bool = False) -> Answer:
         adapter = self._adapter(name)
-        ids = self._text(adapter).encode(prompt) if isinstance(prompt, str) else tuple(map(operator.index, prompt))
-        if min(ids, default=0) < 0:
-            raise ValueError("token ids must not be negative")
+        ids = self._text(adapter).encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         start = 0 if adapter is None else adapter.activation(ids)
         # An adapter that the prompt does not activate leaves the answer to the base.
         used = None if start is None else adapter
@@ -388,11 +386,25 @@ class _Options:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | bytes | bytearray | memoryview):
         return [prompts]
     listed: list[Any] = list(prompts)
     # Token ids have no length, but every prompt has one.
     return [listed] if listed and not hasattr(listed[0], "__len__") else listed
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Return the token ids of a prompt. Raises ValueError."""
+    # Bytes are a sequence of integers, but of no tokens.
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise ValueError("a prompt is a text or a list of token ids: decode bytes first")
+    try:
+        ids = tuple(map(operator.index, prompt))
+    except TypeError:
+        raise ValueError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}") from None
+    if min(ids, default=0) < 0:
+        raise ValueError("token ids must not be negative")
+    return ids
 
 
 def _names(listed: Sequence[Prompt], adapter: str | Sequence[str | None] | None) -> list[str | None]:
@@ -412,8 +424,8 @@ def _limit(max_tokens: int) -> int:
 
 def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if "" in stops:
-        raise ValueError("a stop string must not be empty")
+    if not all(isinstance(one, str) and one for one in stops):
+        raise ValueError("stop strings are texts and must not be empty")
     return stops
 
 
@@ -428,7 +440,9 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
 def _grammar(
     schema: Mapping[str, Any] | bool | None, regex: str | None, choice: Sequence[str] | None, grammar: str | None
 ) -> str:
-    if choice is not None and (not choice or "" in choice):
+    # A text is a sequence of texts, too, but its letters are not meant.
+    is_text = isinstance(choice, str)
+    if choice is not None and (is_text or not choice or not all(isinstance(one, str) and one for one in choice)):
         raise ValueError("choice must be a list of texts that are not empty")
     given = {
         "json_schema": None if schema is None else json.dumps(schema),

@@ -318,6 +318,9 @@ class Database:
 
 def _parse_url(url: str) -> URL:
     parsed = make_url(url)
+    if "@" in (parsed.host or ""):
+        # A part of the password would count as the host, and be shown in errors.
+        raise DatabaseError("the database URL has two @: write an @ of the user name or the password as %40")
     if parsed.drivername in ("postgresql", "postgres"):
         return parsed.set(drivername="postgresql+psycopg")
     if parsed.drivername not in ("sqlite", "postgresql+psycopg"):

@@ -97,10 +97,19 @@ class AdapterSources:
         location = HubLocation.parse(url)
         form = _ADDED if _scheme(url) in self._added else _DIRECTORY if _is_directory(url) else _BUCKET
         if len(url) > MAX_URL_LENGTH or (location is None and not form.fullmatch(url)):
-            raise UploadRefused("invalid_source", f"a source must have the form {FORMS}", "source")
+            hint = "; the name of a bucket has 3 to 63 lower-case letters, digits, dots and hyphens"
+            raise UploadRefused(
+                "invalid_source",
+                f"a source must have the form {FORMS}{hint if url.startswith('s3://') else ''}",
+                "source",
+            )
         place = url if location is None else location.repository_url
         if not f"{place.rstrip('/')}/".startswith(self._allowed or ("\0",)):
-            raise UploadRefused("source_not_allowed", "adapters may not be fetched from this source", "source")
+            raise UploadRefused(
+                "source_not_allowed",
+                "adapters may not be fetched from this source: the setting adapter_sources does not allow it",
+                "source",
+            )
         return url.rstrip("/")
 
     def pin(self, url: str) -> str:

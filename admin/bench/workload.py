@@ -44,9 +44,9 @@ class Workload:
     requests_s: float = math.inf
     burstiness: float = 1.0
     max_open: int | None = None
+    """Most requests that are open at once, or None for no limit."""
     prompt: Lengths
     answer: Lengths
-    """Most requests that are open at once, or None for no limit."""
     ids: Lengths | None = None
     dataset: Path | None = None
     trace: Path | None = None

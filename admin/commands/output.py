@@ -82,7 +82,13 @@ def error_document(message: str, code: str | None, param: str | None = None) -> 
 
 
 def print_json(document: object) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    print(json_text(document, indent=2))
+
+
+def json_text(document: object, indent: int | None = None) -> str:
+    """Return a document as JSON for standard output. Letters that its encoding may lack are escaped as in JSON."""
+    is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    return json.dumps(document, indent=indent, ensure_ascii=not is_unicode)
 
 
 def tell(document: object, sentence: str, as_json: bool) -> None:

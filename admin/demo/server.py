@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from loramux.admin.client.client import AdminClient
-from loramux.admin.exit_codes import WRONG_CALL
+from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 
 POLL_S = 0.05
 WATCH_S = 0.5
@@ -31,6 +31,10 @@ LOG_LINES = 20
 
 class DemoFailed(Exception):
     """The demo cannot continue. The message says why."""
+
+    def __init__(self, message: str, exit_code: int = REFUSED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class DemoServer:
@@ -56,7 +60,7 @@ class DemoServer:
             data_dir.mkdir(parents=True, exist_ok=True)
             self._log.touch()
         except OSError as error:
-            raise DemoFailed(f"the data directory {data_dir} cannot be used: {error.strerror}") from None
+            raise DemoFailed(f"the data directory {data_dir} cannot be used: {error.strerror}", WRONG_CALL) from None
         arguments = ["--model", str(model), "--data-dir", str(data_dir), "--served-name", served_name]
         arguments += ["--device", device]
         self._start_timeout_s = START_TIMEOUT_S if device == "cpu" else GPU_START_TIMEOUT_S
@@ -99,7 +103,7 @@ class DemoServer:
         code = self._process.poll()
         if code == WRONG_CALL:
             # The server has already printed why it cannot start.
-            raise DemoFailed(self._last_words().replace("loramux: ", ""))
+            raise DemoFailed(self._last_words().replace("loramux: ", ""), WRONG_CALL)
         if code is not None:
             raise DemoFailed(f"the server ended with exit code {code}\n{self._last_words()}")
 

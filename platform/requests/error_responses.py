@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from loramux.platform.errors import ApiError, InvalidRequest, MethodNotAllowed, 
 
 ENGINE_RETRY_S = 5.0
 DATABASE_RETRY_S = 5.0
+DISK_RETRY_S = 30.0
 
 Translation = Callable[[Exception], ApiError]
 log = structlog.get_logger()
@@ -48,6 +50,13 @@ def _read_too_long(_: Exception) -> ApiError:
         code="read_timeout",
         retry_after_s=DATABASE_RETRY_S,
     )
+
+
+def _disk_full(error: Exception) -> ApiError:
+    """Raises any error that is not about a full disk or quota of a file system."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Unavailable("the server's disk is full", code="disk_full", retry_after_s=DISK_RETRY_S)
+    raise error
 
 
 TRANSLATIONS: Mapping[type[Exception], Translation] = {
@@ -89,7 +98,8 @@ class ErrorResponses:
         translations: Mapping[type[Exception], Translation] | None = None,
         form_of: FormOf = lambda _: OPENAI_ERRORS,
     ) -> None:
-        self._known = {**TRANSLATIONS, **(translations or {})}
+        # Only for responses: evals and batches, which also use TRANSLATIONS, treat other errors of files differently.
+        self._known = {**TRANSLATIONS, OSError: _disk_full, **(translations or {})}
         self.form_of = form_of
 
     @property
@@ -200,8 +210,9 @@ def _translated(error: Exception, known: Mapping[type[Exception], Translation]) 
         return _of_status(error)
     for kind in type(error).__mro__:
         if kind in known:
+            told = known[kind](error)
             log.warning("request refused", error=repr(error))
-            return known[kind](error)
+            return told
     raise error
 
 

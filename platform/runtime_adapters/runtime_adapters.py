@@ -49,6 +49,8 @@ RETRY_S = 5.0
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.25
 _NOT_SEEN = "source_not_found"
+_FIELDS = {"name": "lora_name", "source": "lora_path"}
+"""The fields of a request by the parameters of store errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +250,12 @@ class RuntimeAdapters:
 
 
 def load_error(error: StoreError) -> ApiError:
-    """The API error for a store error, in which the path is at fault if the files are."""
+    """The API error for a store error. If the files are at fault, so is the path."""
     if isinstance(error, AdapterRejected):
         return _rejection(error.code, error.message, error.param)
-    return api_error(error)
+    told = api_error(error)
+    told.param = None if told.param is None else _FIELDS.get(told.param, told.param)
+    return told
 
 
 def _rejection(code: str, message: str, param: str | None) -> ApiError:

@@ -21,9 +21,10 @@ command takes the server's address and key together from the first of these that
 2. `LORAMUX_ADMIN_KEY`, with `LORAMUX_ADMIN_URL` (by default `http://127.0.0.1:8001`);
 3. the current profile (`loramux profiles list` marks it), unless only `LORAMUX_ADMIN_URL` is set, which is an error.
 
-`chat` and `bench` call an OpenAI API instead. They use `--url` and `--api-key` if one of them is given, then a profile
-that `--profile` or `LORAMUX_PROFILE` names, then `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and then the current profile.
-A profile needs an `openai_url` for this: `loramux profiles add NAME --openai-url URL`.
+`chat`, `bench`, `run` and, without `--admin`, `batches` call an OpenAI API instead. They use `--url` and `--api-key` if
+one of them is given, then a profile that `--profile` or `LORAMUX_PROFILE` names, then `OPENAI_BASE_URL` and
+`OPENAI_API_KEY`, and then the current profile. A profile needs an `openai_url` for this:
+`loramux profiles add NAME --openai-url URL`.
 
 | exit code | meaning |
 |---:|---|
@@ -64,7 +65,7 @@ def _section(words: tuple[str, ...], verb: Any) -> str:
     rows = [(_shown_argument(argument), argument.help, "") for argument in arguments]
     rows += [(_shown_option(option), option.help, "required" if option.required else "") for option in options]
     lines += ["| | | |", "|---|---|---|"]
-    lines += [f"| `{name}` | {_cell(text)} | {note} |" for name, text, note in rows if name != "--help"]
+    lines += [f"| `{_cell(name)}` | {_cell(text)} | {note} |" for name, text, note in rows if name != "--help"]
     return "\n".join([*lines, ""])
 
 

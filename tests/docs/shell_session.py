@@ -42,7 +42,7 @@ def type_page(page: Path, directory: Path, ports: Mapping[int, int], environment
         script = re.sub(rf"(?<![0-9]){said}(?![0-9])", str(free), script)
     programs = directory / "bin"
     programs.mkdir(exist_ok=True)
-    _program(programs / "loramux", "from loramux.admin.cli import main\nmain()\n")
+    _program(programs / "loramux", "from loramux.admin.__main__ import main\nmain()\n")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
     with (directory / "output").open("wb") as output, (directory / "errors").open("wb") as errors:
         process = subprocess.Popen(

@@ -66,6 +66,15 @@ def test_links_resolve_to_files_and_headings(page: Path) -> None:
             assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
 
 
+@pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_of_a_table_have_equally_many_cells(page: Path) -> None:
+    """Markdown drops further cells. A bar in code ends a cell, too, unless it is escaped."""
+    for table in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE):
+        head, *rows = table.splitlines()
+        num_bars = len(re.findall(r"(?<!\\)\|", head))
+        assert [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != num_bars] == []
+
+
 @pytest.mark.parametrize("page", WRITTEN_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_metrics_named_in_pages_exist(page: Path) -> None:
     text = page.read_text()

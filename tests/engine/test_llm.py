@@ -226,6 +226,8 @@ def test_an_answer_ends_where_the_context_ends(llm: LLM) -> None:
         pytest.param({"regex": "a", "choice": ["b"]}, "exclude each other", id="two constraints"),
         pytest.param({"choice": []}, "list of texts that are not empty", id="no choices"),
         pytest.param({"choice": ["a", ""]}, "list of texts that are not empty", id="empty choice"),
+        pytest.param({"choice": "yes"}, "list of texts that are not empty", id="letters of a choice"),
+        pytest.param({"stop": b"ab"}, "stop strings are texts", id="bytes as stop"),
         pytest.param({"max_tokens": 0}, "at least 1, not 0", id="no tokens"),
         pytest.param({"max_tokens": -5}, "at least 1, not -5", id="negative limit"),
         pytest.param({"max_tokens": 1.5}, "whole number of at least 1, not 1.5", id="half a token"),
@@ -238,6 +240,11 @@ def test_arguments_that_make_no_sense_are_refused(llm: LLM, arguments: dict[str,
         llm.generate([PROMPT], **arguments)
     with pytest.raises(ValueError, match="must not be negative"):
         llm.generate([[5, -1]])
+    for prompts in (b"Hello", [b"Hello"], bytearray(b"Hello")):
+        with pytest.raises(ValueError, match="decode bytes first"):
+            llm.generate(prompts)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="list of token ids, not"):
+        llm.generate([[5, 1.5]])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="one of auto, last, mean, cls, not 'max'"):
         llm.embed(PROMPT, pooling="max")  # type: ignore[arg-type]
 

@@ -78,8 +78,9 @@ def test_servers_with_wrong_clocks_agree_on_the_time(
     [
         ("not a url", "malformed"),
         ("mysql://host/name", "not supported"),
+        ("postgresql://user:pass@word@host/name", "two @"),
     ],
-    ids=["malformed", "another kind"],
+    ids=["malformed", "another kind", "at in the password"],
 )
 def test_a_bad_url_is_refused_in_one_sentence(url: str, message: str) -> None:
     with pytest.raises(DatabaseError, match=message):

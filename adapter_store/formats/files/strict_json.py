@@ -6,6 +6,7 @@ more than 4,300 digits, and unpaired surrogates. Error messages never quote the 
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from typing import Any
@@ -33,6 +34,9 @@ def parse_strict_json(text: bytes, *, are_keys_unique: bool = True) -> Any:
 
     Without `are_keys_unique`, the last value of a repeated key counts.
     """
+    # Some editors and shells write it, and do not show it.
+    if text.startswith(codecs.BOM_UTF8):
+        raise InvalidJson("it begins with a byte order mark: save it as UTF-8 without one")
     try:
         document = json.loads(
             text.decode("utf-8"),

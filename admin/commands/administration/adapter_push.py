@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ class PushOptions:
         """Raise BadParameter before anything is read or sent."""
         from loramux.adapter_store.formats.version_files.answer_parsers import problem_with_parser
 
-        if not self.is_remote and not Path(self.source).exists():
+        # Unlike Path.exists, this also answers for a name that is too long.
+        if not self.is_remote and not os.path.exists(self.source):
             raise typer.BadParameter(f"there is no directory or file {self.source}", param_hint="DIRECTORY")
         for setting, value in self.parsers.items():
             problem = problem_with_parser(setting, value)

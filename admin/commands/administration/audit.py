@@ -26,7 +26,7 @@ def audit(
     target: Annotated[str | None, typer.Option(help="Identifier of the changed object.", show_default=False)] = None,
     start: Annotated[int | None, typer.Option(help="Unix time in seconds.", show_default=False)] = None,
     end: Annotated[int | None, typer.Option(help="Unix time in seconds, exclusive.", show_default=False)] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Maximum number of entries.")] = 100,
     as_json: AsJson = False,
 ) -> None:
     """List administrative changes, newest first."""

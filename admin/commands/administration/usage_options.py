@@ -32,8 +32,10 @@ class Bucket(StrEnum):
     DAY = "1d"
 
 
-Start = Annotated[int | None, typer.Option(help="Unix time in seconds.", show_default=False)]
-End = Annotated[int | None, typer.Option(help="Unix time in seconds, exclusive.", show_default=False)]
+Start = Annotated[
+    int | None, typer.Option(help="Unix time in seconds (default: 30 days before the end).", show_default=False)
+]
+End = Annotated[int | None, typer.Option(help="Unix time in seconds, exclusive (default: now).", show_default=False)]
 Last = Annotated[
     str | None,
     typer.Option(

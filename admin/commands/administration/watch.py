@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, shown_time
+from loramux.admin.commands.output import connected, json_text, shown_time
 
 if TYPE_CHECKING:
     from loramux.admin.client.client import Document
@@ -48,7 +47,7 @@ def watch(
             tenant = model.partition("/")[0]
         wanted: dict[str, Any] = {"tenant": tenant, "adapter": adapter_id, "types": ",".join(types) if types else None}
         for event in islice(follow(client, after, note_broken, **wanted), count):
-            print(json.dumps(event, ensure_ascii=False) if as_json else _line(event), flush=True)
+            print(json_text(event) if as_json else _line(event), flush=True)
 
 
 def _line(event: Document) -> str:

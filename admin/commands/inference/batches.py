@@ -69,6 +69,9 @@ def run(
         for name, path in outputs.items():
             if found[name] is not None:
                 client.download(found[name], path)
+            elif overwrite and written:
+                # A file of an earlier run would be taken for one of this run. A run without any keeps it.
+                path.unlink(missing_ok=True)
     if as_json:
         print_json({**found, "written": [str(path) for path in written]})
     else:

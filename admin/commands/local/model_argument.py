@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,8 @@ def local_model_path(model: str, config: Path | None, data_dir: Path | None, as_
 def existing_path(model: str, data_dir: Path | None, as_json: bool, hint: str) -> Path:
     """Return the path of a model or an adapter. Raises BadParameter if there is nothing."""
     path = local_model_path(model, None, data_dir, as_json)
-    if not path.exists():
+    # Unlike Path.exists, this also answers for a name that is too long.
+    if not os.path.exists(path):
         raise typer.BadParameter(f"there is no directory or file {path}", param_hint=hint)
     return path
 

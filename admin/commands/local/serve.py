@@ -272,4 +272,4 @@ def demo(
             return
         run_demo(port, admin_port, data_dir, exit_after, TOOLS if tools else STYLES, device)
     except DemoFailed as error:
-        fail(str(error), 1)
+        fail(str(error), error.exit_code)

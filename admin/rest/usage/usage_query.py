@@ -18,7 +18,7 @@ from loramux.migrations.database import Database
 from loramux.platform.accounts.names import names_of
 from loramux.platform.ledger.csv_lines import csv_line, csv_lines, ndjson_line
 from loramux.platform.ledger.grains import DAY_US
-from loramux.platform.ledger.query import UsageQuery
+from loramux.platform.ledger.query import GROUPS, UsageQuery
 from loramux.platform.ledger.report import MAX_TOP, UsageRow, answer, largest
 
 DEFAULT_RANGE_US = 30 * DAY_US
@@ -57,7 +57,7 @@ async def asked(
         str,
         Query(
             max_length=200,
-            description="Comma-separated: tenant, key, adapter, version, model, base, endpoint, end_user, status.",
+            description=f"Comma-separated: {', '.join(GROUPS)}.",
         ),
     ] = "tenant,model",
     timezone: Annotated[str, Query(max_length=64, description="Time zone for days, such as Europe/Berlin.")] = "UTC",

@@ -12,6 +12,7 @@ from sqlalchemy import update
 
 from loramux.migrations.schema import batches
 from loramux.platform.batches.batch_claims import BatchQueue, StoredAnswer
+from loramux.platform.batches.batch_rows import BatchError
 from loramux.platform.batches.input_lines import InputLine
 from loramux.platform.batches.services import BatchServices
 from loramux.platform.batches.tenant_files import Owner, TenantFile
@@ -47,14 +48,17 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def answer_in_background(side: AdminSide, kept: BatchServices, tmp_path: Path, status: int) -> threading.Thread:
-    """Stand in for the server that runs the next batch."""
+def answer_in_background(side: AdminSide, kept: BatchServices, tmp_path: Path, status: int | None) -> threading.Thread:
+    """Stand in for the server that runs the next batch, which fails if `status` is None."""
 
     def run() -> None:
         queue = BatchQueue(side.services.database)
         while (claimed := queue.claim()) is None:
             pass
         claim, batch = claimed.claim, claimed.batch
+        if status is None:
+            claim.fail(batch.id, [BatchError("invalid_json", "the line is not JSON", line=1)])
+            return
         claim.begin(batch.id, [InputLine(2, 1, 10, "base")], lambda: True)
         [line] = claim.waiting(batch.id, 10)
         claim.record(batch.id, [(line, StoredAnswer(status, b'{"custom_id": "a"}\n', None))])
@@ -101,6 +105,25 @@ def test_run_writes_the_answers(
     assert f"wrote {path}" in done.stdout
     again = invoke("run", file)
     assert (again.exit_code, "exists already" in again.stderr) == (2, True)
+    thread = answer_in_background(admin_side, kept, tmp_path, 604 - status)
+    invoke("run", file, "--overwrite")
+    thread.join()
+    assert {one.name for one in tmp_path.glob("requests.*.jsonl")} == {
+        f"requests.{'errors' if written == 'output' else 'output'}.jsonl"
+    }
+
+
+def test_run_that_produces_nothing_keeps_earlier_answers(
+    admin_side: AdminSide, kept: BatchServices, file: Path, tmp_path: Path
+) -> None:
+    earlier = tmp_path / "requests.output.jsonl", tmp_path / "requests.errors.jsonl"
+    for path in earlier:
+        path.write_text("earlier")
+    thread = answer_in_background(admin_side, kept, tmp_path, None)
+    done = invoke("run", file, "--overwrite")
+    thread.join()
+    assert (done.exit_code, "failed: 0 completed" in done.stdout) == (1, True)
+    assert [path.read_text() for path in earlier] == ["earlier", "earlier"]
 
 
 def test_batches_are_listed_shown_and_cancelled(kept: BatchServices, file: Path) -> None:

@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import HTMLResponse, JSONResponse
 from typer.testing import CliRunner
 
 from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.cli import app
+from loramux.admin.client.batch_client import BatchClient
+from loramux.admin.client.client import AdminClient, AdminError
+from loramux.admin.client.openai_server import OpenAIServer
 from loramux.engine.protocol.messages import HostPageCounts
 from tests.adapter_store.base_tokenizer import with_tokenizer
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
-from tests.admin.command_line import Run, printed_json
+from tests.admin.command_line import Run, invoke, printed_json
 from tests.admin.metered_requests import begin_request, settle_request
+from tests.admin.running_server import SharedServer
 
 
 def test_documented_commands_print_documented_output(loramux: Run, make_adapter: Callable[..., Path]) -> None:
@@ -456,3 +461,51 @@ def test_db_commands_check_and_upgrade_the_database(tmp_path: Path) -> None:
         2,
         f"loramux: the data directory {tmp_path / 'file'} cannot be used: File exists\n",
     )
+
+
+def test_a_command_without_its_group_is_refused_with_the_whole_command() -> None:
+    push = invoke("push", "s3://bucket/adapter")
+    assert push.exit_code == 2
+    assert "No such command 'push'. Did you mean 'adapters push'?" in push.stderr
+    assert "'keys list', 'adapters list'" in " ".join(invoke("list").stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("given", [["--max-model-len", "4096"], ["--max-model-len=4096"]])
+def test_an_option_for_a_setting_without_one_is_refused_with_its_variable(given: list[str]) -> None:
+    for command in ("serve", "gateway"):
+        refused = invoke(command, "--model", "base", *given)
+        assert refused.exit_code == 2
+        said = " ".join(refused.stderr.replace("│", " ").split())
+        assert "No such option: --max-model-len. Set LORAMUX_MAX_MODEL_LEN, or max_model_len in the file" in said
+        helped = invoke(command, *given, "--help")
+        assert (helped.exit_code, f" {command} [OPTIONS]" in helped.stdout) == (0, True)
+    assert "LORAMUX_" not in invoke("serve", "--enable-lora").stderr
+
+
+@pytest.mark.parametrize("typed", ["serve --max-model-len 5 --mod", "push --"])
+def test_completion_refuses_no_words(typed: str) -> None:
+    words = {"COMP_WORDS": f"loramux {typed}", "COMP_CWORD": str(len(typed.split()))}
+    completed = invoke(env={"_LORAMUX_COMPLETE": "complete_bash", **words}, prog_name="loramux")
+    assert (completed.exit_code, completed.stderr) == (0, "")
+    assert completed.stdout.startswith("--")
+
+
+def test_the_address_of_another_listener_is_recognised(shared_server: SharedServer) -> None:
+    nothing = {"error": {"message": "there is nothing at this path", "code": "not_found", "param": None}}
+    for answer in (JSONResponse(nothing, 404), HTMLResponse("<p>Not found", 404)):
+        shared_server.app = answer
+        with AdminClient(shared_server.url, ADMIN_KEY) as client, pytest.raises(AdminError) as refused:
+            client.get("tenants")
+        told = refused.value
+        assert (told.status, told.code in (None, "not_found")) == (404, True)
+        assert told.message.startswith(f"{shared_server.url} does not have this part of the admin API: LORAMUX_ADMIN_")
+        server = OpenAIServer(url=f"{shared_server.url}/v1", key="sk-x")
+        with BatchClient(server) as batches, pytest.raises(AdminError) as refused:
+            batches.get("bat_1")
+        assert "admin API" not in refused.value.message
+
+
+def test_odd_arguments_are_refused_without_a_traceback() -> None:
+    for command in (("check", "x" * 300), ("adapters", "push", "x" * 300, "--tenant", "a", "--name", "b")):
+        assert invoke(*command).exit_code == 2
+    assert invoke("audit", "--limit", 10**20).exit_code == 2

@@ -123,7 +123,7 @@ def test_server_ends_with_a_killed_demo(demo: Demo, ports: tuple[int, int], tmp_
 def test_demo_reports_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         refused = invoke("demo", "--exit", "--port", taken.getsockname()[1])
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     said = r"loramux: cannot listen on 127\.0\.0\.1 port \d+: address already in use; .*--port\n"
     assert re.fullmatch(said, refused.stderr)
 
@@ -133,6 +133,6 @@ def test_demo_reports_a_data_directory_that_is_a_file(tmp_path: Path) -> None:
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
         refused = invoke("demo", "--exit", "--data-dir", directory)
         assert (refused.exit_code, refused.stderr.partition(" cannot be used: ")[0]) == (
-            1,
+            2,
             f"loramux: the data directory {directory}",
         )

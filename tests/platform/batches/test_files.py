@@ -12,6 +12,8 @@ from openai import NotFoundError
 
 from loramux.adapter_store.errors import BlobStoreUnavailable
 from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.batches import form_upload
+from loramux.platform.batches.form_upload import UploadForm
 from loramux.platform.batches.services import MAX_TRANSFERS
 from loramux.platform.batches.tenant_files import UPLOAD_US, Owner, TenantFiles
 from tests.platform.gateways import Gateway
@@ -131,6 +133,24 @@ async def test_form_that_ends_early_is_refused(gateway: Gateway) -> None:
     headers = {"content-type": "multipart/form-data; boundary=x"}
     answer = await gateway.http.post("/v1/files", content=b"--x\r\n", headers=headers)
     assert error_of(answer) == (400, "invalid_form", None)
+
+
+async def test_a_full_disk_can_be_tried_again(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_upload, "UploadForm", lambda _: UploadForm(Path("/dev/full")))
+    answer = await post(gateway)
+    assert (error_of(answer), answer.headers["retry-after"]) == ((503, "disk_full", None), "30")
+    lines = gateway.services.metrics.render().decode().splitlines()
+    assert 'loramux_requests_total{endpoint="files",status="503"} 1.0' in lines
+    assert 'loramux_errors_total{code="disk_full",endpoint="files",status="503"} 1.0' in lines
+
+
+async def test_other_errors_of_files_are_internal_errors(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_upload, "UploadForm", lambda _: UploadForm(Path("/nowhere/file")))
+    assert error_of(await post(gateway)) == (500, "internal_error", None)
+    assert (
+        'loramux_errors_total{code="internal_error",endpoint="files",status="500"} 1.0'
+        in gateway.services.metrics.render().decode().splitlines()
+    )
 
 
 async def test_storage_of_a_tenant_is_limited(gateway: Gateway, tmp_path: Path) -> None:

@@ -96,3 +96,9 @@ async def test_bomb_is_decompressed_only_up_to_the_limit(gateway: Any, monkeypat
 async def test_compressed_body_above_the_limit_is_refused_unread(gateway: Any) -> None:
     answer = await sent(gateway, bytes(gateway.services.settings.max_body_bytes + 1), "gzip")
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "payload_too_large")
+
+
+async def test_byte_order_mark_is_named(gateway: Any) -> None:
+    answer = await gateway.http.post(TEXT, content=b"\xef\xbb\xbf" + BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert "byte order mark" in answer.json()["error"]["message"]

@@ -198,7 +198,8 @@ async def test_only_allowed_directories_of_the_own_tenant_can_be_loaded(lab: Lab
         "/" + "x" * 999: (400, "invalid_source"),
         "\0": (400, "invalid_source"),
     }.items():
-        assert code_of(await lab.load("policy", path)) == expected, path
+        refused = await lab.load("policy", path)
+        assert (code_of(refused), refused.json()["error"]["param"]) == (expected, "lora_path"), path
     assert await lab.answered_by("policy") == "model_not_found"
     assert lab.validator.num_calls == 0
     # A mistyped path leaves no adapter behind. The files themselves are looked at only when the version is fetched.
@@ -235,6 +236,7 @@ async def test_names_that_no_adapter_can_have(lab: Lab, name: str) -> None:
     response = await lab.load(name, lab.write("one"))
     assert response.status_code == 400
     assert response.json()["error"]["code"] in ("invalid_name", "reserved_name")
+    assert response.json()["error"]["param"] == "lora_name"
 
 
 async def test_a_policy_can_be_loaded_before_its_first_step(lab: Lab) -> None:
