@@ -218,14 +218,14 @@ def refusal_of(response: httpx.Response) -> AdminError:
         message, code, param = str(error["message"]), error.get("code"), error.get("param")
     except (ValueError, KeyError, TypeError, AttributeError):
         message, code, param = f"the server returned {response.status_code}", None, None
-    base_url, is_admin_api, _ = str(response.url).partition("/admin/v1/")
-    is_nothing = response.status_code == httpx.codes.NOT_FOUND and code in (None, "not_found") and param is None
-    if is_admin_api and is_nothing:
-        # The path is unknown. The error of a missing resource has a code of its own, or a parameter.
-        message = (
-            f"{base_url} does not have this part of the admin API: LORAMUX_ADMIN_URL or the profile must have the "
-            "address of a server's admin listener (port 8001 by default), in this command's version"
-        )
+    # The path is unknown. The error of a missing resource has a code of its own, or a parameter.
+    if response.status_code == httpx.codes.NOT_FOUND and code in (None, "not_found") and param is None:
+        base_url, is_admin_api, _ = str(response.url).partition("/admin/v1/")
+        if is_admin_api:
+            message = (
+                f"{base_url} does not have this part of the admin API: LORAMUX_ADMIN_URL or the profile must have the "
+                "address of a server's admin listener (port 8001 by default), in this command's version"
+            )
     return AdminError(response.status_code, message, code, param, retry_after_s)
 
 
