@@ -30,8 +30,8 @@ REPORT_INTERVAL_S = 10.0
 SWEEP_INTERVAL_S = 600.0
 PURGE_INTERVAL_S = 30.0
 FORGET_AGAIN_S = 3600.0
-"""Time after which a server deletes its copies of what was purged once more, in seconds. A download or a request that
-was running at the first time has finished by then.
+"""Seconds after which a server deletes its copies of purged data a second time. A download or a request that was
+running the first time has finished by then.
 """
 STATS_TIMEOUT_S = 5.0
 PIN_TIMEOUT_S = 30.0
@@ -129,8 +129,8 @@ class Upkeep:
 
 
 class _Copies(Generic[NameT]):
-    """Deletes this server's copies of purged objects, once and again after FORGET_AGAIN_S. `delete` deletes the copies
-    of the objects with these names, and returns the names of which none are left. `kind` names the objects in the log.
+    """Deletes this server's copies of purged objects, once and again after FORGET_AGAIN_S. `delete` takes names of
+    objects, deletes their copies, and returns the names that have no copies left. The log calls the objects `kind`.
     """
 
     def __init__(self, kind: str, delete: Callable[[Sequence[NameT]], Awaitable[Sequence[NameT]]]) -> None:
@@ -151,5 +151,7 @@ class _Copies(Generic[NameT]):
             self._deleted_s[name] = inf if name in self._deleted_s else now_s
         num_due = len(due) - len(deleted)
         if num_due and not self._is_late:
-            log.warning("copies of what was purged are deleted later", kind=self._kind, num_due=num_due)
+            log.warning(
+                "this server still holds purged data and will try again to delete it", kind=self._kind, num_due=num_due
+            )
         self._is_late = num_due > 0

@@ -111,7 +111,7 @@ class EngineGroup:
             return cast(AnswerT, await self._sum(engines, message, timeout_s))
         answers = await asyncio.gather(*(engine.call(message, timeout_s) for engine in engines.values()))
         if len(engines) < len(self._engines) and _is_purge(message):
-            raise EngineUnavailable("an engine is not ready and may keep what was purged")
+            raise EngineUnavailable("an engine is not ready, so it may still hold purged data")
         states = cast("list[AdapterState]", answers)
         return cast(AnswerT, next((state for state in states if state.state == "failed"), states[0]))
 
