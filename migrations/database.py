@@ -52,6 +52,11 @@ _PATIENCE = {
 UNASKED_S = 1.0
 """Longest idle time, in seconds, after which a connection is reused without a ping."""
 
+CLOCK_FRESH_S = 1.0
+"""How long PostgreSQL's last answer counts as fresh, in seconds. If each transaction asked for the time, that would be
+a sixth of the statements of a push.
+"""
+
 UPGRADE_ATTEMPTS = 5
 """Maximum number of attempts at an upgrade that PostgreSQL aborts because of deadlocks."""
 
@@ -121,6 +126,8 @@ class Database:
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self._clock = clock
         self._ahead_us: int | None = None
+        self._heard_us: float = -math.inf
+        """When PostgreSQL last told its time, since the host started."""
         # The lock is reentrant, so that a nested writer waits only once: for SQLite's lock, until SQLite rejects it.
         self._writing = threading.RLock()
         try:
@@ -204,19 +211,20 @@ class Database:
         """Return microseconds since 1970.
 
         The source is the injected clock if there is one, otherwise the host's clock on SQLite and the server's clock on
-        PostgreSQL, because the clocks of hosts that share a database may differ. Without `connection`, PostgreSQL's
-        time is computed from its last answer and the host's monotonic clock.
+        PostgreSQL, because the clocks of hosts that share a database may differ. PostgreSQL's time is computed from its
+        last answer and the host's monotonic clock, and with `connection`, that answer is at most `CLOCK_FRESH_S` old.
         """
         if self._clock is not None:
             return self._clock()
         if self.is_sqlite:
             return time.time_ns() // 1000
-        if connection is not None:
+        since_boot_us = _since_boot_us()
+        if connection is not None and since_boot_us >= self._heard_us + CLOCK_FRESH_S * 1e6:
             return self._heard(connection.execute(select(_NOW_US)).scalar_one())
         if self._ahead_us is None:
             with self.read() as reading:
                 return self.now_us(reading)
-        return _since_boot_us() + self._ahead_us
+        return since_boot_us + self._ahead_us
 
     def moment(self, connection: Connection) -> Moment:
         """Return the time, from the same source as `now_us`, and the epoch of the gateways' caches."""
@@ -234,7 +242,8 @@ class Database:
         return Moment(self._heard(row[0]) if self._clock is None else self._clock(), row[1] or 0)
 
     def _heard(self, now_us: int) -> int:
-        self._ahead_us = now_us - _since_boot_us()
+        since_boot_us = _since_boot_us()
+        self._heard_us, self._ahead_us = since_boot_us, now_us - since_boot_us
         return now_us
 
     def upgrade(self) -> None:

@@ -30,6 +30,7 @@ from loramux.adapter_store.ingest.claims import LEASE_S, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook, no_op
 from loramux.adapter_store.ingest.file_validation import FileValidation
 from loramux.adapter_store.ingest.janitor import Janitor
+from loramux.adapter_store.ingest.kept_files import KeptFiles
 from loramux.adapter_store.ingest.purge_rows import PurgeRows
 from loramux.adapter_store.ingest.purged_blobs import PurgedBlobs
 from loramux.adapter_store.ingest.pushes import Pushes
@@ -100,6 +101,7 @@ class Ingest:
         self._blobs = blobs
         self._scratch_dir = scratch_dir
         self._sources = sources or AdapterSources()
+        self._kept_files = KeptFiles(scratch_dir / "kept")
 
         def processor(validation: FileValidation) -> VersionProcessor:
             return VersionProcessor(
@@ -111,6 +113,7 @@ class Ingest:
                 self._sources,
                 at_failpoint,
                 base_vocabulary,
+                self._kept_files,
             )
 
         self._processor = processor(validation)
@@ -193,6 +196,7 @@ class Ingest:
         Raises AdapterNotFound, UploadNotFound, or UploadRefused if a version uses it.
         """
         upload = self._upload_rows.cancel_upload(adapter_id, upload_id)
+        self._kept_files.forget(upload_id)
         # If the store fails here, the janitor removes the remaining files.
         for file in upload.files:
             key = upload_key(upload_id, file.name)
@@ -218,15 +222,10 @@ class Ingest:
             self._at_failpoint(Failpoint.FILE_RECEIVED)
             self._keep(upload_id, file, scratch)
             self._at_failpoint(Failpoint.FILE_STORED)
+            self._check_still_open(upload_id, name)
+            self._kept_files.keep(upload_id, name, scratch)
         finally:
             scratch.unlink(missing_ok=True)
-        try:
-            # If the upload expires while its file is being received, the janitor removes the file.
-            self._upload_rows.require_open(upload_id)
-        except UploadNotFound:
-            # The upload was cancelled while this file was being stored, so its other files are already deleted.
-            self._blobs.delete(upload_key(upload_id, name))
-            raise
 
     def create_version(self, adapter_id: str, upload_id: str) -> AdapterVersion:
         """Create a version from an upload, or return an existing version with identical files.
@@ -242,6 +241,7 @@ class Ingest:
         added = self._upload_rows.add_version(adapter_id, upload_id)
         self._at_failpoint(Failpoint.VERSION_ADDED)
         if added.upload_id != upload_id:
+            self._kept_files.forget(upload_id)
             for name in (*UPLOAD_FILES, *FURTHER_FILES):
                 self._blobs.delete(upload_key(upload_id, name))
         self.has_pending.set()
@@ -291,6 +291,9 @@ class Ingest:
 
     def remove_abandoned(self) -> None:
         """Delete the files of abandoned uploads and the blobs of purged versions."""
+        kept = self._kept_files.upload_ids
+        for upload_id in kept - self._upload_rows.uploads_in_use(kept):
+            self._kept_files.forget(upload_id)
         self._janitor.clear_up()
         self.purged_blobs.clear_up()
 
@@ -325,8 +328,22 @@ class Ingest:
             self._blobs.delete(key)
             self._blobs.put(key, scratch)
 
+    def _check_still_open(self, upload_id: str, name: str) -> None:
+        """Raise UploadRefused if the upload was used or has expired while its file was being received, in which case
+        the janitor removes the file. Raises UploadNotFound if the upload was cancelled.
+        """
+        try:
+            self._upload_rows.require_open(upload_id)
+        except UploadNotFound:
+            # The upload's other files are already deleted.
+            self._kept_files.forget(upload_id)
+            self._blobs.delete(upload_key(upload_id, name))
+            raise
+
     def _check_complete(self, upload: Upload) -> None:
         for file in upload.files:
+            if self._kept_files.has(upload.id, file.name):
+                continue
             size = self._size_of(upload, file)
             if size == file.size:
                 continue

@@ -14,7 +14,7 @@ from loramux.adapter_store.errors import UploadNotFound, UploadRefused, VersionN
 from loramux.adapter_store.formats.files.file_names import FURTHER_FILES, UPLOAD_FILES
 from loramux.adapter_store.ingest.purge_rows import last_number
 from loramux.adapter_store.ingest.tenant_caps import TenantCaps
-from loramux.adapter_store.registry.records import UNFINISHED, AdapterVersion, Upload, UploadFile
+from loramux.adapter_store.registry.records import UNFINISHED, AdapterVersion, Upload, UploadFile, UploadState
 from loramux.adapter_store.registry.registry import (
     StockLimits,
     is_identifier,
@@ -244,7 +244,7 @@ class UploadRows:
         connection: Connection,
         adapter_id: str,
         files: Sequence[UploadFile],
-        state: str,
+        state: UploadState,
         source_url: str | None,
         lifetime_us: int,
     ) -> Upload:
@@ -261,7 +261,7 @@ class UploadRows:
                 expires_us=now_us + lifetime_us,
             )
         )
-        return upload_of(connection.execute(select(uploads).where(uploads.c.id == upload_id)).one())
+        return Upload(upload_id, adapter_id, tuple(files), state, now_us, now_us + lifetime_us, source_url)
 
 
 def is_free(

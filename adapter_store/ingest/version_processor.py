@@ -32,6 +32,7 @@ from loramux.adapter_store.formats.version_files.tokenizer_files import MAX_BYTE
 from loramux.adapter_store.ingest.claims import ClaimedVersion, ClaimRenewal, Verdict, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook
 from loramux.adapter_store.ingest.file_validation import FileValidation, ValidFiles
+from loramux.adapter_store.ingest.kept_files import KeptFiles
 from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key
 from loramux.adapter_store.ingest.sharded_source import JoinedSource
 from loramux.adapter_store.ingest.sources import AdapterSources, Source
@@ -83,6 +84,7 @@ class VersionProcessor:
         sources: AdapterSources,
         at_failpoint: FailpointHook,
         base_vocabulary: BaseVocabulary | None,
+        kept_files: KeptFiles,
     ) -> None:
         self._database = database
         self._upload_rows = UploadRows(database)
@@ -93,6 +95,7 @@ class VersionProcessor:
         self._sources = sources
         self._at_failpoint = at_failpoint
         self._base_vocabulary = base_vocabulary
+        self._kept_files = kept_files
 
     def process(self, version_id: str) -> AdapterVersion:
         """Publish, reject or postpone a version. Return it unchanged if this server cannot claim it
@@ -216,6 +219,8 @@ class VersionProcessor:
 
     def _fetch(self, claimed: ClaimedVersion, scratch: Path) -> None:
         for file in claimed.upload.files:
+            if self._kept_files.take(claimed.upload.id, file.name, scratch / file.name):
+                continue
             try:
                 self._blobs.get(upload_key(claimed.upload.id, file.name), scratch / file.name, file.size)
             except BlobNotFound:

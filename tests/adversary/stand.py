@@ -273,7 +273,7 @@ def _s3(directory: Path, port: int) -> Iterator[dict[str, str]]:
     }
     with (directory / "s3.log").open("wb") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
+            [sys.executable, "-m", "tests.adversary.s3_server", str(port)], stdout=log, stderr=log
         )
     os.sched_setscheduler(server.pid, os.SCHED_IDLE, os.sched_param(0))
     client = boto3.client(

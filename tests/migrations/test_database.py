@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import event, insert, select
 from sqlalchemy.exc import IntegrityError
 
-from loramux.migrations.database import Database, DatabaseError, NoDatabase
+from loramux.migrations.database import CLOCK_FRESH_S, Database, DatabaseError, NoDatabase
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import tenants
 from tests.migrated import migrated_sqlite
@@ -71,6 +71,21 @@ def test_servers_with_wrong_clocks_agree_on_the_time(
         with database.read() as connection:
             asked_us = database.now_us(connection)
         assert 0 <= database.now_us() - asked_us < 60_000_000
+
+
+def test_transactions_ask_for_the_time_once_a_second(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    boot_ns = 10**9
+    monkeypatch.setattr(time, "clock_gettime_ns", lambda clock: boot_ns)
+    statements: list[str] = []
+    with closing(Database(postgres_url)) as database, database.read() as connection:
+        event.listen(connection.engine, "before_cursor_execute", lambda *told: statements.append(told[2]))
+        asked_us = database.now_us(connection)
+        boot_ns += round(CLOCK_FRESH_S * 1e9) - 1000
+        assert database.now_us(connection) == asked_us + round(CLOCK_FRESH_S * 1e6) - 1
+        assert len(statements) == 1
+        boot_ns += 1000
+        assert abs(database.now_us(connection) - asked_us) < 60_000_000
+        assert len(statements) == 2
 
 
 @pytest.mark.parametrize(

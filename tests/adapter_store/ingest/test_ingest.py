@@ -323,10 +323,13 @@ def test_foreign_blob_at_an_upload_key_is_refused(world: IngestWorld, make_adapt
 def test_files_changed_after_version_creation_are_not_validated(
     world: IngestWorld, make_adapter: Any, change: Callable[[bytes], bytes | None], code: str
 ) -> None:
+    """Clients can put files into the blob store themselves."""
     files = make_adapter()
-    upload = world.upload(files.config_bytes, files.tensor_bytes)
-    version = world.ingest.create_version(world.adapter_id, upload.id)
+    upload = world.announce(files.config_bytes, files.tensor_bytes)
     key = upload_key(upload.id, TENSORS_FILE)
+    world.blobs.put(upload_key(upload.id, CONFIG_FILE), files.config_bytes)
+    world.blobs.put(key, files.tensor_bytes)
+    version = world.ingest.create_version(world.adapter_id, upload.id)
     data = change(world.blobs.read_bytes(key))
     world.blobs.delete(key)
     if data is not None:
