@@ -117,7 +117,7 @@ class SimulatedExecutor:
 
             pools = pool_prompts(batch.pooled, hidden.view(-1, 1), class_logits, HostAccelerator())
         sample_slots = [slots[row] for row in sample_rows]
-        sample_states = [states[row] for row in sample_rows]
+        sample_states = [] if batch.head is None else [states[row] for row in sample_rows]
         return SimulatedForward(self, batch, likeliest(sample_rows), sample_slots, sample_states, tokens, scored, pools)
 
     def choose(self, forward: SimulatedForward, masks: Masks, unused: Collection[int] = ()) -> FinishedStep:
