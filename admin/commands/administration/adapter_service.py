@@ -65,6 +65,18 @@ def promote(
         typer.Option("--overflow", metavar="MODEL", help="From now on, this model answers what would be refused."),
     ] = None,
     no_overflow: Annotated[bool, typer.Option("--no-overflow", help="From now on, no other model answers.")] = False,
+    share_base_cache: Annotated[
+        int | None,
+        typer.Option(
+            "--share-base-cache",
+            metavar="TOKENS",
+            min=1,
+            help="From now on, the base computes prompts up to their last TOKENS tokens (approximate).",
+        ),
+    ] = None,
+    no_share_base_cache: Annotated[
+        bool, typer.Option("--no-share-base-cache", help="From now on, the adapter computes whole prompts.")
+    ] = False,
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
@@ -76,6 +88,8 @@ def promote(
         fail("--require-eval and --no-require-eval contradict each other", WRONG_CALL)
     if overflow is not None and no_overflow:
         fail("--overflow and --no-overflow contradict each other", WRONG_CALL)
+    if share_base_cache is not None and no_share_base_cache:
+        fail("--share-base-cache and --no-share-base-cache contradict each other", WRONG_CALL)
     has_bounds = max_error_rate is not None or max_first_token is not None
     # Ignored options would leave an alias without the check that the caller relies on.
     if min_score is not None and require_eval is None:
@@ -90,6 +104,8 @@ def promote(
         body["require_eval"] = None
     if overflow is not None or no_overflow:
         body["overflow"] = overflow
+    if share_base_cache is not None or no_share_base_cache:
+        body["share_base_cache"] = share_base_cache
 
     with connected_to(model, as_json, needs_version=True) as (client, named):
         assert named.version is not None

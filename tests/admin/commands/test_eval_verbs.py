@@ -142,6 +142,16 @@ def test_pipe_and_gigabyte_are_refused_at_once(loramux: Run, adapter_id: str, tm
     assert [one["error"]["code"] for one in said] == ["file_not_found", "file_too_large"]
 
 
+def test_promotion_shares_the_bases_cache(loramux: Run, adapter_id: str) -> None:
+    promote = ("adapters", "promote", "acme/support@1", "--no-warm", "--json")
+    assert printed_json(loramux(*promote, "--share-base-cache", 256))["share_base_cache"] == 256
+    assert printed_json(loramux(*promote))["share_base_cache"] == 256
+    assert "all but 256 tokens" in loramux("aliases", "list", "acme/support").stdout
+    assert printed_json(loramux(*promote, "--no-share-base-cache"))["share_base_cache"] is None
+    assert loramux(*promote, "--share-base-cache", 256, "--no-share-base-cache").exit_code == 2
+    assert loramux(*promote, "--share-base-cache", 0).exit_code == 2
+
+
 def test_promotion_names_an_overflow(loramux: Run, admin_side: AdminSide, adapter_id: str) -> None:
     served = admin_side.services.engine.self_check.served_name
     promote = ("adapters", "promote", "acme/support@1", "--no-warm", "--json")
