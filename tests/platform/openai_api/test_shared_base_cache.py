@@ -1,4 +1,4 @@
-"""With `share_base_cache`, an adapter applies to the last tokens of a prompt, and the base computes the tokens before."""
+"""With `share_base_cache`, an adapter computes the last tokens of a prompt, and the base computes the rest."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from loramux.adapter_store.formats.version_files.added_vocabulary import (
     encode_added_vocabulary,
 )
 from loramux.adapter_store.registry.aliases import AdapterAliases, AliasSettings, change_alias
-from loramux.adapter_store.registry.sharing import AdapterGrants
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.registry.sharing import AdapterGrants
 from loramux.engine.protocol.messages import Add
 from tests.platform.gateways import Gateway
 from tests.platform.ready_adapters import digest_of
