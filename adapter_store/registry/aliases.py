@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, exists, func, insert, select, true, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, true, update
 
 from loramux.adapter_store.errors import (
     AliasChanged,
@@ -17,7 +17,8 @@ from loramux.adapter_store.errors import (
     VersionNotFound,
     VersionNotReady,
 )
-from loramux.adapter_store.formats.files.file_names import VOCABULARY_FILE
+from loramux.adapter_store.registry import base_sharing
+from loramux.adapter_store.registry.base_sharing import why_not_shared
 from loramux.adapter_store.registry.evals import check_passed
 from loramux.adapter_store.registry.records import (
     DEFAULT_ALIAS,
@@ -40,7 +41,6 @@ from loramux.migrations.schema import (
     adapter_alias_targets,
     adapter_aliases,
     adapter_grants,
-    adapter_version_files,
     adapter_versions,
 )
 
@@ -57,7 +57,6 @@ KEPT = RequiredEval("", "", 0)
 """Stands for the eval that the alias already demands."""
 KEPT_OVERFLOW = ""
 """Stands for the overflow that the alias already has. No model has this name."""
-MAX_SHARE_BASE_CACHE = 1_000_000
 KEPT_SHARE = 0
 """Stands for the `share_base_cache` that the alias already has."""
 
@@ -176,7 +175,9 @@ class AdapterAliases:
         if share_base_cache == KEPT_SHARE:
             share_base_cache = None if present is None else present.share_base_cache
         elif share_base_cache is not None:
-            check_can_share(connection, targets)
+            why = why_not_shared(connection, [target.version_id for target in targets])
+            if why is not None:
+                raise InvalidAlias(base_sharing.CODE, why, base_sharing.PARAM)
         grown = _grown(() if present is None else present.targets, targets)
         if required_eval is not None:
             for target in grown:
@@ -469,25 +470,6 @@ def _ready_target(connection: Connection, adapter_id: str, number: int, weight: 
     if version.state != "ready":
         raise VersionNotReady(f"version {number} is {version.state}: only a ready version can be served")
     return AliasTarget(version.id, number, weight)
-
-
-def check_can_share(connection: Connection, targets: Sequence[AliasTarget]) -> None:
-    """Raise InvalidAlias if the base cannot compute prompts for one of these versions."""
-    versions, files = adapter_versions.c, adapter_version_files.c
-    adds_tokens = exists().where(files.version_id == versions.id, files.name == VOCABULARY_FILE)
-    query = select(versions.number, versions.invocation_tokens, versions.task, adds_tokens.label("adds_tokens")).where(
-        versions.id.in_([target.version_id for target in targets])
-    )
-    for row in connection.execute(query.order_by(versions.number)):
-        why = None
-        if row.invocation_tokens is not None:
-            why = "is an activated adapter, which shares the base's cache already"
-        elif row.task is not None:
-            why = "is not for generation"
-        elif row.adds_tokens:
-            why = "adds tokens that the base does not have"
-        if why is not None:
-            raise InvalidAlias("invalid_share_base_cache", f"version {row.number} {why}", "share_base_cache")
 
 
 def _targets_at(connection: Connection, adapter_id: str, name: str, revision: int) -> tuple[AliasTarget, ...] | None:

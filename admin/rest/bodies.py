@@ -8,13 +8,8 @@ from typing import Literal, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from loramux.adapter_store.registry.aliases import (
-    DEFAULT_WEIGHT,
-    KEPT,
-    KEPT_OVERFLOW,
-    KEPT_SHARE,
-    MAX_SHARE_BASE_CACHE,
-)
+from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, KEPT, KEPT_OVERFLOW, KEPT_SHARE
+from loramux.adapter_store.registry.base_sharing import MAX_SHARE_BASE_CACHE
 from loramux.adapter_store.registry.evals import PPM, safe_name
 from loramux.adapter_store.registry.records import CanaryRule, RequiredEval
 from loramux.adapter_store.registry.registry import MAX_VERSION
@@ -198,7 +193,8 @@ class AliasTargets(_Body):
 
 class EvalRun(_Body):
     """An eval. `file` is the text of a file of JSON lines. `compare` is the number of another version of the adapter,
-    and `judge` the name of a model that the tenant may call.
+    and `judge` the name of a model that the tenant may call. With `share_base_cache`, the version is compared with
+    itself behind an alias that has this option, and the divergence is measured.
     """
 
     name: str = Field(min_length=1, max_length=255, examples=["tickets.jsonl"])
@@ -206,6 +202,7 @@ class EvalRun(_Body):
         min_length=1, max_length=MAX_FILE_BYTES, examples=['{"prompt": "2 + 2 =", "contains": "4", "max_tokens": 8}']
     )
     compare: int | None = Field(default=None, ge=1, le=MAX_VERSION)
+    share_base_cache: int | None = Field(default=None, ge=1, le=MAX_SHARE_BASE_CACHE, examples=[256])
     judge: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_NAME)
 
 

@@ -161,3 +161,20 @@ def test_promotion_names_an_overflow(loramux: Run, admin_side: AdminSide, adapte
     assert printed_json(loramux(*promote, "--no-overflow"))["overflow"] is None
     assert loramux(*promote, "--overflow", served, "--no-overflow").exit_code == 2
     assert loramux(*promote, "--overflow", "acme/none").exit_code == 1
+
+
+def test_divergence_of_a_shared_cache_is_shown(
+    loramux: Run, admin_side: AdminSide, adapter_id: str, file: Path
+) -> None:
+    queued = printed_json(loramux("eval", "acme/support@1", file, "--share-base-cache", 256, "--no-wait", "--json"))
+    assert (queued["share_base_cache"], queued["compare"], queued["divergence"]) == (256, None, None)
+    loramux("evals", "cancel", queued["id"])
+    database = admin_side.services.database
+    eval_id = add_finished_eval(database, adapter_id, 2, passed=4, others=1, share_base_cache=256)
+    shown = loramux("evals", "show", eval_id).stdout
+    assert "divergence: 0.2500 nats per token" in shown
+    assert "acme/support@2, base's cache but 256 tokens  0.250  1/4" in shown
+    assert "2, shared" in shown
+    listed = loramux("evals", "list", "acme/support@2").stdout.split()
+    assert "0.2500" in listed
+    assert loramux("eval", "acme/support@1", file, "--share-base-cache", 256, "--compare", 2).exit_code == 1
