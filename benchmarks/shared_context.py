@@ -149,7 +149,7 @@ def compare(arguments: argparse.Namespace, base: Path, directory: Path) -> dict[
 def main(argv: Sequence[str] | None = None) -> int:
     parser = new_parser("shared_context", __doc__)
     add = parser.add_argument
-    add("--size", choices=sorted(SHAPES), default="small", help="shape of the random model")
+    add("--size", choices=sorted(SHAPES), default="tiny", help="shape of the random model")
     add("--adapters", type=int, default=8)
     add("--rank", type=int, default=8)
     add("--tokens", type=int, default=16_384, help="tokens of each prompt")

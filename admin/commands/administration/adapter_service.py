@@ -13,7 +13,8 @@ from loramux.admin.commands.output import connected_to, fail, tell
 from loramux.admin.exit_codes import WRONG_CALL
 
 if TYPE_CHECKING:
-    from loramux.admin.client.client import Document
+    from loramux.admin.client.client import AdminClient, Document
+    from loramux.admin.client.named_adapter import NamedAdapter
 
 DEFAULT_SCORE, DEFAULT_REQUESTS = 1.0, 20
 FULL_SHARE = 100
@@ -124,7 +125,12 @@ def promote(
             demanded = DEFAULT_SCORE if min_score is None else min_score
             body["require_eval"] = {"sha256": given.sha256, "name": given.name, "min_score": demanded}
         changed = client.put(path, {"targets": targets, **body})
+        measured = None
+        if share_base_cache is not None and not as_json:
+            measured = _shown_divergence(client, named, share_base_cache)
     _tell(named.document, changed, as_json)
+    if measured is not None:
+        print(measured)
 
 
 def rollback(
@@ -189,6 +195,16 @@ def _share_out(present: list[Document], version: int, percent: int) -> list[Docu
     rest = FULL_SHARE * (FULL_SHARE - percent)
     weights = [{"version": target["version"], "weight": max(1, target["weight"] * rest // total)} for target in others]
     return [*weights, {"version": version, "weight": FULL_SHARE * percent}]
+
+
+def _shown_divergence(client: AdminClient, named: NamedAdapter, num_own: int) -> str:
+    """Say how much sharing the base's cache changes the version, or how to measure it."""
+    evals = client.whole_list(f"{named.path}/evals", version=named.version)["data"]
+    found = next((one for one in evals if one["share_base_cache"] == num_own and one["divergence"] is not None), None)
+    if found is not None:
+        return f"divergence in {found['name']}: {found['divergence']:.4f} nats per token"
+    name = f"{named.document['model']}@{named.version}"
+    return f"the divergence is not known: measure it with loramux eval {name} FILE.jsonl --share-base-cache {num_own}"
 
 
 def _tell(adapter: Document, alias: Document, as_json: bool) -> None:

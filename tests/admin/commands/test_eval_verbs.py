@@ -177,4 +177,9 @@ def test_divergence_of_a_shared_cache_is_shown(
     assert "2, shared" in shown
     listed = loramux("evals", "list", "acme/support@2").stdout.split()
     assert "0.2500" in listed
+    promote = ("adapters", "promote", "acme/support@2", "--no-warm", "--share-base-cache")
+    assert "divergence in tests.jsonl: 0.2500 nats per token" in loramux(*promote, 256).stdout
+    assert (
+        "not known: measure it with loramux eval acme/support@2 FILE.jsonl --share-base" in loramux(*promote, 64).stdout
+    )
     assert loramux("eval", "acme/support@1", file, "--share-base-cache", 256, "--compare", 2).exit_code == 1
