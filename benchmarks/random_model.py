@@ -28,7 +28,7 @@ class Shape:
 SHAPES = {
     "1b": Shape(2048, 16, 32, 8, 8192),
     "small": Shape(512, 8, 8, 2, 2048),
-    "tiny": Shape(256, 4, 4, 2, 1024, 8000),
+    "tiny": Shape(128, 2, 2, 1, 512, 4000),
 }
 """`1b` is Llama-3.2-1B's shape with a vocabulary of 32,000."""
 
