@@ -20,6 +20,7 @@ from tests.demo_base import DEMO_BASE
 NUM_TOKENS, START = 48, 17
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "features",
     [
