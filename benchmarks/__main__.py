@@ -54,6 +54,12 @@ BENCHMARKS = {
         "Conversations that do not fit into the pool, with host memory for K and V and without",
         "4 minutes",
     ),
+    "shared-context": Benchmark(
+        "shared_context", "Eight adapters over one long context, with a prefix of their own and with the base's"
+    ),
+    "shared-quality": Benchmark(
+        "shared_quality", "How much reading prompts with the base's K and V changes the predictions of adapters"
+    ),
     "versions": Benchmark("versions", "Decode steps, compared with those of another checkout (CHECKOUT)"),
     "simulation": Benchmark("simulation", "Engine steps per second on a simulated device"),
     "routing": Benchmark("routing", "The choice of replicas in a simulated fleet, by policy", "7 minutes"),

@@ -95,8 +95,6 @@ def answered_prompts(
 ) -> dict[str, list[tuple[int, ...]]]:
     """Prompts with their greedy answers, by the adapter's name."""
     tokenizer = ModelTokenizer.load(model_dir)
-    template = tokenizer.chat_template
-    assert template is not None, "the prompts are conversations, so the model needs a chat template"
     greedy = SamplingParams(temperature=0.0)
     found = {}
     with LLM(
@@ -104,14 +102,21 @@ def answered_prompts(
         num_threads=num_threads,
     ) as llm:  # fmt: skip
         for name in adapters:
-            if (PROMPTS / f"{name}.jsonl").exists():
-                conversations = [[dict(one) for one in prompt.messages] for prompt in read_prompts(name)]
-            else:
-                conversations = [[{"role": "user", "content": prompt}] for prompt in DEMO_PROMPTS]
-            prompts = [tokenizer.encode_rendered(template.render(messages)) for messages in conversations[:num_prompts]]
+            prompts = task_prompts(tokenizer, name, num_prompts)
             answers = llm.generate(prompts, adapter=name, max_tokens=MAX_ANSWER_TOKENS, sampling=greedy)
             found[name] = [(*answer.prompt_token_ids, *answer.token_ids) for answer in answers]
     return found
+
+
+def task_prompts(tokenizer: ModelTokenizer, name: str, num_prompts: int) -> list[tuple[int, ...]]:
+    """Prompts of the task of the adapter `name`: held-out prompts of the real demo, or those of the demo."""
+    template = tokenizer.chat_template
+    assert template is not None, "the prompts are conversations, so the model needs a chat template"
+    if (PROMPTS / f"{name}.jsonl").exists():
+        conversations = [[dict(one) for one in prompt.messages] for prompt in read_prompts(name)]
+    else:
+        conversations = [[{"role": "user", "content": prompt}] for prompt in DEMO_PROMPTS]
+    return [tokenizer.encode_rendered(template.render(messages)) for messages in conversations[:num_prompts]]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -28,11 +28,12 @@ class Shape:
 SHAPES = {
     "1b": Shape(2048, 16, 32, 8, 8192),
     "small": Shape(512, 8, 8, 2, 2048),
+    "tiny": Shape(128, 2, 2, 1, 512, 4000),
 }
 """`1b` is Llama-3.2-1B's shape with a vocabulary of 32,000."""
 
 
-def make_base(shape: Shape, directory: Path) -> None:
+def make_base(shape: Shape, directory: Path, max_model_len: int = 2048) -> None:
     """Write a random bfloat16 Llama with tied embeddings to `directory`, unless the directory already contains one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,7 +47,7 @@ def make_base(shape: Shape, directory: Path) -> None:
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
         vocab_size=shape.vocab_size,
-        max_position_embeddings=2048,
+        max_position_embeddings=max_model_len,
         tie_word_embeddings=True,
         # The weights are larger than usual, so that rounding does not change greedy choices.
         initializer_range=0.05,

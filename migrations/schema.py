@@ -324,6 +324,9 @@ adapter_aliases = Table(
     # The model that answers when the alias cannot, as `tenant/adapter`, with a version or an alias, or a served base.
     # NULL if none does.
     Column("overflow", String(200), nullable=True),
+    # Number of each prompt's last tokens that the adapter computes. The base computes the tokens before. NULL if the
+    # adapter computes whole prompts.
+    Column("share_base_cache", Integer, nullable=True),
     # Covers only the few aliases with a canary.
     Index(
         "ix_adapter_aliases_canary",
@@ -376,7 +379,8 @@ evals = Table(
     metadata,
     Column("id", ID, primary_key=True),
     Column("version_id", ID, ForeignKey("adapter_versions.id"), nullable=False),
-    # Another version of the adapter that answers the same prompts. NULL without a comparison.
+    # The version that answers the same prompts for comparison: another version of the adapter or, with
+    # `share_base_cache`, the same one. NULL without a comparison.
     Column("compared_id", ID, ForeignKey("adapter_versions.id"), nullable=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     # The file's name, or a name made from its checksum if the name could be a secret.
@@ -395,6 +399,10 @@ evals = Table(
     Column("num_passed", Integer, nullable=True),
     Column("compared_ppm", Integer, nullable=True),
     Column("compared_passed", Integer, nullable=True),
+    # The alias's option of this name with which the compared version answers. NULL without it.
+    Column("share_base_cache", Integer, nullable=True),
+    # Mean KL divergence that the option causes, in millionths of a nat per token. NULL until it is measured.
+    Column("divergence_ppm", BigInteger, nullable=True),
     # The tenant's key that pays for the answers. NULL if the operator runs the eval, which is not charged.
     Column("api_key_id", ID, nullable=True),
     Column("created_by", ID, nullable=False),
@@ -424,6 +432,8 @@ eval_answers = Table(
     # The answer, cut to its first characters, and why it did not pass.
     Column("answer", String(1000), nullable=False),
     Column("detail", String(300), nullable=False),
+    # The answer's KL divergence: see `evals.divergence_ppm`.
+    Column("divergence_ppm", BigInteger, nullable=True),
 )
 
 # Files of a tenant, for batches. Their contents are blobs at `files/TENANT/FILE`.

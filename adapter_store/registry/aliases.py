@@ -17,6 +17,8 @@ from loramux.adapter_store.errors import (
     VersionNotFound,
     VersionNotReady,
 )
+from loramux.adapter_store.registry import base_sharing
+from loramux.adapter_store.registry.base_sharing import why_not_shared
 from loramux.adapter_store.registry.evals import check_passed
 from loramux.adapter_store.registry.records import (
     DEFAULT_ALIAS,
@@ -55,6 +57,8 @@ KEPT = RequiredEval("", "", 0)
 """Stands for the eval that the alias already demands."""
 KEPT_OVERFLOW = ""
 """Stands for the overflow that the alias already has. No model has this name."""
+KEPT_SHARE = 0
+"""Stands for the `share_base_cache` that the alias already has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +68,11 @@ class AliasSettings:
     required_eval: RequiredEval | None = None
     canary: CanaryRule | None = None
     overflow: str | None = None
+    share_base_cache: int | None = None
 
 
 NO_SETTINGS = AliasSettings()
+KEPT_SETTINGS = AliasSettings(KEPT, None, KEPT_OVERFLOW, KEPT_SHARE)
 
 
 class AdapterAliases:
@@ -100,13 +106,15 @@ class AdapterAliases:
         required_eval: RequiredEval | None = KEPT,
         canary: CanaryRule | None = None,
         overflow: str | None = KEPT_OVERFLOW,
+        share_base_cache: int | None = KEPT_SHARE,
     ) -> Alias:
         """Point an alias at ready versions. `weights` maps version numbers to relative shares of the requests.
 
         If the alias demands an eval, every version whose share grows must have passed it. A `canary` watches these
-        versions. `overflow` is the model that answers requests to the alias which would be refused. Raises InvalidName,
-        InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, EvalNotPassed, or AliasChanged if the alias is
-        no longer at `expected_revision` (0 means that it must not exist yet).
+        versions. `overflow` is the model that answers requests to the alias which would be refused, and
+        `share_base_cache` the number of each prompt's last tokens that the adapter computes (see `Alias`). Raises
+        InvalidName, InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, EvalNotPassed, or AliasChanged if
+        the alias is no longer at `expected_revision` (0 means that it must not exist yet).
         """
         check_slug(name, "name")
         if not 0 < len(weights) <= MAX_TARGETS:
@@ -116,7 +124,8 @@ class AdapterAliases:
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             _check_revision(_revision(connection, adapter_id, name), expected_revision)
-            return self._move(connection, adapter_id, name, weights, actor, required_eval, canary, overflow)
+            settings = AliasSettings(required_eval, canary, overflow, share_base_cache)
+            return self._move(connection, adapter_id, name, weights, actor, settings)
 
     def advance(
         self, adapter_id: str, name: str, number: int, before: Collection[int], actor: str = SYSTEM
@@ -153,16 +162,22 @@ class AdapterAliases:
         name: str,
         weights: Mapping[int, int],
         actor: str,
-        required_eval: RequiredEval | None = KEPT,
-        canary: CanaryRule | None = None,
-        overflow: str | None = KEPT_OVERFLOW,
+        settings: AliasSettings = KEPT_SETTINGS,
     ) -> Alias:
         targets = [_ready_target(connection, adapter_id, number, weight) for number, weight in weights.items()]
         present = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
+        required_eval, canary, overflow = settings.required_eval, settings.canary, settings.overflow
+        share_base_cache = settings.share_base_cache
         if required_eval is KEPT:
             required_eval = None if present is None else present.required_eval
         if overflow == KEPT_OVERFLOW:
             overflow = None if present is None else present.overflow
+        if share_base_cache == KEPT_SHARE:
+            share_base_cache = None if present is None else present.share_base_cache
+        elif share_base_cache is not None:
+            why = why_not_shared(connection, [target.version_id for target in targets])
+            if why is not None:
+                raise InvalidAlias(base_sharing.CODE, why, base_sharing.PARAM)
         grown = _grown(() if present is None else present.targets, targets)
         if required_eval is not None:
             for target in grown:
@@ -173,7 +188,7 @@ class AdapterAliases:
                 raise InvalidAlias("invalid_canary", message, "canary")
             canary = replace(canary, versions=tuple(target.number for target in grown))
         now_us = self._database.now_us(connection)
-        settings = AliasSettings(required_eval, canary, overflow)
+        settings = AliasSettings(required_eval, canary, overflow, share_base_cache)
         return change_alias(connection, adapter_id, name, targets, actor, "set", now_us, settings)
 
     def rollback(
@@ -202,7 +217,7 @@ class AdapterAliases:
                 raise _nothing_at(revision)
             ready = [_ready_target(connection, adapter_id, target.number, target.weight) for target in targets]
             now_us = self._database.now_us(connection)
-            settings = AliasSettings(present.required_eval, canary, present.overflow)
+            settings = AliasSettings(present.required_eval, canary, present.overflow, present.share_base_cache)
             return change_alias(connection, adapter_id, name, ready, actor, "rollback", now_us, settings)
 
     def watched(self) -> list[WatchedAlias]:
@@ -289,6 +304,7 @@ def change_alias(
         "required_eval": None if settings.required_eval is None else asdict(settings.required_eval),
         "canary": None if settings.canary is None else asdict(settings.canary),
         "overflow": settings.overflow,
+        "share_base_cache": settings.share_base_cache,
     }
     if not present:
         connection.execute(insert(adapter_aliases).values(**key, **state))
@@ -314,7 +330,16 @@ def change_alias(
             created_us=now_us,
         )
     )
-    alias = Alias(name, revision, ordered, now_us, settings.required_eval, settings.canary, settings.overflow)
+    alias = Alias(
+        name,
+        revision,
+        ordered,
+        now_us,
+        settings.required_eval,
+        settings.canary,
+        settings.overflow,
+        settings.share_base_cache,
+    )
     changed = {"before": _shown(before), "after": _shown(alias)}
     audit(connection, now_us, f"alias.{action}", f"{adapter_id}:{name}", tenant_id=owner_of(adapter_id), **changed)
     weights = {str(target.number): target.weight for target in ordered}
@@ -336,6 +361,8 @@ def _shown(alias: Alias | None) -> dict[str, object]:
         shown["canary"] = alias.canary.verdict or "watching"
     if alias.overflow is not None:
         shown["overflow"] = alias.overflow
+    if alias.share_base_cache is not None:
+        shown["share_base_cache"] = alias.share_base_cache
     return shown
 
 
@@ -360,6 +387,7 @@ def _read(connection: Connection, adapter_ids: Sequence[str], name: str | None =
             table.required_eval,
             table.canary,
             table.overflow,
+            table.share_base_cache,
             targets.version_id,
             targets.weight,
             adapter_versions.c.number,
@@ -385,6 +413,7 @@ def _read(connection: Connection, adapter_ids: Sequence[str], name: str | None =
                 None if rows[0].required_eval is None else RequiredEval(**rows[0].required_eval),
                 None if rows[0].canary is None else _canary(rows[0].canary),
                 rows[0].overflow,
+                rows[0].share_base_cache,
             ),
         )
         for (adapter_id, alias), rows in grouped.items()

@@ -92,6 +92,7 @@ class EvalClaims:
                     is_passed=int(answer.is_passed),
                     answer=_storable(answer.answer, MAX_ANSWER),
                     detail=_storable(answer.detail, MAX_DETAIL),
+                    divergence_ppm=answer.divergence_ppm,
                 )
             )
 
@@ -107,7 +108,15 @@ class EvalClaims:
             num_cases = require_eval(connection, eval_id).num_cases
             found = {row.side: (int(row.total) // num_cases, int(row.passed)) for row in connection.execute(sums).all()}
             (score, passed), (compared, others) = found.get(0, (0, 0)), found.get(1, (None, None))
-            scores = {"score_ppm": score, "num_passed": passed, "compared_ppm": compared, "compared_passed": others}
+            measured = select(func.avg(table.divergence_ppm)).where(table.eval_id == eval_id)
+            divergence = connection.execute(measured).scalar()
+            scores = {
+                "score_ppm": score,
+                "num_passed": passed,
+                "compared_ppm": compared,
+                "compared_passed": others,
+                "divergence_ppm": None if divergence is None else round(divergence),
+            }
             self._change(connection, eval_id, {**ended("done", self._database.now_us(connection)), **scores})
 
     def fail(self, eval_id: str, code: str, message: str) -> None:

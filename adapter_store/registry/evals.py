@@ -17,6 +17,8 @@ from loramux.adapter_store.errors import (
     VersionNotFound,
     VersionNotReady,
 )
+from loramux.adapter_store.registry import base_sharing
+from loramux.adapter_store.registry.base_sharing import why_not_shared
 from loramux.adapter_store.registry.records import AliasTarget, RequiredEval
 from loramux.adapter_store.registry.registry import MAX_VERSION, is_identifier, lock_adapter, owner_of
 from loramux.migrations.audit import audit
@@ -50,7 +52,10 @@ _LIKE_SECRET = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewEval:
-    """A file to run a version on. `compared` is the number of another version that answers the same prompts."""
+    """A file to run a version on. `compared` is the number of another version that answers the same prompts.
+
+    With `share_base_cache`, the same version answers them a second time, with an alias's option of this name.
+    """
 
     name: str
     sha256: str
@@ -58,6 +63,7 @@ class NewEval:
     num_cases: int
     judge: str | None = None
     compared: int | None = None
+    share_base_cache: int | None = None
     api_key_id: str | None = None
     """The tenant's key that pays. None if the operator runs the eval."""
     created_by: str = "operator"
@@ -65,7 +71,12 @@ class NewEval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eval:
-    """One eval. Scores are in millionths, and are None until the eval is done."""
+    """One eval. Scores are in millionths, and are None until the eval is done.
+
+    With `share_base_cache`, `compared` is the version itself, which answers a second time with this option.
+    `divergence_ppm` is the mean KL divergence that the option causes, in millionths of a nat per token, or None if it
+    has not been measured.
+    """
 
     id: str
     tenant_id: str
@@ -84,6 +95,8 @@ class Eval:
     num_passed: int | None
     compared_ppm: int | None
     compared_passed: int | None
+    share_base_cache: int | None
+    divergence_ppm: int | None
     api_key_id: str | None
     created_by: str
     error_code: str | None
@@ -99,6 +112,10 @@ class Eval:
         """The name of the version that answers on this side."""
         return f"{self.tenant_slug}/{self.adapter_name}@{self.compared if side else self.version}"
 
+    def shared(self, side: int) -> int | None:
+        """The `share_base_cache` of the answers on this side."""
+        return self.share_base_cache if side else None
+
 
 @dataclass(frozen=True, slots=True)
 class EvalAnswer:
@@ -110,6 +127,8 @@ class EvalAnswer:
     is_passed: bool
     answer: str
     detail: str
+    divergence_ppm: int | None = None
+    """Mean KL divergence of `share_base_cache` on this line. None if it has not been measured."""
 
 
 class Evals:
@@ -122,10 +141,17 @@ class Evals:
         """Queue an eval. Raises AdapterNotFound, VersionNotFound, VersionNotReady, InvalidEval or LimitReached."""
         if new.compared == number:
             raise InvalidEval("invalid_comparison", "a version cannot be compared with itself", "compare")
+        if new.compared is not None and new.share_base_cache is not None:
+            raise InvalidEval("invalid_comparison", "specify either compare or share_base_cache", base_sharing.PARAM)
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             version_id = _ready_version(connection, adapter_id, number)
             compared_id = None if new.compared is None else _ready_version(connection, adapter_id, new.compared)
+            if new.share_base_cache is not None:
+                why = why_not_shared(connection, [version_id])
+                if why is not None:
+                    raise InvalidEval(base_sharing.CODE, why, base_sharing.PARAM)
+                compared_id = version_id
             tenant_id = connection.execute(select(owner_of(adapter_id))).scalar_one()
             is_open = and_(evals.c.tenant_id == tenant_id, evals.c.state.in_(UNFINISHED))
             if connection.execute(select(func.count()).where(is_open)).scalar_one() >= MAX_OPEN_EVALS:
@@ -138,6 +164,7 @@ class Evals:
                     id=eval_id,
                     version_id=version_id,
                     compared_id=compared_id,
+                    share_base_cache=new.share_base_cache,
                     tenant_id=tenant_id,
                     name=safe_name(new.name, new.sha256),
                     sha256=new.sha256,
@@ -152,6 +179,8 @@ class Evals:
                 )
             )
             after = {"file": new.sha256[:12], "cases": new.num_cases, "compared": new.compared}
+            if new.share_base_cache is not None:
+                after["share_base_cache"] = new.share_base_cache
             audit(connection, now_us, "eval.create", f"{adapter_id}@{number}", tenant_id=tenant_id, after=after)
             return require_eval(connection, eval_id)
 
@@ -285,6 +314,8 @@ def _select() -> Any:
             columns.num_passed,
             columns.compared_ppm,
             columns.compared_passed,
+            columns.share_base_cache,
+            columns.divergence_ppm,
             columns.api_key_id,
             columns.created_by,
             columns.error_code,
@@ -315,4 +346,5 @@ def _eval(row: Row[Any]) -> Eval:
 
 
 def _answer(row: Row[Any]) -> EvalAnswer:
-    return EvalAnswer(row.line, row.side, row.score_ppm, bool(row.is_passed), row.answer, row.detail)
+    graded = row.score_ppm, bool(row.is_passed), row.answer, row.detail
+    return EvalAnswer(row.line, row.side, *graded, row.divergence_ppm)

@@ -110,6 +110,10 @@ class Alias:
     canary: CanaryRule | None = None
     overflow: str | None = None
     """The model that answers requests to the alias which would be refused: a served base or another adapter."""
+    share_base_cache: int | None = None
+    """Number of each prompt's last tokens that the adapter computes. The base computes the tokens before, and shares
+    their K and V. None if the adapter computes whole prompts.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,8 @@ class AdapterRef:
     """What the adapter is for, or None for generation."""
     base_verdict: BaseVerdict = "ready"
     """Whether the version is valid for the base that this server serves."""
+    share_base_cache: int | None = None
+    """The option of the alias that the request names: see `Alias`."""
 
     @property
     def fingerprint(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, Row, ScalarSelect, Select, delete, insert, select
@@ -222,7 +223,8 @@ class AdapterRegistry:
             return None
         newest = found[0][0]
         if suffix == "alias":
-            return draw(found, f"{newest.adapter_id}:{wanted}:{sticky}")
+            drawn = draw(found, f"{newest.adapter_id}:{wanted}:{sticky}")
+            return replace(drawn, share_base_cache=rows[0].share_base_cache)
         return None if any(ref.version_digest != newest.version_digest for ref, _ in found) else newest
 
     def list_models(self, tenant_id: str, bases: Sequence[str] = ()) -> list[AdapterRef]:

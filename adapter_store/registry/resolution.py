@@ -15,6 +15,7 @@ from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.registry.records import AdapterRef
 from loramux.migrations.schema import (
     adapter_alias_targets,
+    adapter_aliases,
     adapter_grants,
     adapter_versions,
     adapters,
@@ -22,7 +23,8 @@ from loramux.migrations.schema import (
     version_bases,
 )
 
-_NUM_FACTS = len(fields(AdapterRef))
+_NUM_FACTS = len(fields(AdapterRef)) - 1
+"""Number of columns that describe a version. The last field of an AdapterRef belongs to an alias."""
 
 VALID_BASES = select(version_bases.c.base_id).where(
     version_bases.c.version_id == bindparam("version_id"), version_bases.c.state == "ready"
@@ -36,6 +38,8 @@ Suffix = Literal["alias", "number", "digest"]
 @functools.cache
 def versions_named(suffix: Suffix, has_caller: bool, has_base: bool) -> Select[*tuple[Any, ...]]:
     """Select an AdapterRef's columns and a weight for every version in service that matches a name, newest first.
+
+    For an alias, its option `share_base_cache` comes before the weight.
 
     The bound parameters are:
 
@@ -52,7 +56,10 @@ def versions_named(suffix: Suffix, has_caller: bool, has_base: bool) -> Select[*
     if has_caller:
         query = query.where(_may_call())
     if suffix == "alias":
-        return _join_alias(query).add_columns(adapter_alias_targets.c.weight)
+        aliases, targets = adapter_aliases.c, adapter_alias_targets.c
+        is_alias = (aliases.adapter_id == targets.adapter_id) & (aliases.name == targets.name)
+        query = _join_alias(query).join(adapter_aliases, is_alias)
+        return query.add_columns(aliases.share_base_cache, targets.weight)
     query = query.add_columns(literal(1))
     if suffix == "number":
         return query.where(adapter_versions.c.number == bindparam("wanted"))

@@ -8,7 +8,8 @@ from typing import Literal, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, KEPT, KEPT_OVERFLOW
+from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, KEPT, KEPT_OVERFLOW, KEPT_SHARE
+from loramux.adapter_store.registry.base_sharing import MAX_SHARE_BASE_CACHE
 from loramux.adapter_store.registry.evals import PPM, safe_name
 from loramux.adapter_store.registry.records import CanaryRule, RequiredEval
 from loramux.adapter_store.registry.registry import MAX_VERSION
@@ -152,9 +153,10 @@ class CanaryBounds(_Body):
 class AliasTargets(_Body):
     """Either one `version` or several `targets`. `warm` loads the versions into the engine before the alias moves.
 
-    An alias keeps the eval that it demands, and its `overflow`, until a call sends another `require_eval` or
-    `overflow`, or null. The overflow is the served base or another adapter: see docs/service-tiers.md. A `canary`
-    watches only this move.
+    An alias keeps the eval that it demands, its `overflow` and its `share_base_cache` until a call sends another value
+    or null. The overflow is the served base or another adapter: see docs/service-tiers.md. `share_base_cache` is the
+    number of each prompt's last tokens that the adapter computes: see docs/concepts.md. A `canary` watches only this
+    move.
     """
 
     version: int | None = None
@@ -163,6 +165,7 @@ class AliasTargets(_Body):
     require_eval: EvalDemand | None = None
     canary: CanaryBounds | None = None
     overflow: str | None = Field(default=None, min_length=1, max_length=200, examples=["acme/small"])
+    share_base_cache: int | None = Field(default=None, ge=1, le=MAX_SHARE_BASE_CACHE, examples=[256])
 
     def demand(self) -> RequiredEval | None:
         if "require_eval" not in self.model_fields_set:
@@ -171,6 +174,9 @@ class AliasTargets(_Body):
 
     def named_overflow(self) -> str | None:
         return self.overflow if "overflow" in self.model_fields_set else KEPT_OVERFLOW
+
+    def num_own_tokens(self) -> int | None:
+        return self.share_base_cache if "share_base_cache" in self.model_fields_set else KEPT_SHARE
 
     def weights(self) -> dict[int, int]:
         """The weights by version number. Raises InvalidRequest."""
@@ -187,7 +193,8 @@ class AliasTargets(_Body):
 
 class EvalRun(_Body):
     """An eval. `file` is the text of a file of JSON lines. `compare` is the number of another version of the adapter,
-    and `judge` the name of a model that the tenant may call.
+    and `judge` the name of a model that the tenant may call. With `share_base_cache`, the version is compared with
+    itself behind an alias that has this option, and the divergence is measured.
     """
 
     name: str = Field(min_length=1, max_length=255, examples=["tickets.jsonl"])
@@ -195,6 +202,7 @@ class EvalRun(_Body):
         min_length=1, max_length=MAX_FILE_BYTES, examples=['{"prompt": "2 + 2 =", "contains": "4", "max_tokens": 8}']
     )
     compare: int | None = Field(default=None, ge=1, le=MAX_VERSION)
+    share_base_cache: int | None = Field(default=None, ge=1, le=MAX_SHARE_BASE_CACHE, examples=[256])
     judge: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_NAME)
 
 

@@ -70,11 +70,12 @@ def log_probabilities(
     text: tuple[int, ...],
     adapter: PackedAdapter | None = None,
     backend: Backend | None = None,
+    activation: int = 0,
 ) -> torch.Tensor:
     """The log-probabilities of all tokens after each token of the text, float32 `[num_tokens, vocab_size]`.
 
     `adapter` is packed for `config.adapter_dtype` and `config.kv_dtype`. None means the base alone. `backend` computes
-    on a CPU.
+    on a CPU. The adapter applies from the position `activation` on.
     """
     backend = backend or open_backend("cpu")
     backend.set_num_threads(config.num_threads)
@@ -98,7 +99,7 @@ def log_probabilities(
     if adapter is not None:
         views.raw[num_pages:] = torch.from_numpy(adapter.payload)
         slots.write(0, adapter_pages, adapter)
-    add = Add(sequence_id="", prompt=text, max_tokens=1, sampling=SamplingParams())
+    add = Add(sequence_id="", prompt=text, max_tokens=1, sampling=SamplingParams(), activation=activation)
     slot = -1 if adapter is None else 0
     sequence = EngineSequence(add=add, owner=b"", arrival=0, seed=0, slot=slot, tables=tables)
     sequence.state_pages = state_pages

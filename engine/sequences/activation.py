@@ -1,8 +1,13 @@
-"""Finds the tokens in a prompt that activate an adapter, at the same position as PEFT."""
+"""Finds the position in a prompt from which an adapter applies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+
+def last_tokens(prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[int, ...]:
+    """Return the position of the `num_tokens` last tokens of each prompt, or 0 if the prompt has fewer."""
+    return tuple(max(0, len(prompt) - num_tokens) for prompt in prompts)
 
 
 def activations(prompts: Sequence[Sequence[int]], invocation_tokens: Sequence[int]) -> tuple[int | None, ...]:
@@ -14,7 +19,9 @@ def activations(prompts: Sequence[Sequence[int]], invocation_tokens: Sequence[in
 
 
 def activation(prompt: Sequence[int], invocation_tokens: Sequence[int]) -> int | None:
-    """Return the start of the last occurrence of the invocation tokens in a prompt, or None."""
+    """Return the start of the last occurrence of the invocation tokens in a prompt, at the same position as PEFT, or
+    None.
+    """
     # Search reversed text with one character per token. `str.find` takes linear time even for hostile prompts, but
     # `str.rfind` does not.
     text, wanted = ("".join(map(chr, reversed(token_ids))) for token_ids in (prompt, invocation_tokens))

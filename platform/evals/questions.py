@@ -10,18 +10,24 @@ from typing import Any
 
 import msgspec
 
+from loramux.engine.protocol.messages import PromptLogprob
 from loramux.engine.protocol.service_tiers import DEFAULT_TIER
+from loramux.engine.scheduling.request_limits import MAX_PROMPT_LOGPROBS
+from loramux.engine.sequences.activation import last_tokens
 from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.evals.cases import Case
-from loramux.platform.generation.generation import Generation
+from loramux.platform.evals.divergence import mean_divergence
+from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.generation.generation import Generation, Usage
+from loramux.platform.generation.plan import Plan, Target
 from loramux.platform.openai_api.chat import CHAT
 from loramux.platform.openai_api.completions import COMPLETIONS
-from loramux.platform.requests.answers import Document
+from loramux.platform.requests.answers import Answer, Document
 from loramux.platform.requests.endpoint import B, Endpoint, Received
 from loramux.platform.requests.error_responses import engine_unavailable
-from loramux.platform.requests.request_life import planned, prepare, reserve, resolve, run_and_settle
+from loramux.platform.requests.request_life import own_tokens, planned, prepare, reserve, resolve, run_and_settle
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.service_tiers import worse
 
@@ -35,11 +41,15 @@ _GREEDY = {"temperature": 0.0, "seed": 0, "priority": MAX_PRIORITY}
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Asks models as `principal`. If `is_charged`, the requests count against quotas and are in the ledger."""
+    """Asks models as `principal`. If `is_charged`, the requests count against quotas and are in the ledger.
+
+    `share_base_cache` is the option of this name with which the models answer, as if an alias had it.
+    """
 
     services: GatewayServices
     principal: Principal
     is_charged: bool
+    share_base_cache: int | None = None
 
     async def answer(self, model: str, case: Case) -> str:
         """Return the model's greedy answer. Raises ApiError, or an exception in TRANSLATIONS."""
@@ -69,31 +79,67 @@ class Questions:
 
     async def likelihood(self, model: str, case: Case) -> list[float]:
         """Return the log-probability of each token of the reference after the prompt. The model generates nothing."""
-        target = await resolve(self.services, self.principal, model)
+        prompt = await self._prompt(model, case)
+        return [scored.logprob for scored in await self._scores(model, prompt, case.reference or "")]
+
+    async def divergence(self, model: str, case: Case, answer: str) -> float | None:
+        """Return the mean KL divergence per token that `share_base_cache` causes, in nats: see `mean_divergence`.
+
+        It is measured on the tokens of the reference, or of the answer if the line has none. None if they are empty.
+        """
+        prompt, text = await self._prompt(model, case), case.reference or answer
+        exact = await replace(self, share_base_cache=None)._scores(model, prompt, text)
+        return mean_divergence(exact, await self._scores(model, prompt, text))
+
+    async def _prompt(self, model: str, case: Case) -> tuple[int, ...]:
         if case.prompt is not None:
-            body = {"model": model, "prompt": case.prompt}
-            prompts = (await self._prepared(COMPLETIONS, body))[0]
-        else:
-            prompts = (await self._prepared(CHAT, {"model": model, "messages": case.messages}))[0]
-        wanted = await self.services.compute(target.tokenizer.encode, case.reference or "", add_special_tokens=False)
-        scored = {"model": model, "prompt": [*prompts, *wanted], "max_tokens": 0, "echo": True, "logprobs": 0}
-        document = await self._run(COMPLETIONS, scored)
-        logprobs = document["choices"][0]["logprobs"]["token_logprobs"]
+            return (await self._prepared(COMPLETIONS, {"model": model, "prompt": case.prompt}))[0]
+        return (await self._prepared(CHAT, {"model": model, "messages": case.messages}))[0]
+
+    async def _scores(self, model: str, prompt: tuple[int, ...], text: str) -> list[PromptLogprob]:
+        """Return the log-probabilities of the text's tokens after the prompt. The model generates nothing."""
+        tokenizer = (await self._resolved(model)).tokenizer
+        wanted = await self.services.compute(tokenizer.encode, text, add_special_tokens=False)
+        if not wanted:
+            return []
+        body = {"model": model, "prompt": [*prompt, *wanted], "max_tokens": 0, "echo": True}
+        received = _received(COMPLETIONS, {**body, "prompt_logprobs": MAX_PROMPT_LOGPROBS})
+        plan, _ = await self._planned(COMPLETIONS, received)
+        num_own = own_tokens(plan.target)
+        if num_own is not None:
+            # The text is the answer to the prompt, so the adapter applies from the same position as for the answer.
+            plan = replace(plan, activations=last_tokens((prompt,), num_own))
+        deltas, _ = await self._generate(plan, received)
+        scored = [one for delta in deltas for one in delta.prompt_logprobs]
         # The first token of a prompt has no log-probability.
-        return [logprob for logprob in logprobs[-len(wanted) :] if logprob is not None]
+        return scored[-len(wanted) :]
+
+    async def _resolved(self, model: str) -> Target:
+        target = await resolve(self.services, self.principal, model)
+        if self.share_base_cache is None or target.model.adapter is None:
+            return target
+        adapter = replace(target.model.adapter, share_base_cache=self.share_base_cache)
+        return replace(target, model=replace(target.model, adapter=adapter))
 
     async def _prepared(self, endpoint: Endpoint[B], body: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
         received = _received(endpoint, body)
-        target = await resolve(self.services, self.principal, received.body.model)
+        target = await self._resolved(received.body.model)
         return (await prepare(self.services, endpoint, target, received)).prompts
 
     async def _run(self, endpoint: Endpoint[B], body: Mapping[str, Any]) -> Document:
         """Run one request and return the response's body, like `request_life.serve`."""
-        services, received = self.services, _received(endpoint, body)
-        target = await resolve(services, self.principal, received.body.model)
+        received = _received(endpoint, body)
+        plan, shape = await self._planned(endpoint, received)
+        return shape.whole(*await self._generate(plan, received))
+
+    async def _planned(self, endpoint: Endpoint[B], received: Received[B]) -> tuple[Plan, Answer]:
+        target = await self._resolved(received.body.model)
         target = replace(target, tiers=replace(target.tiers, highest=worse(target.tiers.highest, DEFAULT_TIER)))
-        plan, shape = await planned(services, self.principal, endpoint, received, target)
-        plan = replace(plan, endpoint=ENDPOINT)
+        plan, shape = await planned(self.services, self.principal, endpoint, received, target)
+        return replace(plan, endpoint=ENDPOINT), shape
+
+    async def _generate(self, plan: Plan, received: Received[B]) -> tuple[list[ChoiceDelta], Usage]:
+        services = self.services
         if self.is_charged:
             await reserve(services, plan, received.body)
             generation = services.run.requests.start(plan, partial(run_and_settle, services))
@@ -107,7 +153,7 @@ class Questions:
             # Cancelled, for example by a deadline. The request ends in the engine, and is settled.
             generation.abandon()
             raise
-        return shape.whole(deltas, generation.usage)
+        return deltas, generation.usage
 
 
 async def _run_uncharged(generation: Generation) -> None:

@@ -151,17 +151,25 @@ class EvalRunner:
 
     async def _answered(self, found: Eval, case: Case, side: int) -> tuple[EvalAnswer, bool]:
         """Answer and grade one line. Also return whether there was no answer or no verdict."""
-        text, has_failed = "", False
+        text, has_failed, divergence = "", False, None
         try:
             if case.needs_answer:
-                text = await self._asked(found, lambda questions: questions.answer(found.model(side), case))
+                text = await self._asked(found, lambda questions: questions.answer(found.model(side), case), side)
             grade = combined(await self._grades(found, case, side, text))
+            divergence = await self._divergence(found, case, side, text)
         except TimeoutError:
             grade, has_failed = Grade(0.0, False, f"no answer within {self._patience.answer_s:g} s"), True
         except ApiError as error:
             grade, has_failed = Grade(0.0, False, f"{error.code}: {error.message}"), True
         score_ppm = round(grade.score * PPM)
-        return EvalAnswer(case.line, side, score_ppm, grade.is_passed, text, grade.detail), has_failed
+        answer = EvalAnswer(case.line, side, score_ppm, grade.is_passed, text, grade.detail, divergence)
+        return answer, has_failed
+
+    async def _divergence(self, found: Eval, case: Case, side: int, text: str) -> int | None:
+        if found.shared(side) is None:
+            return None
+        nats = await self._asked(found, lambda questions: questions.divergence(found.model(side), case, text), side)
+        return None if nats is None else round(nats * PPM)
 
     async def _grades(self, found: Eval, case: Case, side: int, text: str) -> list[Grade]:
         grades = await self._services.compute(grade_text, case, text)
@@ -169,15 +177,15 @@ class EvalRunner:
             judge = found.judge
             grades.append(grade_verdict(await self._asked(found, lambda asked: asked.verdict(judge, case, text))))
         if case.reference is not None:
-            logprobs = await self._asked(found, lambda questions: questions.likelihood(found.model(side), case))
+            logprobs = await self._asked(found, lambda questions: questions.likelihood(found.model(side), case), side)
             grades.append(grade_likelihood(case, logprobs))
         return grades
 
-    async def _asked(self, found: Eval, ask: Callable[[Questions], Awaitable[T]]) -> T:
+    async def _asked(self, found: Eval, ask: Callable[[Questions], Awaitable[T]], side: int = 0) -> T:
         """Ask until the question is admitted. Raises EvalFailed, TimeoutError, or ApiError for this question only."""
         end_s = time.monotonic() + self._patience.refusal_s
         while True:
-            questions = await self._questions(found)
+            questions = await self._questions(found, found.shared(side))
             await self._wait_for_turn()
             try:
                 async with asyncio.timeout(self._patience.answer_s), self._asking():
@@ -205,7 +213,7 @@ class EvalRunner:
             now_s = time.monotonic()
             self._rests_until_s = max(self._rests_until_s, now_s + REST * (now_s - began_s))
 
-    async def _questions(self, found: Eval) -> Questions:
+    async def _questions(self, found: Eval, share_base_cache: int | None) -> Questions:
         """Check again that the key and the tenant are in service. Raises EvalFailed."""
         callers = self._services.callers
         tenant = await self._services.call(callers.tenants.get, found.tenant_id)
@@ -220,7 +228,7 @@ class EvalRunner:
             principal = payer(tenant.id, tenant.slug, key, self._services.database.now_us())
         except PermissionDenied as error:
             raise EvalFailed(error.code, error.message) from None
-        return Questions(self._services, principal, is_charged=key is not None)
+        return Questions(self._services, principal, is_charged=key is not None, share_base_cache=share_base_cache)
 
     async def _wait_for_turn(self) -> None:
         """Wait until no other request waits for the engine, and rest while others run, but not forever."""

@@ -112,6 +112,8 @@ _BY_NAME: Mapping[str, Any] = {
     "generation_config": {"temperature": 0.6, "top_k": 20},
     "server_load": 2,
     "invocation_tokens": [128002, 78191],
+    "share_base_cache": 256,
+    "divergence": 0.0021,
     "task": {"kind": "classification", "labels": ["no", "yes"], "activation": "softmax"},
     "added_tokens": {"<|check|>": 128256},
     "num_tokens": 128256,

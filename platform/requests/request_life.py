@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from loramux.engine.protocol.service_tiers import SERVICE_TIERS
-from loramux.engine.sequences.activation import activations
+from loramux.engine.sequences.activation import activations, last_tokens
 from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.model_names import AdapterNotValidated, ModelNotFound
 from loramux.platform.accounts.principals import Principal
@@ -254,7 +254,11 @@ async def prepare(services: GatewayServices, endpoint: Endpoint[B], target: Targ
         num_characters = 2 * sum(len(word) + 1 for word in words)
         bad_words = await services.compute_if_long(num_characters, target.tokenizer.spellings, words)
     prompts = truncated(services.max_model_len, received.body, prepared.prompts)
-    found = await activated(services, target, prompts)
+    num_own = None if received.body.num_prompt_logprobs is not None else own_tokens(target)
+    if num_own is None:
+        found = await activated(services, target, prompts)
+    else:
+        found = last_tokens(prompts, num_own)
     return replace(prepared, prompts=prompts, activations=found, bad_words=bad_words)
 
 
@@ -264,6 +268,17 @@ async def activated(services: GatewayServices, target: Target, prompts: Prompts)
     invocation_tokens = () if adapter is None else adapter.invocation_tokens
     num_searched = sum(len(prompt) for prompt in prompts) if invocation_tokens else 0
     return await services.compute_if_long(num_searched, activations, prompts, invocation_tokens)
+
+
+def own_tokens(target: Target) -> int | None:
+    """Return the number of a prompt's last tokens that the adapter computes if its alias shares the base's cache.
+
+    None if the adapter computes the whole prompt. An alias can have the option and move to a version that cannot share.
+    """
+    adapter = target.model.adapter
+    if adapter is None or adapter.invocation_tokens or target.settings.vocabulary is not None:
+        return None
+    return adapter.share_base_cache
 
 
 async def constrain(services: GatewayServices, target: Target, constraint: Constraint | None) -> str:

@@ -13,7 +13,8 @@ from loramux.admin.commands.output import connected_to, fail, tell
 from loramux.admin.exit_codes import WRONG_CALL
 
 if TYPE_CHECKING:
-    from loramux.admin.client.client import Document
+    from loramux.admin.client.client import AdminClient, Document
+    from loramux.admin.client.named_adapter import NamedAdapter
 
 DEFAULT_SCORE, DEFAULT_REQUESTS = 1.0, 20
 FULL_SHARE = 100
@@ -65,6 +66,18 @@ def promote(
         typer.Option("--overflow", metavar="MODEL", help="From now on, this model answers what would be refused."),
     ] = None,
     no_overflow: Annotated[bool, typer.Option("--no-overflow", help="From now on, no other model answers.")] = False,
+    share_base_cache: Annotated[
+        int | None,
+        typer.Option(
+            "--share-base-cache",
+            metavar="TOKENS",
+            min=1,
+            help="From now on, the base computes prompts up to their last TOKENS tokens (approximate).",
+        ),
+    ] = None,
+    no_share_base_cache: Annotated[
+        bool, typer.Option("--no-share-base-cache", help="From now on, the adapter computes whole prompts.")
+    ] = False,
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
@@ -76,6 +89,8 @@ def promote(
         fail("--require-eval and --no-require-eval contradict each other", WRONG_CALL)
     if overflow is not None and no_overflow:
         fail("--overflow and --no-overflow contradict each other", WRONG_CALL)
+    if share_base_cache is not None and no_share_base_cache:
+        fail("--share-base-cache and --no-share-base-cache contradict each other", WRONG_CALL)
     has_bounds = max_error_rate is not None or max_first_token is not None
     # Ignored options would leave an alias without the check that the caller relies on.
     if min_score is not None and require_eval is None:
@@ -90,6 +105,8 @@ def promote(
         body["require_eval"] = None
     if overflow is not None or no_overflow:
         body["overflow"] = overflow
+    if share_base_cache is not None or no_share_base_cache:
+        body["share_base_cache"] = share_base_cache
 
     with connected_to(model, as_json, needs_version=True) as (client, named):
         assert named.version is not None
@@ -108,7 +125,12 @@ def promote(
             demanded = DEFAULT_SCORE if min_score is None else min_score
             body["require_eval"] = {"sha256": given.sha256, "name": given.name, "min_score": demanded}
         changed = client.put(path, {"targets": targets, **body})
+        measured = None
+        if share_base_cache is not None and not as_json:
+            measured = _shown_divergence(client, named, share_base_cache)
     _tell(named.document, changed, as_json)
+    if measured is not None:
+        print(measured)
 
 
 def rollback(
@@ -173,6 +195,16 @@ def _share_out(present: list[Document], version: int, percent: int) -> list[Docu
     rest = FULL_SHARE * (FULL_SHARE - percent)
     weights = [{"version": target["version"], "weight": max(1, target["weight"] * rest // total)} for target in others]
     return [*weights, {"version": version, "weight": FULL_SHARE * percent}]
+
+
+def _shown_divergence(client: AdminClient, named: NamedAdapter, num_own: int) -> str:
+    """Say how much sharing the base's cache changes the version, or how to measure it."""
+    evals = client.whole_list(f"{named.path}/evals", version=named.version)["data"]
+    found = next((one for one in evals if one["share_base_cache"] == num_own and one["divergence"] is not None), None)
+    if found is not None:
+        return f"divergence in {found['name']}: {found['divergence']:.4f} nats per token"
+    name = f"{named.document['model']}@{named.version}"
+    return f"the divergence is not known: measure it with loramux eval {name} FILE.jsonl --share-base-cache {num_own}"
 
 
 def _tell(adapter: Document, alias: Document, as_json: bool) -> None:

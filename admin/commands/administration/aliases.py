@@ -29,6 +29,7 @@ def list_aliases(model: Model, as_json: AsJson = False) -> None:
         "demands": _demand,
         "canary": _canary,
         "overflow": "overflow",
+        "base's cache": _share_base_cache,
     }
     print_list(aliases, columns, as_json)
 
@@ -68,6 +69,11 @@ def _versions(named: Document) -> str:
 def _demand(alias: Document) -> str | None:
     wanted = alias["require_eval"]
     return wanted and f"{wanted['name']} {wanted['min_score']:.3f}"
+
+
+def _share_base_cache(alias: Document) -> str | None:
+    num_own = alias["share_base_cache"]
+    return num_own and f"all but {num_own} tokens"
 
 
 def _canary(alias: Document) -> str | None:

@@ -43,6 +43,15 @@ def evaluate(
     compare: Annotated[
         int | None, typer.Option("--compare", min=1, help="Another version to run on the same prompts.")
     ] = None,
+    share_base_cache: Annotated[
+        int | None,
+        typer.Option(
+            "--share-base-cache",
+            metavar="TOKENS",
+            min=1,
+            help="Compare with the version behind an alias that has this option, and measure the divergence.",
+        ),
+    ] = None,
     judge: Annotated[
         str | None, typer.Option("--judge", help="Model that judges answers, for lines with 'judge'.")
     ] = None,
@@ -57,7 +66,8 @@ def evaluate(
 
     with connected_to(model, as_json, needs_version=True) as (client, named):
         given = read_eval_file(file)
-        body = {"name": given.name, "file": given.text, "compare": compare, "judge": judge}
+        body: Document = {"name": given.name, "file": given.text, "compare": compare, "judge": judge}
+        body["share_base_cache"] = share_base_cache
         found = client.post(f"{named.version_path()}/evals", body)
         if no_wait:
             tell(found, f"{found['id']} is queued: loramux evals show {found['id']}", as_json)
@@ -86,7 +96,7 @@ def list_evals(
         "state": "state",
         "score": lambda one: shown_score(one["score"]),
         "passed": lambda one: _passed(one, "num_passed"),
-        "compared": lambda one: one["compare"] and f"{one['compare']}: {shown_score(one['compare_score'])}",
+        "compared": _compared,
         "made": time_in("created_at"),
     }
     print_list(found, columns, as_json)
@@ -107,6 +117,17 @@ def cancel(eval_id: EvalId, as_json: AsJson = False) -> None:
     tell(found, f"{eval_id} is {found['state']}", as_json)
 
 
+def _compared(found: Document) -> str | None:
+    score, num_own = shown_score(found["compare_score"]), found["share_base_cache"]
+    if num_own is None:
+        return found["compare"] and f"{found['compare']}: {score}"
+    return f"base's cache but {num_own} tokens: {score}{_divergence(found)}"
+
+
+def _divergence(found: Document) -> str:
+    return "" if found["divergence"] is None else f", KL {found['divergence']:.4f}"
+
+
 def shown_score(score: float | None) -> str | None:
     return None if score is None else f"{score:.3f}"
 
@@ -114,7 +135,8 @@ def shown_score(score: float | None) -> str | None:
 def _followed(client: AdminClient, found: Document, as_json: bool) -> Document:
     """Poll an eval until it ends."""
     path = client.path("evals", found["id"])
-    num_answers = found["num_cases"] * (1 if found["compare"] is None else 2)
+    num_sides = 1 if found["compare"] is None and found["share_base_cache"] is None else 2
+    num_answers = found["num_cases"] * num_sides
     try:
         with counted_progress(num_answers, "answers", as_json) as advance:
             while found["state"] in ("queued", "running"):
@@ -137,8 +159,14 @@ def _print(client: AdminClient, found: Document, as_json: bool) -> None:
     rows: list[tuple[object, ...]] = [_result(found, found["version"], "score", "num_passed")]
     if found["compare"] is not None:
         rows.append(_result(found, found["compare"], "compare_score", "compare_num_passed"))
+    if found["share_base_cache"] is not None:
+        rows.append(
+            (_compared_form(found), *_result(found, found["version"], "compare_score", "compare_num_passed")[1:])
+        )
     print(f"{found['id']} {found['state']}: {found['name']}")
     print_table(("model", "score", "passed"), rows)
+    if found["divergence"] is not None:
+        print(f"divergence: {found['divergence']:.4f} nats per token")
     missed = [one for one in answers if not one["passed"]]
     if missed:
         shown = missed[:MAX_SHOWN]
@@ -146,12 +174,20 @@ def _print(client: AdminClient, found: Document, as_json: bool) -> None:
         print_table(
             ("line", "version", "score", "answer", "why"),
             [
-                (one["line"], one["version"], shown_score(one["score"]), _short(one["answer"]), one["detail"])
+                (one["line"], _version(one), shown_score(one["score"]), _short(one["answer"]), one["detail"])
                 for one in shown
             ],
         )
     if len(missed) > MAX_SHOWN:
         print(f"and {len(missed) - MAX_SHOWN} more: loramux evals show {found['id']} --json")
+
+
+def _compared_form(found: Document) -> str:
+    return f"{found['model']}@{found['version']}, base's cache but {found['share_base_cache']} tokens"
+
+
+def _version(answer: Document) -> str:
+    return f"{answer['version']}{', shared' if answer['shared'] else ''}"
 
 
 def _result(found: Document, version: int, score: str, passed: str) -> tuple[object, ...]:

@@ -34,7 +34,7 @@ async def move(visit: Visit) -> Response:
     problem = None
     if asked.all("version"):
         try:
-            return await _ask(visit, adapter, alias, name, _targets(asked), _canary(asked), _overflow(asked))
+            return await _ask(visit, adapter, alias, name, _targets(asked), _canary(asked), _options(asked))
         except InvalidRequest as error:
             problem = error.message
     return visit.page(
@@ -56,7 +56,7 @@ async def set_alias(visit: Visit) -> Response:
     canary = _canary(visit.form)
     if canary:
         body["canary"] = canary
-    body |= _overflow(visit.form)
+    body |= _options(visit.form)
     alias = await _change(visit, "PUT", path, body, name, revision)
     undo = visit.url(f"{path}/rollback") if revision else visit.url(f"{path}/delete")
     return visit.done(f"{name} now points to {described(alias['targets'])}.", f"/adapters/{adapter_id}", undo)
@@ -150,13 +150,13 @@ async def _ask(
     name: str,
     targets: Sequence[Mapping[str, int]],
     canary: Mapping[str, float],
-    overflow: Mapping[str, str | None],
+    options: Mapping[str, str | int | None],
 ) -> Response:
     if not name:
         raise InvalidRequest("enter a name for the alias")
-    present = None if alias is None else alias["overflow"]
-    overflows_to = overflow.get("overflow", present)
-    if alias is not None and _shares(alias["targets"]) == _shares(targets) and overflows_to == present:
+    present = {} if alias is None else alias
+    changed = {option: value for option, value in options.items() if value != present.get(option)}
+    if alias is not None and _shares(alias["targets"]) == _shares(targets) and not changed:
         raise InvalidRequest(f"{name} already points there")
     path, called = f"/adapters/{adapter['id']}", adapter["model"] + ("" if name == "default" else f":{name}")
     grants, used = await asyncio.gather(
@@ -183,12 +183,12 @@ async def _ask(
             "version": [str(target["version"]) for target in targets],
             **fields,
             **_canary_fields(canary),
-            **{name: value or "" for name, value in overflow.items()},
+            **{option: "" if value is None else str(value) for option, value in options.items()},
         },
         facts=[
             ("Requests for the adapter", used),
             *_canary_facts(canary),
-            *([("Overflows to", overflows_to or "no other model")] if overflows_to != present else []),
+            *_option_facts(changed),
         ],
         is_danger=False,
     ).ask(visit)
@@ -212,9 +212,25 @@ def _canary(form: Form) -> dict[str, float]:
     return bounds if first_token_s is None else {**bounds, "max_first_token_s": first_token_s}
 
 
-def _overflow(form: Form) -> dict[str, str | None]:
-    """Return the overflow as a field of the call, or nothing if the form does not have it."""
-    return {"overflow": form.optional("overflow")} if form.all("overflow") else {}
+def _options(form: Form) -> dict[str, str | int | None]:
+    """Return the overflow and `share_base_cache` as fields of the call, as far as the form has them."""
+    options: dict[str, str | int | None] = {}
+    if form.all("overflow"):
+        options["overflow"] = form.optional("overflow")
+    if form.all("share_base_cache"):
+        options["share_base_cache"] = form.optional_integer("share_base_cache", "the number of tokens")
+    return options
+
+
+def _option_facts(changed: Mapping[str, str | int | None]) -> list[tuple[str, str]]:
+    facts = []
+    if "overflow" in changed:
+        facts.append(("Overflows to", str(changed["overflow"] or "no other model")))
+    if "share_base_cache" in changed:
+        num_own = changed["share_base_cache"]
+        shared = "whole prompts" if num_own is None else f"only the last {num_own} tokens of a prompt, approximately"
+        facts.append(("The adapter computes", shared))
+    return facts
 
 
 def _canary_fields(canary: Mapping[str, float]) -> dict[str, str]:

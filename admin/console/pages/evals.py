@@ -32,26 +32,35 @@ async def start(visit: Visit) -> Response:
         "file": form.text("lines").replace("\r\n", "\n"),
         "compare": form.optional_integer("compare", "the other version"),
         "judge": form.optional("judge"),
+        "share_base_cache": form.optional_integer("share_base_cache", "the number of tokens"),
     }
     made = await visit.rest.post(f"/adapters/{adapter_id}/versions/{number}/evals", body)
     return visit.done("The eval is queued.", f"/adapters/{adapter_id}/evals/{made['id']}")
 
 
 async def show(visit: Visit) -> Response:
-    """One eval. The answers of both versions to a line are in one row."""
+    """One eval. The answers of both versions, or of both forms of one, to a line are in one row."""
     found, after = await _find(visit), visit.query("after_line")
     path = f"/evals/{found['id']}/answers"
     adapter, answers = await asyncio.gather(
         visit.rest.get(f"/adapters/{found['adapter_id']}"), visit.rest.get(path, limit=PAGE, after_line=after)
     )
-    lines: dict[int, dict[int, Any]] = {}
+    lines: dict[int, dict[str, Any]] = {}
     for answer in answers["data"]:
-        lines.setdefault(answer["line"], {})[answer["version"]] = answer
-    versions = [found["version"]] if found["compare"] is None else [found["version"], found["compare"]]
+        lines.setdefault(answer["line"], {})[_side(answer["version"], answer["shared"])] = answer
+    sides = [_side(found["version"])]
+    if found["compare"] is not None:
+        sides.append(_side(found["compare"]))
+    if found["share_base_cache"] is not None:
+        sides.append(_side(found["version"], is_shared=True))
     template = "eval_state.html" if visit.is_partial else "eval.html"
     return visit.page(
-        template, adapter=adapter, eval=found, lines=lines, versions=versions, has_more=answers["has_more"], after=after
+        template, adapter=adapter, eval=found, lines=lines, sides=sides, has_more=answers["has_more"], after=after
     )
+
+
+def _side(version: int, is_shared: bool = False) -> str:
+    return f"Version {version}{', sharing' if is_shared else ''}"
 
 
 async def cancel(visit: Visit) -> Response:

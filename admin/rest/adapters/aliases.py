@@ -60,7 +60,8 @@ class CanaryDocument(TypedDict):
 
 class AliasDocument(TypedDict):
     """A name for versions of an adapter. `revision` counts the alias's changes and is its ETag. `overflow` is the
-    model that answers requests to the alias which would be refused.
+    model that answers requests to the alias which would be refused. `share_base_cache` is the number of each prompt's
+    last tokens that the adapter computes, or null if it computes whole prompts.
     """
 
     object: Literal["alias"]
@@ -71,6 +72,7 @@ class AliasDocument(TypedDict):
     require_eval: EvalDemandDocument | None
     canary: CanaryDocument | None
     overflow: str | None
+    share_base_cache: int | None
     updated_at: int
 
 
@@ -126,8 +128,9 @@ async def set_alias(
     With `require_eval`, the alias gives a version more requests only if the version has passed the eval. Only an
     administrator may change a demand. With `canary`, the alias is rolled back if a version that gets more requests
     fails or is slow. With `overflow`, another model answers requests that would be refused because the engine is
-    overloaded or the adapter cannot be loaded. The call replaces the whole alias or creates it, so If-Match is optional
-    here.
+    overloaded or the adapter cannot be loaded. With `share_base_cache`, the base computes the beginnings of prompts, so
+    that adapters share their K and V; the answers are then approximations. The call replaces the whole alias or creates
+    it, so If-Match is optional here.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     check_may_move(caller, name)
@@ -141,9 +144,14 @@ async def set_alias(
     if body.warm:
         await warm(services, caller, adapter.id, weights)
     actor = caller.principal.key_id
-    alias = await services.call(
-        services.adapters.aliases.set, adapter.id, name, weights, actor, revision, demand, canary, overflow
+    move = partial(
+        services.adapters.aliases.set,
+        required_eval=demand,
+        canary=canary,
+        overflow=overflow,
+        share_base_cache=body.num_own_tokens(),
     )
+    alias = await services.call(move, adapter.id, name, weights, actor, revision)
     return _answer(response, adapter.id, alias)
 
 
@@ -266,6 +274,7 @@ def describe_alias(adapter_id: str, alias: Alias) -> AliasDocument:
         "require_eval": _describe_demand(alias.required_eval),
         "canary": None if alias.canary is None else _describe_canary(alias.canary),
         "overflow": alias.overflow,
+        "share_base_cache": alias.share_base_cache,
         "updated_at": seconds(alias.updated_us),
     }
 

@@ -48,7 +48,8 @@ class EvalDocument(TypedDict):
     `name` is the file's name, or one made from its checksum if the name could be a secret. `sha256` is the checksum of
     the file's lines, without empty lines and spaces around lines. `num_answers` counts the
     answers so far, of both versions. `charged` says whether the answers are the tenant's use. `error` says why the eval
-    failed.
+    failed. With `share_base_cache`, the fields `compare_score` and `compare_num_passed` are those of the version with
+    this option, and `divergence` is the mean KL divergence that the option causes, in nats per token.
     """
 
     id: str
@@ -68,6 +69,8 @@ class EvalDocument(TypedDict):
     num_passed: int | None
     compare_score: float | None
     compare_num_passed: int | None
+    share_base_cache: int | None
+    divergence: float | None
     error: EvalError | None
     created_by: str
     created_at: int
@@ -75,7 +78,11 @@ class EvalDocument(TypedDict):
 
 
 class EvalAnswerDocument(TypedDict):
-    """The graded answer of one version to one line of the file. Long answers are cut."""
+    """The graded answer of one version to one line of the file. Long answers are cut.
+
+    With `share_base_cache`, the answers with this option have `shared` set, and `divergence` is theirs, in nats per
+    token.
+    """
 
     object: Literal["eval_answer"]
     line: int
@@ -84,6 +91,8 @@ class EvalAnswerDocument(TypedDict):
     passed: bool
     answer: str
     detail: str
+    shared: bool
+    divergence: float | None
 
 
 @router.post(
@@ -118,6 +127,7 @@ async def create_eval(
         num_cases=len(file.cases),
         judge=judge,
         compared=body.compare,
+        share_base_cache=body.share_base_cache,
         api_key_id=None if key is None else key.id,
         created_by=caller.principal.key_id,
     )
@@ -203,7 +213,7 @@ def describe_eval(found: Eval) -> EvalDocument:
         "adapter_id": found.adapter_id,
         "model": f"{found.tenant_slug}/{found.adapter_name}",
         "version": found.version,
-        "compare": found.compared,
+        "compare": None if found.share_base_cache is not None else found.compared,
         "name": found.name,
         "sha256": found.sha256,
         "judge": found.judge,
@@ -215,6 +225,8 @@ def describe_eval(found: Eval) -> EvalDocument:
         "num_passed": found.num_passed,
         "compare_score": _score(found.compared_ppm),
         "compare_num_passed": found.compared_passed,
+        "share_base_cache": found.share_base_cache,
+        "divergence": _score(found.divergence_ppm),
         "error": None if found.error_code is None else {"code": found.error_code, "message": found.error or ""},
         "created_by": found.created_by,
         "created_at": seconds(found.created_us),
@@ -231,6 +243,8 @@ def _describe_answer(found: Eval, answer: EvalAnswer) -> EvalAnswerDocument:
         "passed": answer.is_passed,
         "answer": answer.answer,
         "detail": answer.detail,
+        "shared": found.shared(answer.side) is not None,
+        "divergence": _score(answer.divergence_ppm),
     }
 
 

@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,8 @@ from loramux.adapter_store.errors import (
     VersionNotFound,
     VersionNotReady,
 )
+from loramux.adapter_store.formats.files.file_names import VOCABULARY_FILE
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.registry.aliases import MAX_TARGETS, MAX_WEIGHT, AdapterAliases
 from loramux.adapter_store.registry.records import Adapter
 from loramux.adapter_store.registry.registry import AdapterRegistry
@@ -25,6 +28,7 @@ from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from tests.adapter_store.registry.bare_versions import Versions
+from tests.platform.ready_adapters import add_ready_adapter
 
 
 @dataclass(frozen=True)
@@ -304,3 +308,44 @@ def test_overflow_stays_until_it_is_changed(named: Named) -> None:
     assert aliases.rollback(adapter_id, "default").overflow == "base"
     assert aliases.get(adapter_id, "default").overflow == "base"
     assert aliases.set(adapter_id, "default", {2: 1}, overflow=None).overflow is None
+
+
+def test_sharing_the_bases_cache_stays_until_it_is_changed(named: Named) -> None:
+    aliases, adapter_id = named.aliases, named.adapter.id
+
+    def shared(**name: object) -> int | None:
+        ref = named.registry.resolve("acme", "support", **name)  # type: ignore[arg-type]
+        assert ref is not None
+        return ref.share_base_cache
+
+    assert shared() is None
+    assert aliases.set(adapter_id, "default", {1: 1}, share_base_cache=256).share_base_cache == 256
+    assert aliases.set(adapter_id, "default", {1: 1, 2: 1}, overflow="base").share_base_cache == 256
+    assert (shared(), shared(alias="default"), shared(sticky="another user")) == (256, 256, 256)
+    assert aliases.set(adapter_id, "beta", {1: 1}).share_base_cache is None
+    assert (shared(alias="beta"), shared(version=1), shared(digest_prefix="a" * 64)) == (None, None, None)
+    assert aliases.advance(adapter_id, "default", 3, {1, 2})[0].share_base_cache == 256
+    assert aliases.rollback(adapter_id, "default").share_base_cache == 256
+    assert aliases.get(adapter_id, "default").share_base_cache == 256
+    assert aliases.set(adapter_id, "default", {2: 1}, share_base_cache=None).share_base_cache is None
+    assert shared() is None
+
+
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [
+        ({"invocation_tokens": [5]}, "activated adapter"),
+        ({"task": AdapterTask("embedding")}, "not for generation"),
+        ({"files": {VOCABULARY_FILE: b"{}"}}, "adds tokens"),
+    ],
+    ids=["activated", "embeddings", "added tokens"],
+)
+def test_versions_whose_prompts_the_base_cannot_compute_are_refused(
+    database: Database, make_tenant: Callable[[str], str], version: dict[str, Any], why: str
+) -> None:
+    aliases = AdapterAliases(database)
+    adapter_id = add_ready_adapter(database, make_tenant("acme"), "support", ["a" * 64], **version)
+    with pytest.raises(InvalidAlias, match=f"version 1 .*{why}") as refused:
+        aliases.set(adapter_id, "default", {1: 1}, share_base_cache=256)
+    assert (refused.value.code, refused.value.param) == ("invalid_share_base_cache", "share_base_cache")
+    assert aliases.get(adapter_id, "default").share_base_cache is None

@@ -142,6 +142,16 @@ def test_pipe_and_gigabyte_are_refused_at_once(loramux: Run, adapter_id: str, tm
     assert [one["error"]["code"] for one in said] == ["file_not_found", "file_too_large"]
 
 
+def test_promotion_shares_the_bases_cache(loramux: Run, adapter_id: str) -> None:
+    promote = ("adapters", "promote", "acme/support@1", "--no-warm", "--json")
+    assert printed_json(loramux(*promote, "--share-base-cache", 256))["share_base_cache"] == 256
+    assert printed_json(loramux(*promote))["share_base_cache"] == 256
+    assert "all but 256 tokens" in loramux("aliases", "list", "acme/support").stdout
+    assert printed_json(loramux(*promote, "--no-share-base-cache"))["share_base_cache"] is None
+    assert loramux(*promote, "--share-base-cache", 256, "--no-share-base-cache").exit_code == 2
+    assert loramux(*promote, "--share-base-cache", 0).exit_code == 2
+
+
 def test_promotion_names_an_overflow(loramux: Run, admin_side: AdminSide, adapter_id: str) -> None:
     served = admin_side.services.engine.self_check.served_name
     promote = ("adapters", "promote", "acme/support@1", "--no-warm", "--json")
@@ -151,3 +161,25 @@ def test_promotion_names_an_overflow(loramux: Run, admin_side: AdminSide, adapte
     assert printed_json(loramux(*promote, "--no-overflow"))["overflow"] is None
     assert loramux(*promote, "--overflow", served, "--no-overflow").exit_code == 2
     assert loramux(*promote, "--overflow", "acme/none").exit_code == 1
+
+
+def test_divergence_of_a_shared_cache_is_shown(
+    loramux: Run, admin_side: AdminSide, adapter_id: str, file: Path
+) -> None:
+    queued = printed_json(loramux("eval", "acme/support@1", file, "--share-base-cache", 256, "--no-wait", "--json"))
+    assert (queued["share_base_cache"], queued["compare"], queued["divergence"]) == (256, None, None)
+    loramux("evals", "cancel", queued["id"])
+    database = admin_side.services.database
+    eval_id = add_finished_eval(database, adapter_id, 2, passed=4, others=1, share_base_cache=256)
+    shown = loramux("evals", "show", eval_id).stdout
+    assert "divergence: 0.2500 nats per token" in shown
+    assert "acme/support@2, base's cache but 256 tokens  0.250  1/4" in shown
+    assert "2, shared" in shown
+    listed = loramux("evals", "list", "acme/support@2").stdout.split()
+    assert "0.2500" in listed
+    promote = ("adapters", "promote", "acme/support@2", "--no-warm", "--share-base-cache")
+    assert "divergence in tests.jsonl: 0.2500 nats per token" in loramux(*promote, 256).stdout
+    assert (
+        "not known: measure it with loramux eval acme/support@2 FILE.jsonl --share-base" in loramux(*promote, 64).stdout
+    )
+    assert loramux("eval", "acme/support@1", file, "--share-base-cache", 256, "--compare", 2).exit_code == 1

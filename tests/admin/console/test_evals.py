@@ -136,3 +136,38 @@ async def test_alias_form_sets_and_removes_an_overflow(tab: Tab) -> None:
     assert aliases.get(tab.adapter_id, "default").overflow == served
     await tab.browser.confirm(f"{tab.here}/move?alias=default&version=2&weight_2=1&overflow=")
     assert aliases.get(tab.adapter_id, "default").overflow is None
+
+
+async def test_alias_form_shares_the_bases_cache(tab: Tab) -> None:
+    aliases = tab.side.services.adapters.aliases
+    path = f"{tab.here}/move?alias=default&version=1&weight_1=100"
+    aliases.set(tab.adapter_id, "default", {1: 100}, overflow="base")
+    page = (await tab.browser.get(f"{path}&share_base_cache=256")).text
+    assert "only the last 256 tokens of a prompt, approximately" in page
+    assert "Overflows to" not in page
+    await tab.browser.confirm(f"{path}&share_base_cache=256")
+    moved = aliases.get(tab.adapter_id, "default")
+    assert (moved.share_base_cache, moved.overflow) == (256, "base")
+    assert "shares the base's cache" in await tab.text()
+    assert 'value="256"' in await tab.text("/move?alias=default")
+    await tab.browser.confirm(f"{path}&share_base_cache=")
+    assert aliases.get(tab.adapter_id, "default").share_base_cache is None
+    refused = (await tab.browser.get(f"{path}&share_base_cache=some")).text
+    assert "number of tokens" in refused
+
+
+async def test_divergence_of_a_shared_cache_is_measured_and_shown(tab: Tab) -> None:
+    fields = {"version": "2", "compare": "", "name": "tests.jsonl", "lines": LINES, "share_base_cache": "256"}
+    assert "The eval is queued." in await tab.browser.post(f"{tab.here}/evals", **fields)
+    [queued] = tab.side.services.adapters.evals.list(tab.adapter_id, 2, 10).data
+    assert queued.share_base_cache == 256
+    assert "0 of 8 answers" in await tab.text(f"/evals/{queued.id}")
+    assert "all but 256 tokens" in await tab.text("/evals")
+    await tab.browser.post(f"{tab.here}/evals/{queued.id}/cancel")
+    database = tab.side.services.database
+    eval_id = add_finished_eval(database, tab.adapter_id, 2, passed=4, others=1, share_base_cache=256)
+    page = await tab.text(f"/evals/{eval_id}")
+    assert '<th scope="col">Version 2</th><th scope="col">Version 2, sharing</th>' in page
+    assert page.count("&lt;b&gt;no&lt;/b&gt;") == 3
+    assert "0.2500 nats per token" in page
+    assert "0.2500 nats per token" in await tab.text("/evals")

@@ -115,6 +115,35 @@ def test_the_conversation_is_computed_once(
         assert one["completion_tokens"] == NUM_CHECKED
 
 
+def test_an_alias_with_the_same_position_answers_like_the_activated_adapter(
+    served: Deployment, invocations: dict[str, list[int]], tokenizer: Any
+) -> None:
+    invocation = invocations["pirate"]
+    served.json(
+        "adapters", "push", str(DEMO_BASE.parent / "adapters" / "pirate"), "--tenant", "scribe", "--name", "plain"
+    )
+    promoted = ("adapters", "promote", "scribe/plain@1", "--share-base-cache", str(len(invocation)))
+    assert served.json(*promoted)["share_base_cache"] == len(invocation)
+    prompt = [tokenizer.convert_tokens_to_ids("<|bos|>"), *conversation_of(tokenizer), *invocation]
+    answers = {}
+    for model in ("pirate", "plain", "plain@1"):
+        client = served.client(served.json("keys", "create", "--tenant", "scribe")["secret"])
+        made = client.completions.create(
+            model=model,
+            prompt=prompt,
+            max_tokens=NUM_CHECKED,
+            temperature=0,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )
+        assert made.usage is not None
+        assert made.usage.prompt_tokens_details is not None
+        answers[model] = made.choices[0].model_extra["token_ids"], made.usage.prompt_tokens_details.cached_tokens or 0  # type: ignore[index]
+    num_shared = (len(prompt) - len(invocation)) // PAGE * PAGE
+    assert answers["plain"] == (answers["pirate"][0], num_shared)
+    assert answers["plain@1"][0] != answers["plain"][0]
+    assert answers["plain@1"][1] == 0, "a version computes whole prompts"
+
+
 def test_a_version_shows_its_invocation_tokens(served: Deployment, invocations: dict[str, list[int]]) -> None:
     shown = served.json("adapters", "show", "scribe/stern@1")
     assert shown["invocation_tokens"] == invocations["stern"]

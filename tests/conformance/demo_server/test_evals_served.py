@@ -15,7 +15,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.admin.demo.prompts import DEMO_PROMPTS
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.config import EngineConfig, pack_target
+from loramux.engine.offline.local_adapter import read_adapter
+from loramux.engine.quantizing.quality import divergence, log_probabilities
 from tests.conformance.served import Deployment, deployment
 from tests.demo_base import DEMO_BASE
 
@@ -74,6 +79,30 @@ def test_likelihood_is_the_models_own(served: Deployment, tmp_path: Path) -> Non
         cases.append({"messages": asked(prompt), "reference": reference})
     found = served.json("eval", "acme/parcels@1", write(tmp_path / "likely.jsonl", cases))
     assert [answer["score"] for answer in found["answers"]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_divergence_of_a_shared_cache_is_the_models_own(served: Deployment, tmp_path: Path) -> None:
+    num_own = 6
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_BASE)
+    config = EngineConfig(model_dir=str(DEMO_BASE), blob_url="", cache_dir="", dtype="bfloat16", num_threads=1)
+    target = pack_target(ModelConfig.load(DEMO_BASE), config.dtype)
+    adapter = read_adapter(ADAPTERS / "json", target, BaseWeights(DEMO_BASE), None, {}).packed
+    cases = [{"messages": asked(prompt), "reference": '{"answer":'} for prompt in DEMO_PROMPTS[:2]]
+    file = write(tmp_path / "shared.jsonl", cases)
+    found = served.json("eval", "acme/parcels@1", file, "--share-base-cache", str(num_own))
+    measured = [one["divergence"] for one in found["answers"] if one["shared"]]
+    assert found["divergence"] == pytest.approx(sum(measured) / len(measured), abs=1e-5)
+    for prompt, nats in zip(DEMO_PROMPTS, measured, strict=False):
+        text = tokenizer.apply_chat_template(asked(prompt), tokenize=False, add_generation_prompt=True)
+        context = tokenizer(text, add_special_tokens=False).input_ids
+        wanted = tokenizer('{"answer":', add_special_tokens=False).input_ids
+        exact, other = (
+            log_probabilities(config, (*context, *wanted), adapter, activation=start)[len(context) - 1 : -1]
+            for start in (0, len(context) - num_own)
+        )
+        # The eval knows only the likeliest tokens, so it finds a little less.
+        assert 0.8 * divergence(exact, other) <= nats <= 1.02 * divergence(exact, other)
+    assert min(measured) > 0.001
 
 
 @pytest.mark.campaign

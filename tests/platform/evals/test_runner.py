@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from loramux.adapter_store.errors import InvalidEval
 from loramux.adapter_store.registry.eval_claims import EvalClaims
-from loramux.adapter_store.registry.evals import Eval, EvalAnswer
+from loramux.adapter_store.registry.evals import PPM, Eval, EvalAnswer
 from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import TenantChanges
@@ -259,3 +261,48 @@ async def test_engine_restart_delays_an_eval(lab: EvalLab) -> None:
         found = await lab.finished(lab.create([{"prompt": "p", "equal": "yes"}] * 2))
     assert ended(found) == ("done", 1_000_000, 2, None)
     assert {add.digest for add in engine.adds} == {digest_of("acme/support@1")}
+
+
+NUM_OWN = 4
+
+
+async def test_divergence_of_a_shared_cache_is_measured(lab: EvalLab) -> None:
+    """The adapter applies from the same position in the answer's scores as in the answer."""
+    tokenizer = lab.gateway.services.prompts.tokenizer
+    lab.gateway.engine.script = lambda add: Script(
+        token_ids=tokenizer.encode("no" if add.activation else "yes", add_special_tokens=False),
+        logprob=-2.0 if add.activation else -1.0,
+    )
+    prompt = "Say yes if the harbour is open"
+    cases = [
+        {"prompt": prompt, "equal": "yes"},
+        {"prompt": prompt, "reference": " yes", "min_likelihood": 0.2},
+        # The adapter computes the whole of this prompt.
+        {"prompt": "Say", "equal": "yes"},
+    ]
+    async with lab.running():
+        found = await lab.finished(lab.create(cases, share_base_cache=NUM_OWN))
+    assert (found.state, found.compared, found.share_base_cache) == ("done", 1, NUM_OWN)
+    assert (found.num_passed, found.compared_passed) == (3, 1)
+    # The scripted engine's log-probabilities are -1, -2 to -5, and twice as much.
+    exact, other = [-1.0 * rank for rank in range(1, 6)], [-2.0 * rank for rank in range(1, 6)]
+    rests = [math.log(1 - sum(map(math.exp, named))) for named in (exact, other)]
+    pairs = [*zip(exact, other, strict=True), (rests[0], rests[1])]
+    nats = sum(math.exp(p) * (p - q) for p, q in pairs)
+    measured = {(one.line, one.side): one.divergence_ppm for one in lab.answers(found)}
+    expected = round(nats * PPM)
+    assert measured == {(1, 0): None, (1, 1): expected, (2, 0): None, (2, 1): expected, (3, 0): None, (3, 1): 0}
+    assert found.divergence_ppm == round(2 * expected / 3)
+    adds = lab.gateway.engine.adds
+    num_prompt = len(tokenizer.encode(prompt))
+    assert {add.activation for add in adds if add.prompt[:num_prompt] == adds[0].prompt} == {0, num_prompt - NUM_OWN}
+
+
+async def test_only_one_kind_of_comparison_is_possible(lab: EvalLab) -> None:
+    cases = [{"prompt": "Say yes", "equal": "yes"}]
+    with pytest.raises(InvalidEval) as refused:
+        lab.create(cases, compared=2, share_base_cache=NUM_OWN)
+    assert refused.value.code == "invalid_comparison"
+    checker = lab.gateway.add_adapter("acme", "checker", invocation_tokens=(5,))
+    with pytest.raises(InvalidEval, match="activated adapter"):
+        replace(lab, adapter_id=checker).create(cases, share_base_cache=NUM_OWN)

@@ -206,3 +206,18 @@ async def test_overflow_is_a_model_that_the_owner_may_call(
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_overflow"), asked
     assert (await http.put(f"{base}/aliases/default", json={"version": 2})).json()["overflow"] == "acme/support@2"
     assert (await move(None)).json()["overflow"] is None
+
+
+async def test_sharing_the_bases_cache_is_set_kept_and_ended(
+    http: httpx.AsyncClient, base: str, admin_side: AdminSide
+) -> None:
+    async def move(**fields: Any) -> httpx.Response:
+        return await http.put(f"{base}/aliases/default", json={"version": 1, "warm": False, **fields})
+
+    assert (await move()).json()["share_base_cache"] is None
+    assert (await move(share_base_cache=256)).json()["share_base_cache"] == 256
+    assert (await move()).json()["share_base_cache"] == 256
+    assert (await http.get(f"{base}/aliases/default")).json()["share_base_cache"] == 256
+    for refused in (0, -1, 1_000_001, 2.5, True, "256"):
+        assert (await move(share_base_cache=refused)).status_code == 400, refused
+    assert (await move(share_base_cache=None)).json()["share_base_cache"] is None

@@ -105,6 +105,18 @@ async def test_answers_are_paged_by_line(stand: Stand) -> None:
     ]
 
 
+async def test_divergence_of_a_shared_cache_is_told(stand: Stand) -> None:
+    database = stand.side.services.database
+    eval_id = add_finished_eval(database, stand.adapter_id, 1, passed=3, others=1, share_base_cache=256)
+    document = (await stand.http.get(f"/admin/v1/evals/{eval_id}")).json()
+    assert (document["share_base_cache"], document["divergence"]) == (256, 0.25)
+    assert (document["compare"], document["compare_score"], document["compare_num_passed"]) == (None, 0.25, 1)
+    answers = (await stand.http.get(f"/admin/v1/evals/{eval_id}/answers")).json()["data"]
+    assert [(one["line"], one["version"], one["shared"], one["divergence"]) for one in answers] == [
+        (line, 1, is_shared, line / 10 if is_shared else None) for line in range(1, 5) for is_shared in (False, True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "code", "param"),
     [
@@ -118,6 +130,8 @@ async def test_answers_are_paged_by_line(stand: Stand) -> None:
         ({"file": JUDGED, "judge": "other/absent"}, 404, "model_not_found", "model"),
         ({"file": JUDGED, "judge": "acme/support@9"}, 404, "model_not_found", "model"),
         ({"compare": 1}, 400, "invalid_comparison", "compare"),
+        ({"compare": 2, "share_base_cache": 4}, 400, "invalid_comparison", "share_base_cache"),
+        ({"share_base_cache": 0}, 400, "invalid_value", "share_base_cache"),
         ({"compare": 9}, 404, "version_not_found", None),
         ({"compare": 0}, 400, "invalid_value", "compare"),
         ({"number": 9}, 404, "version_not_found", None),

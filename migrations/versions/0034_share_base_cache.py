@@ -1,0 +1,23 @@
+"""Let aliases share the base's K and V, and evals measure what that changes."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0034"
+down_revision = "0033"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("adapter_aliases", sa.Column("share_base_cache", sa.Integer(), nullable=True))
+    op.add_column("evals", sa.Column("share_base_cache", sa.Integer(), nullable=True))
+    op.add_column("evals", sa.Column("divergence_ppm", sa.BigInteger(), nullable=True))
+    op.add_column("eval_answers", sa.Column("divergence_ppm", sa.BigInteger(), nullable=True))
+
+
+def downgrade() -> None:
+    """Raise an error, because older versions of loramux would compute the whole prompt with the adapter."""
+    raise NotImplementedError("the schema cannot be downgraded")
