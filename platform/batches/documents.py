@@ -6,6 +6,8 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
+from loramux.platform.requests.item_pages import PageDocument
+
 
 class FileDocument(TypedDict):
     """A file. `expires_at` is null if it is kept until it is deleted."""
@@ -20,14 +22,10 @@ class FileDocument(TypedDict):
     status: Literal["processed"]
 
 
-class FileList(TypedDict):
+class FileList(PageDocument):
     """A page of the files."""
 
-    object: Literal["list"]
     data: list[FileDocument]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedFile(TypedDict):
@@ -89,11 +87,7 @@ class BatchDocument(TypedDict):
     metadata: dict[str, str] | None
 
 
-class BatchList(TypedDict):
+class BatchList(PageDocument):
     """A page of the batches, newest first."""
 
-    object: Literal["list"]
     data: list[BatchDocument]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
