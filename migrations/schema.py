@@ -34,6 +34,12 @@ metadata = MetaData(
 ID = String(40)
 NAME = String(63)
 
+
+def _partial_index(where: str, name: str, *columns: str) -> Index:
+    """Return an index of the rows that meet the condition `where`, on both databases."""
+    return Index(name, *columns, postgresql_where=text(where), sqlite_where=text(where))
+
+
 tenants = Table(
     "tenants",
     metadata,
@@ -75,11 +81,8 @@ responses = Table(
     Column("num_events", Integer, nullable=True),
     Index("ix_responses_tenant_id", "tenant_id"),
     Index("ix_responses_expires_us", "expires_us"),
-    Index(
-        "ix_responses_unfinished",
-        "tenant_id",
-        postgresql_where=text("background_state IN ('queued', 'in_progress', 'cancelling')"),
-        sqlite_where=text("background_state IN ('queued', 'in_progress', 'cancelling')"),
+    _partial_index(
+        "background_state IN ('queued', 'in_progress', 'cancelling')", "ix_responses_unfinished", "tenant_id"
     ),
 )
 
@@ -236,12 +239,7 @@ adapter_versions = Table(
     Index("ix_adapter_versions_digest", "digest"),
     Index("ix_adapter_versions_adapter_id_id", "adapter_id", "id"),
     # Covers only the few pinned versions.
-    Index(
-        "ix_adapter_versions_pinned",
-        "pinned_us",
-        postgresql_where=text("pinned_us IS NOT NULL"),
-        sqlite_where=text("pinned_us IS NOT NULL"),
-    ),
+    _partial_index("pinned_us IS NOT NULL", "ix_adapter_versions_pinned", "pinned_us"),
     Index("ix_adapter_versions_adapter_id_files", "adapter_id", "files_sha256"),
     # On PostgreSQL, this covers only the few unfinished versions. An index on all versions would mislead PostgreSQL
     # while it has no statistics.
@@ -325,19 +323,9 @@ adapter_aliases = Table(
     # NULL if none does.
     Column("overflow", String(200), nullable=True),
     # Covers only the few aliases with a canary.
-    Index(
-        "ix_adapter_aliases_canary",
-        "updated_us",
-        postgresql_where=text("canary IS NOT NULL"),
-        sqlite_where=text("canary IS NOT NULL"),
-    ),
+    _partial_index("canary IS NOT NULL", "ix_adapter_aliases_canary", "updated_us"),
     # Covers only the few aliases with an overflow, which gateways read together.
-    Index(
-        "ix_adapter_aliases_overflow",
-        "adapter_id",
-        postgresql_where=text("overflow IS NOT NULL"),
-        sqlite_where=text("overflow IS NOT NULL"),
-    ),
+    _partial_index("overflow IS NOT NULL", "ix_adapter_aliases_overflow", "adapter_id"),
 )
 
 adapter_alias_targets = Table(
@@ -444,12 +432,7 @@ files = Table(
     Column("expires_us", BigInteger, nullable=True),
     Index("ix_files_tenant_id_id", "tenant_id", "id"),
     Index("ix_files_state_created", "state", "created_us", postgresql_where=text("state != 'ready'")),
-    Index(
-        "ix_files_expires",
-        "expires_us",
-        postgresql_where=text("expires_us IS NOT NULL"),
-        sqlite_where=text("expires_us IS NOT NULL"),
-    ),
+    _partial_index("expires_us IS NOT NULL", "ix_files_expires", "expires_us"),
     CheckConstraint("state IN ('uploading', 'ready', 'deleting')", name="state"),
     CheckConstraint("purpose IN ('batch', 'batch_output')", name="purpose"),
 )
@@ -635,12 +618,7 @@ quota_counters = Table(
     # When the event was written that this budget is nearly used up. NULL if it has not been written in this window.
     Column("announced_us", BigInteger, nullable=True),
     # Serves the question, every few seconds, which budgets of the present day or month are nearly used up.
-    Index(
-        "ix_quota_counters_unannounced",
-        "window_start_us",
-        postgresql_where=text("announced_us IS NULL"),
-        sqlite_where=text("announced_us IS NULL"),
-    ),
+    _partial_index("announced_us IS NULL", "ix_quota_counters_unannounced", "window_start_us"),
 )
 
 # Running requests, and recovered requests that can still be corrected. Settled requests are in usage_events.
@@ -855,12 +833,7 @@ events = Table(
     Column("sequence", BigInteger, nullable=True),
     Index("ix_events_tenant_id_sequence", "tenant_id", "sequence"),
     Index("ix_events_created_us", "created_us"),
-    Index(
-        "ix_events_unnumbered",
-        "id",
-        postgresql_where=text("position IS NULL"),
-        sqlite_where=text("position IS NULL"),
-    ),
+    _partial_index("position IS NULL", "ix_events_unnumbered", "id"),
 )
 
 # The highest numbers given to events: of each tenant, and of all events (`all`).
