@@ -68,19 +68,17 @@ responses = Table(
     "responses",
     metadata,
     Column("id", ID, primary_key=True),
-    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False, index=True),
     # The adapter that answered. NULL for the base.
     Column("adapter_id", ID, nullable=True),
     Column("created_us", BigInteger, nullable=False),
-    Column("expires_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False, index=True),
     # The response and its input, encrypted.
     Column("content", LargeBinary, nullable=False),
     # NULL unless the response was made in the background.
     Column("background_state", String(16), nullable=True),
     # Number of stored events. NULL if the response's events are not stored.
     Column("num_events", Integer, nullable=True),
-    Index("ix_responses_tenant_id", "tenant_id"),
-    Index("ix_responses_expires_us", "expires_us"),
     _partial_index(
         "background_state IN ('queued', 'in_progress', 'cancelling')", "ix_responses_unfinished", "tenant_id"
     ),
@@ -94,10 +92,9 @@ response_events = Table(
     # The sequence numbers are those from `first_sequence` to before `end_sequence`.
     Column("end_sequence", Integer, primary_key=True),
     Column("first_sequence", Integer, nullable=False),
-    Column("expires_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False, index=True),
     # The events, encrypted.
     Column("content", LargeBinary, nullable=False),
-    Index("ix_response_events_expires_us", "expires_us"),
 )
 
 # Conversations of `/v1/conversations`.
@@ -105,7 +102,7 @@ conversations = Table(
     "conversations",
     metadata,
     Column("id", ID, primary_key=True),
-    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False, index=True),
     # The adapters that have answered in the conversation. null stands for the base.
     Column("adapter_ids", JSON, nullable=False),
     Column("num_items", Integer, nullable=False),
@@ -113,11 +110,9 @@ conversations = Table(
     Column("num_bytes", BigInteger, nullable=False),
     Column("next_position", Integer, nullable=False),
     Column("created_us", BigInteger, nullable=False),
-    Column("expires_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False, index=True),
     # Encrypted.
     Column("metadata", LargeBinary, nullable=False),
-    Index("ix_conversations_tenant_id", "tenant_id"),
-    Index("ix_conversations_expires_us", "expires_us"),
 )
 
 conversation_items = Table(
@@ -145,14 +140,13 @@ chat_completions = Table(
     # A keyed hash of each entry of the metadata, separated by spaces.
     Column("metadata_tags", Text, nullable=False),
     Column("created_us", BigInteger, nullable=False),
-    Column("expires_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False, index=True),
     # The chat completion and the messages of its request, encrypted.
     Column("completion", LargeBinary, nullable=False),
     Column("messages", LargeBinary, nullable=False),
     # Length of the chat completion before it was compressed and encrypted.
     Column("num_bytes", BigInteger, nullable=False),
     Index("ix_chat_completions_tenant_id_id", "tenant_id", "id"),
-    Index("ix_chat_completions_expires_us", "expires_us"),
 )
 
 # The number of bytes of a tenant's responses, chat completions and conversations. Triggers keep it.
@@ -209,7 +203,7 @@ adapter_versions = Table(
     Column("number", Integer, nullable=False),
     Column("state", String(16), nullable=False),
     # SHA-256 of the canonical file, hexadecimal. Set once validation has passed.
-    Column("digest", String(64), nullable=True),
+    Column("digest", String(64), nullable=True, index=True),
     # SHA-256 of `digest` and the checksums of the version's rows in adapter_version_files. NULL without such rows.
     Column("version_digest", String(64), nullable=True),
     Column("max_rank", Integer, nullable=True),
@@ -236,7 +230,6 @@ adapter_versions = Table(
     # servers of any base may validate it first.
     Column("base_id", String(64), nullable=True),
     UniqueConstraint("adapter_id", "number"),
-    Index("ix_adapter_versions_digest", "digest"),
     Index("ix_adapter_versions_adapter_id_id", "adapter_id", "id"),
     # Covers only the few pinned versions.
     _partial_index("pinned_us IS NOT NULL", "ix_adapter_versions_pinned", "pinned_us"),
@@ -333,11 +326,10 @@ adapter_alias_targets = Table(
     metadata,
     Column("adapter_id", ID, primary_key=True),
     Column("name", NAME, primary_key=True),
-    Column("version_id", ID, ForeignKey("adapter_versions.id"), primary_key=True),
+    Column("version_id", ID, ForeignKey("adapter_versions.id"), primary_key=True, index=True),
     # The version's share of the requests, out of the sum of the alias's weights.
     Column("weight", Integer, nullable=False),
     ForeignKeyConstraint(["adapter_id", "name"], ["adapter_aliases.adapter_id", "adapter_aliases.name"]),
-    Index("ix_adapter_alias_targets_version_id", "version_id"),
     CheckConstraint("weight > 0", name="weight"),
 )
 
@@ -365,7 +357,7 @@ evals = Table(
     Column("id", ID, primary_key=True),
     Column("version_id", ID, ForeignKey("adapter_versions.id"), nullable=False),
     # Another version of the adapter that answers the same prompts. NULL without a comparison.
-    Column("compared_id", ID, ForeignKey("adapter_versions.id"), nullable=True),
+    Column("compared_id", ID, ForeignKey("adapter_versions.id"), nullable=True, index=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     # The file's name, or a name made from its checksum if the name could be a secret.
     Column("name", String(100), nullable=False),
@@ -394,7 +386,6 @@ evals = Table(
     Column("created_us", BigInteger, nullable=False),
     Column("finished_us", BigInteger, nullable=True),
     Index("ix_evals_version_id_id", "version_id", "id"),
-    Index("ix_evals_compared_id", "compared_id"),
     Index("ix_evals_state_id", "state", "id", postgresql_where=text("state IN ('queued', 'running')")),
     CheckConstraint("state IN ('queued', 'running', 'done', 'failed', 'cancelled')", name="state"),
 )
@@ -451,8 +442,7 @@ prefix_purges = Table(
     "prefix_purges",
     metadata,
     Column("isolation_key", LargeBinary(32), primary_key=True),
-    Column("expires_us", BigInteger, nullable=False),
-    Index("ix_prefix_purges_expires_us", "expires_us"),
+    Column("expires_us", BigInteger, nullable=False, index=True),
 )
 
 # Files of requests that run when the engine has room.
@@ -527,9 +517,8 @@ adapter_grants = Table(
     metadata,
     Column("adapter_id", ID, ForeignKey("adapters.id"), primary_key=True),
     # The tenant that may call the adapter. It pays for its own calls.
-    Column("tenant_id", ID, ForeignKey("tenants.id"), primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), primary_key=True, index=True),
     Column("created_us", BigInteger, nullable=False),
-    Index("ix_adapter_grants_tenant_id", "tenant_id"),
 )
 
 uploads = Table(
@@ -825,14 +814,13 @@ events = Table(
     Column("tenant_id", ID, nullable=False),
     # NULL if the event concerns no adapter.
     Column("adapter_id", ID, nullable=True),
-    Column("created_us", BigInteger, nullable=False),
+    Column("created_us", BigInteger, nullable=False, index=True),
     Column("data", JSON, nullable=False),
     # The event's number among all events, and among those of its tenant. NULL until a server numbers the event, after
     # the transaction that wrote it. See platform/events/event_log.py.
     Column("position", BigInteger, nullable=True, unique=True),
     Column("sequence", BigInteger, nullable=True),
     Index("ix_events_tenant_id_sequence", "tenant_id", "sequence"),
-    Index("ix_events_created_us", "created_us"),
     _partial_index("position IS NULL", "ix_events_unnumbered", "id"),
 )
 
