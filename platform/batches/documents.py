@@ -6,8 +6,6 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from loramux.platform.requests.item_pages import PageDocument
-
 
 class FileDocument(TypedDict):
     """A file. `expires_at` is null if it is kept until it is deleted."""
@@ -22,10 +20,14 @@ class FileDocument(TypedDict):
     status: Literal["processed"]
 
 
-class FileList(PageDocument):
+class FileList(TypedDict):
     """A page of the files."""
 
+    object: Literal["list"]
     data: list[FileDocument]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class DeletedFile(TypedDict):
@@ -87,7 +89,11 @@ class BatchDocument(TypedDict):
     metadata: dict[str, str] | None
 
 
-class BatchList(PageDocument):
+class BatchList(TypedDict):
     """A page of the batches, newest first."""
 
+    object: Literal["list"]
     data: list[BatchDocument]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

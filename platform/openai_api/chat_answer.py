@@ -14,7 +14,7 @@ from loramux.platform.generation.generation import Usage
 from loramux.platform.openai_api.chat_message import MessageBuilder, whole_message
 from loramux.platform.openai_api.chunks import Chunk, ChunkTemplates, UsageSoFar, fingerprint_field, usage_body
 from loramux.platform.openai_api.prompt_logprobs import prompt_logprobs_body
-from loramux.platform.requests.answers import Document, logprob_documents, merged
+from loramux.platform.requests.answers import Document, merged, name_by_id, shown_logprob
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.call_parser import CallParser
 
@@ -175,5 +175,19 @@ class ChatAnswer:
     def _logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> Document | None:
         if not self.has_logprobs:
             return None
-        content = logprob_documents(self.tokenizer, logprobs, by_id=self.names_tokens_by_id)
+        content = [
+            {
+                **self._token(entry.token_id, entry.logprob),
+                "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
+            }
+            for entry in logprobs
+        ]
         return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Document:
+        spelled = self.tokenizer.token_bytes(token_id)
+        return {
+            "token": name_by_id(token_id) if self.names_tokens_by_id else spelled.decode("utf-8", "replace"),
+            "logprob": shown_logprob(logprob),
+            "bytes": list(spelled),
+        }

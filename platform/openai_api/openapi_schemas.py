@@ -9,8 +9,6 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from loramux.platform.requests.item_pages import PageDocument
-
 
 class ModelDocument(TypedDict):
     """A model that the caller may name. `root` is the version that it currently resolves to.
@@ -173,10 +171,14 @@ class StoredChatDocument(ChatDocument):
     input_user: str | None
 
 
-class StoredChatList(PageDocument):
+class StoredChatList(TypedDict):
     """A page of the stored chat completions. `last_id` is the `after` of the next page."""
 
+    object: Literal["list"]
     data: list[StoredChatDocument]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class DeletedChat(TypedDict):
@@ -196,10 +198,14 @@ class StoredMessageDocument(TypedDict):
     content_parts: list[dict[str, Any]] | None
 
 
-class StoredMessageList(PageDocument):
+class StoredMessageList(TypedDict):
     """A page of the messages of a stored chat completion. `last_id` is the `after` of the next page."""
 
+    object: Literal["list"]
     data: list[StoredMessageDocument]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class TokenizeDocument(TypedDict):

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from loramux.engine.protocol.messages import TokenLogprobs
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 from loramux.platform.generation.pending_deltas import JoinedDeltas
-from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 LOWEST_LOGPROB = -9999.0
 """The log-probability that OpenAI reports for an impossible token, because JSON has no infinity."""
@@ -66,31 +64,6 @@ def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
 def name_by_id(token_id: int) -> str:
     """Return the name of a token for `return_tokens_as_token_ids`, as in vLLM."""
     return f"token_id:{token_id}"
-
-
-def token_document(tokenizer: ModelTokenizer, token_id: int, logprob: float, *, by_id: bool = False) -> Document:
-    """Return a token and its log-probability as in OpenAI's chat completions and responses. `by_id` names it by its ID,
-    as in vLLM.
-    """
-    spelled = tokenizer.token_bytes(token_id)
-    return {
-        "token": name_by_id(token_id) if by_id else spelled.decode("utf-8", "replace"),
-        "logprob": shown_logprob(logprob),
-        "bytes": list(spelled),
-    }
-
-
-def logprob_documents(
-    tokenizer: ModelTokenizer, entries: Sequence[TokenLogprobs], *, by_id: bool = False
-) -> list[Document]:
-    """Return the tokens of an answer, each with the most likely tokens at its position."""
-    return [
-        {
-            **token_document(tokenizer, entry.token_id, entry.logprob, by_id=by_id),
-            "top_logprobs": [token_document(tokenizer, *top, by_id=by_id) for top in entry.top],
-        }
-        for entry in entries
-    ]
 
 
 def shown_logprob(logprob: float) -> float:

@@ -1,4 +1,4 @@
-"""Pages of lists, as in OpenAI's API."""
+"""Pages of a list of objects that was read as a whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias
 
 from fastapi import Query
-from typing_extensions import TypedDict
 
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.requests.answers import Document
@@ -16,20 +15,8 @@ Order: TypeAlias = Literal["asc", "desc"]
 After: TypeAlias = Annotated[str | None, Query(max_length=256)]
 
 
-class PageDocument(TypedDict):
-    """What every page has besides its `data`, for the OpenAPI document."""
-
-    object: Literal["list"]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 def item_page(items: Sequence[Document], limit: int, order: Order, after: str | None) -> Document:
-    """Return a page of a list that was read as a whole, with its items in ascending order.
-
-    Raises InvalidRequest if no item has the ID `after`.
-    """
+    """Return a page of items that are in ascending order. Raises InvalidRequest if no item has the ID `after`."""
     if order == "desc":
         items = items[::-1]
     if after is not None:
@@ -41,7 +28,6 @@ def item_page(items: Sequence[Document], limit: int, order: Order, after: str | 
 
 
 def shown_page(shown: Sequence[Document], *, has_more: bool) -> Document:
-    """Return a page of items that were read as a page."""
     return {
         "object": "list",
         "data": list(shown),

@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from loramux.platform.requests.item_pages import PageDocument
-
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -203,16 +201,24 @@ class ConversationItemDocument(TypedDict):
     phase: NotRequired[str]
 
 
-class ConversationItemList(PageDocument):
+class ConversationItemList(TypedDict):
     """A page of the items of a conversation. `last_id` is the `after` of the next page."""
 
+    object: Literal["list"]
     data: list[ConversationItemDocument]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
-class InputItemList(PageDocument):
+class InputItemList(TypedDict):
     """A page of the input items of a stored response. `last_id` is the `after` of the next page."""
 
+    object: Literal["list"]
     data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class InputTokensDocument(TypedDict):

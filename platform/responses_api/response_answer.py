@@ -6,11 +6,12 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from loramux.engine.protocol.messages import TokenLogprobs
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 from loramux.platform.requests import sse
-from loramux.platform.requests.answers import Document, logprob_documents
+from loramux.platform.requests.answers import Document, shown_logprob
 from loramux.platform.requests.message_reader import MessageReader, ReasoningEvent
 from loramux.platform.responses_api.input_items import Status
 from loramux.platform.responses_api.output_items import (
@@ -126,7 +127,7 @@ class ResponseAnswer:
 
     def _feed(self, delta: ChoiceDelta) -> Iterator[Event]:
         # Log-probabilities are sent once, with the first text of their delta.
-        logprobs = logprob_documents(self._rules.tokenizer, delta.logprobs) if self._rules.has_logprobs else []
+        logprobs = self._logprobs(delta.logprobs) if self._rules.has_logprobs else []
         for part in self._reader.feed(delta):
             match part:
                 case ReasoningEvent(text):
@@ -202,6 +203,20 @@ class ResponseAnswer:
         encoded = numbered(events, self._num_events)
         self._num_events += len(events)
         return b"".join(encoded)
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[Document]:
+        return [
+            {
+                **self._token(entry.token_id, entry.logprob),
+                "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
+            }
+            for entry in entries
+        ]
+
+    def _token(self, token_id: int, logprob: float) -> Document:
+        spelled = self._rules.tokenizer.token_bytes(token_id)
+        token = spelled.decode("utf-8", "replace")
+        return {"token": token, "logprob": shown_logprob(logprob), "bytes": list(spelled)}
 
 
 def numbered(events: Sequence[Event], first: int) -> list[bytes]:
