@@ -34,6 +34,12 @@ metadata = MetaData(
 ID = String(40)
 NAME = String(63)
 
+
+def _partial_index(where: str, name: str, *columns: str) -> Index:
+    """Return an index of the rows that meet the condition `where`, on both databases."""
+    return Index(name, *columns, postgresql_where=text(where), sqlite_where=text(where))
+
+
 tenants = Table(
     "tenants",
     metadata,
@@ -62,24 +68,19 @@ responses = Table(
     "responses",
     metadata,
     Column("id", ID, primary_key=True),
-    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False, index=True),
     # The adapter that answered. NULL for the base.
     Column("adapter_id", ID, nullable=True),
     Column("created_us", BigInteger, nullable=False),
-    Column("expires_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False, index=True),
     # The response and its input, encrypted.
     Column("content", LargeBinary, nullable=False),
     # NULL unless the response was made in the background.
     Column("background_state", String(16), nullable=True),
     # Number of stored events. NULL if the response's events are not stored.
     Column("num_events", Integer, nullable=True),
-    Index("ix_responses_tenant_id", "tenant_id"),
-    Index("ix_responses_expires_us", "expires_us"),
-    Index(
-        "ix_responses_unfinished",
-        "tenant_id",
-        postgresql_where=text("background_state IN ('queued', 'in_progress', 'cancelling')"),
-        sqlite_where=text("background_state IN ('queued', 'in_progress', 'cancelling')"),
+    _partial_index(
+        "background_state IN ('queued', 'in_progress', 'cancelling')", "ix_responses_unfinished", "tenant_id"
     ),
 )
 
@@ -91,10 +92,9 @@ response_events = Table(
     # The sequence numbers are those from `first_sequence` to before `end_sequence`.
     Column("end_sequence", Integer, primary_key=True),
     Column("first_sequence", Integer, nullable=False),
-    Column("expires_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False, index=True),
     # The events, encrypted.
     Column("content", LargeBinary, nullable=False),
-    Index("ix_response_events_expires_us", "expires_us"),
 )
 
 # Conversations of `/v1/conversations`.
@@ -102,7 +102,7 @@ conversations = Table(
     "conversations",
     metadata,
     Column("id", ID, primary_key=True),
-    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False, index=True),
     # The adapters that have answered in the conversation. null stands for the base.
     Column("adapter_ids", JSON, nullable=False),
     Column("num_items", Integer, nullable=False),
@@ -110,11 +110,9 @@ conversations = Table(
     Column("num_bytes", BigInteger, nullable=False),
     Column("next_position", Integer, nullable=False),
     Column("created_us", BigInteger, nullable=False),
-    Column("expires_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False, index=True),
     # Encrypted.
     Column("metadata", LargeBinary, nullable=False),
-    Index("ix_conversations_tenant_id", "tenant_id"),
-    Index("ix_conversations_expires_us", "expires_us"),
 )
 
 conversation_items = Table(
@@ -142,14 +140,13 @@ chat_completions = Table(
     # A keyed hash of each entry of the metadata, separated by spaces.
     Column("metadata_tags", Text, nullable=False),
     Column("created_us", BigInteger, nullable=False),
-    Column("expires_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False, index=True),
     # The chat completion and the messages of its request, encrypted.
     Column("completion", LargeBinary, nullable=False),
     Column("messages", LargeBinary, nullable=False),
     # Length of the chat completion before it was compressed and encrypted.
     Column("num_bytes", BigInteger, nullable=False),
     Index("ix_chat_completions_tenant_id_id", "tenant_id", "id"),
-    Index("ix_chat_completions_expires_us", "expires_us"),
 )
 
 # The number of bytes of a tenant's responses, chat completions and conversations. Triggers keep it.
@@ -206,7 +203,7 @@ adapter_versions = Table(
     Column("number", Integer, nullable=False),
     Column("state", String(16), nullable=False),
     # SHA-256 of the canonical file, hexadecimal. Set once validation has passed.
-    Column("digest", String(64), nullable=True),
+    Column("digest", String(64), nullable=True, index=True),
     # SHA-256 of `digest` and the checksums of the version's rows in adapter_version_files. NULL without such rows.
     Column("version_digest", String(64), nullable=True),
     Column("max_rank", Integer, nullable=True),
@@ -233,15 +230,9 @@ adapter_versions = Table(
     # servers of any base may validate it first.
     Column("base_id", String(64), nullable=True),
     UniqueConstraint("adapter_id", "number"),
-    Index("ix_adapter_versions_digest", "digest"),
     Index("ix_adapter_versions_adapter_id_id", "adapter_id", "id"),
     # Covers only the few pinned versions.
-    Index(
-        "ix_adapter_versions_pinned",
-        "pinned_us",
-        postgresql_where=text("pinned_us IS NOT NULL"),
-        sqlite_where=text("pinned_us IS NOT NULL"),
-    ),
+    _partial_index("pinned_us IS NOT NULL", "ix_adapter_versions_pinned", "pinned_us"),
     Index("ix_adapter_versions_adapter_id_files", "adapter_id", "files_sha256"),
     # On PostgreSQL, this covers only the few unfinished versions. An index on all versions would mislead PostgreSQL
     # while it has no statistics.
@@ -328,19 +319,9 @@ adapter_aliases = Table(
     # adapter computes whole prompts.
     Column("share_base_cache", Integer, nullable=True),
     # Covers only the few aliases with a canary.
-    Index(
-        "ix_adapter_aliases_canary",
-        "updated_us",
-        postgresql_where=text("canary IS NOT NULL"),
-        sqlite_where=text("canary IS NOT NULL"),
-    ),
+    _partial_index("canary IS NOT NULL", "ix_adapter_aliases_canary", "updated_us"),
     # Covers only the few aliases with an overflow, which gateways read together.
-    Index(
-        "ix_adapter_aliases_overflow",
-        "adapter_id",
-        postgresql_where=text("overflow IS NOT NULL"),
-        sqlite_where=text("overflow IS NOT NULL"),
-    ),
+    _partial_index("overflow IS NOT NULL", "ix_adapter_aliases_overflow", "adapter_id"),
 )
 
 adapter_alias_targets = Table(
@@ -348,11 +329,10 @@ adapter_alias_targets = Table(
     metadata,
     Column("adapter_id", ID, primary_key=True),
     Column("name", NAME, primary_key=True),
-    Column("version_id", ID, ForeignKey("adapter_versions.id"), primary_key=True),
+    Column("version_id", ID, ForeignKey("adapter_versions.id"), primary_key=True, index=True),
     # The version's share of the requests, out of the sum of the alias's weights.
     Column("weight", Integer, nullable=False),
     ForeignKeyConstraint(["adapter_id", "name"], ["adapter_aliases.adapter_id", "adapter_aliases.name"]),
-    Index("ix_adapter_alias_targets_version_id", "version_id"),
     CheckConstraint("weight > 0", name="weight"),
 )
 
@@ -381,7 +361,7 @@ evals = Table(
     Column("version_id", ID, ForeignKey("adapter_versions.id"), nullable=False),
     # The version that answers the same prompts for comparison: another version of the adapter or, with
     # `share_base_cache`, the same one. NULL without a comparison.
-    Column("compared_id", ID, ForeignKey("adapter_versions.id"), nullable=True),
+    Column("compared_id", ID, ForeignKey("adapter_versions.id"), nullable=True, index=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     # The file's name, or a name made from its checksum if the name could be a secret.
     Column("name", String(100), nullable=False),
@@ -414,7 +394,6 @@ evals = Table(
     Column("created_us", BigInteger, nullable=False),
     Column("finished_us", BigInteger, nullable=True),
     Index("ix_evals_version_id_id", "version_id", "id"),
-    Index("ix_evals_compared_id", "compared_id"),
     Index("ix_evals_state_id", "state", "id", postgresql_where=text("state IN ('queued', 'running')")),
     CheckConstraint("state IN ('queued', 'running', 'done', 'failed', 'cancelled')", name="state"),
 )
@@ -454,12 +433,7 @@ files = Table(
     Column("expires_us", BigInteger, nullable=True),
     Index("ix_files_tenant_id_id", "tenant_id", "id"),
     Index("ix_files_state_created", "state", "created_us", postgresql_where=text("state != 'ready'")),
-    Index(
-        "ix_files_expires",
-        "expires_us",
-        postgresql_where=text("expires_us IS NOT NULL"),
-        sqlite_where=text("expires_us IS NOT NULL"),
-    ),
+    _partial_index("expires_us IS NOT NULL", "ix_files_expires", "expires_us"),
     CheckConstraint("state IN ('uploading', 'ready', 'deleting')", name="state"),
     CheckConstraint("purpose IN ('batch', 'batch_output')", name="purpose"),
 )
@@ -478,8 +452,7 @@ prefix_purges = Table(
     "prefix_purges",
     metadata,
     Column("isolation_key", LargeBinary(32), primary_key=True),
-    Column("expires_us", BigInteger, nullable=False),
-    Index("ix_prefix_purges_expires_us", "expires_us"),
+    Column("expires_us", BigInteger, nullable=False, index=True),
 )
 
 # Files of requests that run when the engine has room.
@@ -554,9 +527,8 @@ adapter_grants = Table(
     metadata,
     Column("adapter_id", ID, ForeignKey("adapters.id"), primary_key=True),
     # The tenant that may call the adapter. It pays for its own calls.
-    Column("tenant_id", ID, ForeignKey("tenants.id"), primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), primary_key=True, index=True),
     Column("created_us", BigInteger, nullable=False),
-    Index("ix_adapter_grants_tenant_id", "tenant_id"),
 )
 
 uploads = Table(
@@ -645,12 +617,7 @@ quota_counters = Table(
     # When the event was written that this budget is nearly used up. NULL if it has not been written in this window.
     Column("announced_us", BigInteger, nullable=True),
     # Serves the question, every few seconds, which budgets of the present day or month are nearly used up.
-    Index(
-        "ix_quota_counters_unannounced",
-        "window_start_us",
-        postgresql_where=text("announced_us IS NULL"),
-        sqlite_where=text("announced_us IS NULL"),
-    ),
+    _partial_index("announced_us IS NULL", "ix_quota_counters_unannounced", "window_start_us"),
 )
 
 # Running requests, and recovered requests that can still be corrected. Settled requests are in usage_events.
@@ -857,20 +824,14 @@ events = Table(
     Column("tenant_id", ID, nullable=False),
     # NULL if the event concerns no adapter.
     Column("adapter_id", ID, nullable=True),
-    Column("created_us", BigInteger, nullable=False),
+    Column("created_us", BigInteger, nullable=False, index=True),
     Column("data", JSON, nullable=False),
     # The event's number among all events, and among those of its tenant. NULL until a server numbers the event, after
     # the transaction that wrote it. See platform/events/event_log.py.
     Column("position", BigInteger, nullable=True, unique=True),
     Column("sequence", BigInteger, nullable=True),
     Index("ix_events_tenant_id_sequence", "tenant_id", "sequence"),
-    Index("ix_events_created_us", "created_us"),
-    Index(
-        "ix_events_unnumbered",
-        "id",
-        postgresql_where=text("position IS NULL"),
-        sqlite_where=text("position IS NULL"),
-    ),
+    _partial_index("position IS NULL", "ix_events_unnumbered", "id"),
 )
 
 # The highest numbers given to events: of each tenant, and of all events (`all`).

@@ -45,11 +45,16 @@ class ApiError(Exception):
         return {**self.headers, "retry-after": str(max(1, math.ceil(self.retry_after_s)))}
 
 
-class InvalidRequest(ApiError):
+class CallerError(ApiError):
+    """An error that the caller can avoid, of the type that OpenAI's API gives such errors."""
+
+    type = "invalid_request_error"
+
+
+class InvalidRequest(CallerError):
     """The request itself is wrong. Retrying it does not help."""
 
     status = 400
-    type = "invalid_request_error"
     code = "invalid_value"
 
 
@@ -67,94 +72,83 @@ def context_exceeded(max_tokens: int, found: str, param: str, instead: str = "")
     )
 
 
-class Unauthenticated(ApiError):
+class Unauthenticated(CallerError):
     """The key is missing or invalid."""
 
     status = 401
-    type = "invalid_request_error"
     code = "invalid_api_key"
 
     def response_headers(self) -> dict[str, str]:
         return {**super().response_headers(), "www-authenticate": "Bearer"}
 
 
-class PermissionDenied(ApiError):
+class PermissionDenied(CallerError):
     """The key is valid, but its scopes do not permit the call."""
 
     status = 403
-    type = "invalid_request_error"
     code = "insufficient_scope"
 
 
-class RequestCancelled(ApiError):
+class RequestCancelled(CallerError):
     """An authorised caller cancelled the request. The status is 403, because OpenAI's clients do not retry it."""
 
     status = 403
-    type = "invalid_request_error"
     code = "request_cancelled"
 
 
-class NotFound(ApiError):
+class NotFound(CallerError):
     """The resource does not exist, or the caller must not learn that it exists."""
 
     status = 404
-    type = "invalid_request_error"
     code = "not_found"
 
 
-class MethodNotAllowed(ApiError):
+class MethodNotAllowed(CallerError):
     """The path exists but does not support the method."""
 
     status = 405
-    type = "invalid_request_error"
     code = "method_not_allowed"
 
 
-class Conflict(ApiError):
+class Conflict(CallerError):
     """The name is taken, or the state does not allow the change."""
 
     status = 409
-    type = "invalid_request_error"
     code = "conflict"
 
 
-class PreconditionFailed(ApiError):
+class PreconditionFailed(CallerError):
     """The resource has changed since the caller read it."""
 
     status = 412
-    type = "invalid_request_error"
     code = "precondition_failed"
 
 
-class PayloadTooLarge(ApiError):
+class PayloadTooLarge(CallerError):
     """The body is larger than this server accepts."""
 
     status = 413
-    type = "invalid_request_error"
     code = "payload_too_large"
 
 
-class UnsupportedEncoding(ApiError):
+class UnsupportedEncoding(CallerError):
     """The body is compressed in a way that this server cannot read."""
 
     status = 415
-    type = "invalid_request_error"
     code = "unsupported_content_encoding"
 
 
-class UnprocessableRequest(ApiError):
+class UnprocessableRequest(CallerError):
     """The request is well-formed but contradicts an earlier one."""
 
     status = 422
-    type = "invalid_request_error"
     code = "unprocessable"
 
 
-class PreconditionRequired(ApiError):
+class PreconditionRequired(CallerError):
     """The request lacks the If-Match header, which this change requires."""
 
     status = 428
-    type = "invalid_request_error"
     code = "precondition_required"
 
 

@@ -37,6 +37,17 @@ def host_of(url: httpx.URL) -> str:
     return url.raw_host.decode("ascii")
 
 
+def pinned(request: httpx.Request, address: str) -> httpx.Request:
+    """Return a request to an address of the host. The headers name the host, and the certificate must be the host's."""
+    return httpx.Request(
+        request.method,
+        request.url.copy_with(host=address),
+        headers=request.headers,
+        stream=request.stream,
+        extensions={**request.extensions, "sni_hostname": host_of(request.url)},
+    )
+
+
 def is_public(address: str) -> bool:
     """Return whether an IP address is reachable on the Internet: not loopback, private, link-local, multicast or
     reserved, and not an IPv6 form of such an IPv4 address.
@@ -136,16 +147,8 @@ class HubTransport(httpx.BaseTransport):
         self._check_addresses(addresses)
         failure: httpx.TransportError = httpx.ConnectError("the host has no address")
         for address in addresses:
-            pinned = httpx.Request(
-                request.method,
-                url.copy_with(host=address),
-                # The headers name the host, and the certificate must be the host's.
-                headers=request.headers,
-                stream=request.stream,
-                extensions={**request.extensions, "sni_hostname": host_of(url)},
-            )
             try:
-                return transport.handle_request(pinned)
+                return transport.handle_request(pinned(request, address))
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 failure = error
         raise failure

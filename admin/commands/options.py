@@ -8,23 +8,15 @@ from typing import Annotated
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.", show_default=False)]
-DataDir = Annotated[
-    Path | None,
-    typer.Option("--data-dir", help="The data directory (default: loramux-data).", show_default=False),
-]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="The data directory (default: loramux-data).")]
 DatabaseUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--database-url", help="postgresql://... or sqlite:///FILE (default: in --data-dir).", show_default=False
-    ),
+    str | None, typer.Option("--database-url", help="postgresql://... or sqlite:///FILE (default: in --data-dir).")
 ]
-Tenant = Annotated[str, typer.Option("--tenant", help="A tenant's slug or identifier.", show_default=False)]
-AnyTenant = Annotated[str | None, typer.Option("--tenant", help="A tenant's slug or identifier.", show_default=False)]
-Model = Annotated[str, typer.Argument(metavar="TENANT/ADAPTER", help="The adapter's full name.", show_default=False)]
-VersionedModel = Annotated[
-    str, typer.Argument(metavar="TENANT/ADAPTER@VERSION", help="The version's full name.", show_default=False)
-]
+Tenant = Annotated[str, typer.Option("--tenant", help="A tenant's slug or identifier.")]
+AnyTenant = Annotated[str | None, typer.Option("--tenant", help="A tenant's slug or identifier.")]
+Model = Annotated[str, typer.Argument(metavar="TENANT/ADAPTER", help="The adapter's full name.")]
+VersionedModel = Annotated[str, typer.Argument(metavar="TENANT/ADAPTER@VERSION", help="The version's full name.")]
 Alias = Annotated[str, typer.Option("--alias", help="The alias's name.")]
 NoWarm = Annotated[
     bool, typer.Option("--no-warm", help="Move the alias without first loading its versions into the engine.")

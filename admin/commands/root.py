@@ -33,7 +33,6 @@ def root(
         str | None,
         typer.Option(
             help="Profile of the server to call; see 'loramux profiles list' (or LORAMUX_PROFILE).",
-            show_default=False,
             autocompletion=_known_profiles,
         ),
     ] = None,

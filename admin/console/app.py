@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from loramux.admin.console.browser_guard import SecurityHeaders
 from loramux.admin.console.console_site import Site
 from loramux.admin.console.forms import Form
+from loramux.admin.console.live import LivePage
 from loramux.admin.console.oidc.role_confirmation import ConfirmInBrowser
 from loramux.admin.console.pages import (
     adapters,
@@ -28,13 +29,13 @@ from loramux.admin.console.pages import (
     playground,
     purges,
     quotas,
+    requests,
     residency,
     tenants,
     usage,
     versions,
 )
 from loramux.admin.console.pages.overview import Overview
-from loramux.admin.console.pages.requests import Requests, cancel, confirm_cancel
 from loramux.admin.console.sign_in.login import Login
 from loramux.admin.console.sign_in.oidc_login import OidcLogin
 from loramux.admin.console.static_files import StaticFiles
@@ -50,8 +51,10 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
     if services.oidc is not None and site.provider is not None:
         oidc = OidcLogin(site, services.oidc, site.provider)
     login = Login(site, oidc)
-    overview, requests, resident = Overview(), Requests(), residency.Residency()
-    every_batch, every_event = batches.Batches(), events.Events()
+    overview, resident = Overview(), residency.Residency()
+    every_request = LivePage("requests", requests)
+    every_batch = LivePage("batches", batches)
+    every_event = LivePage("events", events)
 
     def shows(path: str, handler: Handler) -> Route:
         return Route(path, page(site, handler), methods=GET)
@@ -144,10 +147,10 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
             does("/bases/{base_id}/revalidate", bases.revalidate),
             shows("/bases/{base_id}/forget", bases.confirm_forget),
             does("/bases/{base_id}/forget", bases.forget),
-            shows("/requests", requests.show),
-            shows("/live/requests", requests.live),
-            shows("/requests/{request_id}/cancel", confirm_cancel),
-            does("/requests/{request_id}/cancel", cancel),
+            shows("/requests", every_request.show),
+            shows("/live/requests", every_request.live),
+            shows("/requests/{request_id}/cancel", requests.confirm_cancel),
+            does("/requests/{request_id}/cancel", requests.cancel),
             shows("/batches", every_batch.show),
             shows("/live/batches", every_batch.live),
             shows("/batches/{batch_id}/cancel", batches.confirm_cancel),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
 from starlette.responses import Response, StreamingResponse
 
@@ -75,6 +76,35 @@ class LiveParts:
         finally:
             self._num_of[visit.session.principal.holder] -= 1
             self._num_of += Counter()
+
+
+class LiveModule(Protocol):
+    """A module of `pages/` whose page has one live part."""
+
+    EVERY_S: float
+    """Interval between looks for a change, in seconds."""
+
+    async def facts(self, visit: Visit, /) -> dict[str, Any]:
+        """Return the values of the page's templates."""
+
+
+class LivePage:
+    """A page with one live part, `name`. Its templates are `NAME.html` and `NAME_live.html`."""
+
+    def __init__(self, name: str, module: LiveModule) -> None:
+        self._name = name
+        self._module = module
+        self._live = LiveParts()
+
+    async def show(self, visit: Visit) -> Response:
+        return visit.page(f"{self._name}.html", **await self._module.facts(visit))
+
+    async def live(self, visit: Visit) -> Response:
+        async def render() -> str:
+            values = await self._module.facts(visit)
+            return visit.site.templates.render(f"{self._name}_live.html", **visit.frame(), **values)
+
+        return self._live.stream(visit, self._module.EVERY_S, {self._name: render})
 
 
 def _event(name: str, html: str) -> bytes:

@@ -117,7 +117,7 @@ class RestCalls:
         headers: list[tuple[bytes, bytes]],
         receive: Receive,
         send: Send,
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, Any],
     ) -> None:
         """Let a route read the browser's request body and send its response directly, for large transfers."""
         await self._app(self.scope(method, BASE + path, headers, params), receive, send)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -18,6 +18,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from loramux.admin.console.browser_guard import (
     CSRF_FIELD,
@@ -293,3 +294,22 @@ def _to_login(request: Request) -> Response:
     elif request.url.query:
         path = f"{path}?{request.url.query}"
     return redirect(request, console_url(request, "/login", next=None if path == "/" else path))
+
+
+class Forwarded(Response):
+    """Lets a REST route read the browser's request body and stream its response directly.
+
+    `params` are by default those of the browser's request.
+    """
+
+    def __init__(self, visit: Visit, method: str, path: str, params: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self._rest = visit.rest
+        self._request = visit.request
+        self._method = method
+        self._path = path
+        self._params = visit.request.query_params if params is None else params
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(name, value) for name, value in scope["headers"] if name in (b"content-type", b"content-length")]
+        await self._rest.forward(self._method, self._path, headers, self._request.receive, send, dict(self._params))

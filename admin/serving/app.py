@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
-from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loramux.adapter_store.errors import StoreError
@@ -33,7 +31,7 @@ from loramux.admin.rest.services import AdminServices
 from loramux.admin.rest.usage import batches, costs, prices, quotas, usage
 from loramux.admin.server.metrics_route import SCRAPED_PATHS, RoutingNames, metrics_router
 from loramux.platform.listener.health import HEALTH_PATHS, add_health
-from loramux.platform.listener.openapi_route import ListenerDocument
+from loramux.platform.listener.openapi_route import ListenerDocument, listener_app, operation_id
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling
 from loramux.platform.requests.store_errors import api_error
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_admin_calls
@@ -84,14 +82,10 @@ an `x-request-id`.""",
 )
 
 
-def _operation_id(route: APIRoute) -> str:
-    return route.name
-
-
 @cache
 def _rest_routes() -> APIRouter:
     """Return the admin routes, which contain no app state. They are built only once, because that takes 200 ms."""
-    routes = APIRouter(generate_unique_id_function=_operation_id)
+    routes = APIRouter(generate_unique_id_function=operation_id)
     for module in ROUTERS:
         routes.include_router(module.router, prefix="/admin/v1")
     routes.include_router(ADMIN_DOCUMENT.router(READER))
@@ -103,14 +97,7 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
 
     `root_path` is the prefix under which a proxy publishes the app, such as `/loramux`.
     """
-    app = FastAPI(
-        title="loramux admin",
-        version=version("loramux"),
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        generate_unique_id_function=_operation_id,
-    )
+    app = listener_app("loramux admin")
     app.state.services = services
     app.add_middleware(IdempotentAnswers, services=services)
     app.add_exception_handler(Replayed, answer_again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from loramux.engine.architectures.draft_head import MIMO_HEAD
@@ -49,15 +50,32 @@ _GEMMA_ASSUMED: dict[str, Any] = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
-_GLM_ASSUMED: dict[str, Any] = {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "attention_bias": True,
-    "partial_rotary_factor": 0.5,
-}
 _COHERE_ASSUMED: dict[str, Any] = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 QK_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm")
 _GEMMA_READS = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping")
+
+_QWEN2 = Family(
+    layers=LayerTraits(windowed_above, may_differ=True),
+    assumed=_QWEN_ASSUMED,
+    reads=("attention_bias",),
+    attention=AttentionTraits(qkv_bias=True, o_bias=False),
+)
+_GEMMA2 = Family(
+    layers=LayerTraits(full_every(2), may_differ=True),
+    assumed={**_GEMMA_ASSUMED, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    reads=(*_GEMMA_READS, "attn_logit_softcapping"),
+    norms=NormTraits(GEMMA_NORMS, offset=1.0),
+    feed_forward=FeedForwardTraits(activation_field="hidden_activation"),
+    scales_embedding=True,
+)
+_GLM = Family(
+    layers=LayerTraits(without_windows),
+    assumed={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
+    reads=("attention_bias", "partial_rotary_factor"),
+    attention=AttentionTraits(o_bias=False),
+    rotary=RotaryTraits(is_interleaved=True),
+    feed_forward=FeedForwardTraits(FUSED_GATE),
+)
 
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
@@ -70,21 +88,9 @@ FAMILIES: dict[str, Family] = {
         layers=LayerTraits(all_windowed),
         assumed={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "Qwen2ForCausalLM": Family(
-        layers=LayerTraits(windowed_above, may_differ=True),
-        assumed=_QWEN_ASSUMED,
-        reads=("attention_bias",),
-        attention=AttentionTraits(qkv_bias=True, o_bias=False),
-    ),
+    "Qwen2ForCausalLM": _QWEN2,
     # The code of this architecture is not in transformers. Its base is a Qwen 2.
-    "MiMoForCausalLM": Family(
-        layers=LayerTraits(windowed_above, may_differ=True),
-        assumed=_QWEN_ASSUMED,
-        reads=("attention_bias",),
-        attention=AttentionTraits(qkv_bias=True, o_bias=False),
-        draft_tensors=("model.mtp_layers.",),
-        draft_head=MIMO_HEAD,
-    ),
+    "MiMoForCausalLM": replace(_QWEN2, draft_tensors=("model.mtp_layers.",), draft_head=MIMO_HEAD),
     "Qwen3ForCausalLM": Family(
         layers=LayerTraits(windowed_above, may_differ=True),
         assumed={**_QWEN_ASSUMED, "head_dim": 128},
@@ -111,14 +117,7 @@ FAMILIES: dict[str, Family] = {
         rotary=RotaryTraits(fields=("mrope_section", "mrope_interleaved")),
         feed_forward=FeedForwardTraits(bias=False),
     ),
-    "Gemma2ForCausalLM": Family(
-        layers=LayerTraits(full_every(2), may_differ=True),
-        assumed={**_GEMMA_ASSUMED, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        reads=(*_GEMMA_READS, "attn_logit_softcapping"),
-        norms=NormTraits(GEMMA_NORMS, offset=1.0),
-        feed_forward=FeedForwardTraits(activation_field="hidden_activation"),
-        scales_embedding=True,
-    ),
+    "Gemma2ForCausalLM": _GEMMA2,
     # transformers has attn_logit_softcapping in Gemma 3's configuration, but its attention ignores it.
     "Gemma3ForCausalLM": Family(
         layers=LayerTraits(full_by_pattern, may_differ=True),
@@ -241,13 +240,8 @@ FAMILIES: dict[str, Family] = {
         feed_forward=FeedForwardTraits(gelu_means_tanh=True),
         scales_embedding=True,
     ),
-    "VaultGemmaForCausalLM": Family(
-        layers=LayerTraits(full_every(2), may_differ=True),
-        assumed={**_GEMMA_ASSUMED, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        reads=(*_GEMMA_READS, "attn_logit_softcapping"),
-        norms=NormTraits(NormNames("input_layernorm", None, "pre_feedforward_layernorm", None), offset=1.0),
-        feed_forward=FeedForwardTraits(activation_field="hidden_activation"),
-        scales_embedding=True,
+    "VaultGemmaForCausalLM": replace(
+        _GEMMA2, norms=NormTraits(NormNames("input_layernorm", None, "pre_feedforward_layernorm", None), offset=1.0)
     ),
     "HeliumForCausalLM": Family(
         layers=LayerTraits(without_windows),
@@ -269,24 +263,12 @@ FAMILIES: dict[str, Family] = {
         rotary=RotaryTraits(is_interleaved=True),
         feed_forward=FeedForwardTraits(bias="use_bias"),
     ),
-    "GlmForCausalLM": Family(
-        layers=LayerTraits(without_windows),
-        assumed=_GLM_ASSUMED,
-        reads=("attention_bias", "partial_rotary_factor"),
-        attention=AttentionTraits(o_bias=False),
-        rotary=RotaryTraits(is_interleaved=True),
-        feed_forward=FeedForwardTraits(FUSED_GATE),
-    ),
-    "Glm4ForCausalLM": Family(
-        layers=LayerTraits(without_windows),
-        assumed=_GLM_ASSUMED,
-        reads=("attention_bias", "partial_rotary_factor"),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(
+        _GLM,
         norms=NormTraits(
             NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
         ),
-        attention=AttentionTraits(o_bias=False),
-        rotary=RotaryTraits(is_interleaved=True),
-        feed_forward=FeedForwardTraits(FUSED_GATE),
     ),
     "CohereForCausalLM": Family(
         layers=LayerTraits(without_windows, wiring=PARALLEL),

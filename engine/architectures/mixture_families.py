@@ -87,6 +87,15 @@ _GLM_MIXTURE = MixtureTraits(
     has_groups=True,
 )
 
+_GRANITE_MIXTURE = MixtureTraits(names=_GRANITE_NAMES, assumed_experts=8, always_normalizes=True)
+_GRANITE = Family(
+    layers=LayerTraits(without_windows),
+    assumed={"attention_multiplier": 1.0, "num_experts_per_tok": 2},
+    reads=("attention_bias", *MULTIPLIERS, *NUM_EXPERTS),
+    mixture=_GRANITE_MIXTURE,
+    head=HeadTraits(divisor_field="logits_scaling"),
+)
+
 MIXTURE_FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(
         layers=LayerTraits(windowed_in_turn, may_differ=True),
@@ -164,24 +173,11 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         attention=AttentionTraits(qk_norm=PROJECTION_WIDE),
         mixture=MixtureTraits(names=_QWEN_NAMES, assumed_experts=7),
     ),
-    "GraniteMoeForCausalLM": Family(
-        layers=LayerTraits(without_windows),
-        assumed={"attention_multiplier": 1.0, "num_experts_per_tok": 2},
-        reads=("attention_bias", *MULTIPLIERS, *NUM_EXPERTS),
-        mixture=MixtureTraits(names=_GRANITE_NAMES, assumed_experts=8, always_normalizes=True),
-        head=HeadTraits(divisor_field="logits_scaling"),
-    ),
-    "GraniteMoeSharedForCausalLM": Family(
-        layers=LayerTraits(without_windows),
-        assumed={"attention_multiplier": 1.0, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
-        reads=("attention_bias", *MULTIPLIERS, *NUM_EXPERTS),
-        mixture=MixtureTraits(
-            names=_GRANITE_NAMES,
-            assumed_experts=8,
-            shared=SharedTraits(_SHARED_MLP, "shared_intermediate_size"),
-            always_normalizes=True,
-        ),
-        head=HeadTraits(divisor_field="logits_scaling"),
+    "GraniteMoeForCausalLM": _GRANITE,
+    "GraniteMoeSharedForCausalLM": replace(
+        _GRANITE,
+        assumed={**_GRANITE.assumed, "shared_intermediate_size": 0},
+        mixture=replace(_GRANITE_MIXTURE, shared=SharedTraits(_SHARED_MLP, "shared_intermediate_size")),
     ),
     "GraniteMoeSWAForCausalLM": Family(
         layers=LayerTraits(full_every(4, first=0), may_differ=True),

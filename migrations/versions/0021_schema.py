@@ -13,8 +13,6 @@ from alembic import op
 
 revision = "0021"
 down_revision = None
-branch_labels = None
-depends_on = None
 
 _ID, _NAME, _MODEL, _STATE, _SHA256 = (sa.String(length) for length in (40, 63, 200, 16, 64))
 _SECRET = sa.LargeBinary(32)
@@ -48,11 +46,6 @@ def upgrade() -> None:
     _create_logs()
     _create_sessions()
     _create_replicas()
-
-
-def downgrade() -> None:
-    """Raise an error, because there is no older schema."""
-    raise NotImplementedError("there is no older schema")
 
 
 def _create_accounts() -> None:

@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0022"
 down_revision = "0021"
-branch_labels = None
-depends_on = None
 
 _ID, _SHA256 = sa.String(40), sa.String(64)
 _INTEGER, _BIG = sa.Integer(), sa.BigInteger()
@@ -68,8 +66,3 @@ def upgrade() -> None:
     op.create_index(
         "ix_adapter_aliases_canary", "adapter_aliases", ["updated_us"], postgresql_where=watched, sqlite_where=watched
     )
-
-
-def downgrade() -> None:
-    """Raise an error, because older versions of loramux cannot keep evals."""
-    raise NotImplementedError("the schema cannot be downgraded")

@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0023"
 down_revision = "0022"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
@@ -26,8 +24,3 @@ def upgrade() -> None:
     )
     op.create_index("ix_responses_tenant_id", "responses", ["tenant_id"])
     op.create_index("ix_responses_expires_us", "responses", ["expires_us"])
-
-
-def downgrade() -> None:
-    """Raise an error, because older versions of loramux cannot keep responses."""
-    raise NotImplementedError("the schema cannot be downgraded")

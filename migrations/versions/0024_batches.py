@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0024"
 down_revision = "0023"
-branch_labels = None
-depends_on = None
 
 _ID = sa.String(40)
 _INTEGER, _BIG = sa.Integer(), sa.BigInteger()
@@ -86,8 +84,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("batch_id", "line"),
     )
     op.create_index("ix_batch_lines_waiting", "batch_lines", ["batch_id", "status", "model", "line"])
-
-
-def downgrade() -> None:
-    """Raise an error, because older versions of loramux cannot keep batches."""
-    raise NotImplementedError("the schema cannot be downgraded")

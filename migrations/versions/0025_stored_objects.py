@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0025"
 down_revision = "0024"
-branch_labels = None
-depends_on = None
 
 _ID = sa.String(40)
 _BIG = sa.BigInteger()
@@ -76,8 +74,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("conversation_id", "position"),
         sa.UniqueConstraint("conversation_id", "item_key"),
     )
-
-
-def downgrade() -> None:
-    """Raise an error, because older versions of loramux cannot keep chat completions."""
-    raise NotImplementedError("the schema cannot be downgraded")

@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0028"
 down_revision = "0027"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
@@ -18,8 +16,3 @@ def upgrade() -> None:
         sa.Column("purged_us", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("tenant_id"),
     )
-
-
-def downgrade() -> None:
-    """Raise an error, because older versions of loramux would keep the files of purged tenants."""
-    raise NotImplementedError("the schema cannot be downgraded")

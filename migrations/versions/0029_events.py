@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0029"
 down_revision = "0028"
-branch_labels = None
-depends_on = None
 
 _ID = sa.String(40)
 _BIG = sa.BigInteger()
@@ -67,8 +65,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id"),
     )
     op.create_index("ix_webhooks_tenant_id_id", "webhooks", ["tenant_id", "id"])
-
-
-def downgrade() -> None:
-    """Raise an error, because older versions of loramux would forget the webhooks of tenants."""
-    raise NotImplementedError("the schema cannot be downgraded")

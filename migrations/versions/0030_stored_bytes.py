@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0030"
 down_revision = "0029"
-branch_labels = None
-depends_on = None
 
 _COUNT = """
 INSERT INTO stored_bytes (tenant_id, num_bytes)
@@ -30,8 +28,3 @@ def upgrade() -> None:
     )
     is_sqlite = op.get_bind().dialect.name == "sqlite"
     op.execute(_COUNT.replace("octet_length", "length") if is_sqlite else _COUNT)
-
-
-def downgrade() -> None:
-    """Raise an error, because older versions of loramux would ignore the limits on stored bytes."""
-    raise NotImplementedError("the schema cannot be downgraded")

@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0031"
 down_revision = "0030"
-branch_labels = None
-depends_on = None
 
 _ID, _MODEL, _TIER = sa.String(40), sa.String(200), sa.String(16)
 _SERIES = (
@@ -45,11 +43,6 @@ def upgrade() -> None:
         )
     # Only the finest sums keep both the key and the endpoint. They keep the tier, too.
     op.execute("UPDATE usage_series SET service_tier = 'default' WHERE api_key_id <> '' AND endpoint <> ''")
-
-
-def downgrade() -> None:
-    """Raise an error, because older versions of loramux would charge every tier the same."""
-    raise NotImplementedError("the schema cannot be downgraded")
 
 
 def _create_sums_again() -> None:

@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0032"
 down_revision = "0031"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
@@ -21,8 +19,3 @@ def upgrade() -> None:
         postgresql_where=is_set,
         sqlite_where=is_set,
     )
-
-
-def downgrade() -> None:
-    """Raise an error, because older versions of loramux would refuse requests that overflow."""
-    raise NotImplementedError("the schema cannot be downgraded")

@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0033"
 down_revision = "0032"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
@@ -19,8 +17,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("isolation_key"),
     )
     op.create_index("ix_prefix_purges_expires_us", "prefix_purges", ["expires_us"])
-
-
-def downgrade() -> None:
-    """Raise an error, because older versions of loramux would keep what deleted tenants have cached."""
-    raise NotImplementedError("the schema cannot be downgraded")

@@ -11,13 +11,14 @@ from starlette.responses import Response
 
 from loramux.platform.batches.batch_rows import Batch, NewBatch
 from loramux.platform.batches.documents import BatchDocument, BatchList
-from loramux.platform.batches.files import ListedAfter, as_list
+from loramux.platform.batches.files import ListedAfter
 from loramux.platform.batches.services import Kept, OwnerOfKey
 from loramux.platform.batches.tenant_files import Listing
 from loramux.platform.bodies.request_body import parse_body, read_body
 from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.requests.authentication import Services
 from loramux.platform.requests.error_responses import json_response
+from loramux.platform.requests.item_pages import shown_page
 from loramux.platform.requests.openapi import errors, takes
 
 router = APIRouter(tags=["batches"])
@@ -56,7 +57,7 @@ async def list_batches(
 ) -> Response:
     """List the batches that the key may see, newest first."""
     found, has_more = await services.call(kept.batches.list, owner, Listing(limit, after))
-    return json_response(as_list([dict(describe_batch(one)) for one in found], has_more))
+    return json_response(shown_page([dict(describe_batch(one)) for one in found], has_more=has_more))
 
 
 @router.get("/v1/batches/{batch_id}", response_model=BatchDocument)

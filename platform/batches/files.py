@@ -20,6 +20,7 @@ from loramux.platform.batches.tenant_files import MAX_NAME, Listing, Owner, Tena
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.requests.authentication import Services
 from loramux.platform.requests.error_responses import json_response
+from loramux.platform.requests.item_pages import shown_page
 from loramux.platform.requests.openapi import answers_bytes, errors
 
 router = APIRouter(tags=["files"])
@@ -90,7 +91,7 @@ async def list_files(
 ) -> Response:
     """List the files that the key may see."""
     found, has_more = await services.call(kept.files.list, owner, Listing(limit, after, order == "asc"), purpose)
-    return json_response(as_list([dict(describe_file(one)) for one in found], has_more))
+    return json_response(shown_page([dict(describe_file(one)) for one in found], has_more=has_more))
 
 
 @router.get("/v1/files/{file_id}", response_model=FileDocument)
@@ -128,17 +129,6 @@ def describe_file(file: TenantFile) -> FileDocument:
         "filename": file.name,
         "purpose": file.purpose,
         "status": "processed",
-    }
-
-
-def as_list(documents: list[dict[str, object]], has_more: bool) -> dict[str, object]:
-    ids = [one["id"] for one in documents]
-    return {
-        "object": "list",
-        "data": documents,
-        "first_id": ids[0] if ids else None,
-        "last_id": ids[-1] if ids else None,
-        "has_more": has_more,
     }
 
 

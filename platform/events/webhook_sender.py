@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import httpx
 import msgspec
 
-from loramux.adapter_store.hub.hub_transport import Resolve, host_of, is_public, resolve
+from loramux.adapter_store.hub.hub_transport import Resolve, host_of, is_public, pinned, resolve
 from loramux.platform.events.documents import EventDocument
 from loramux.platform.events.webhooks import SECRET_PREFIX
 from loramux.platform.threads import call_on
@@ -55,16 +55,8 @@ class PinnedTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         failure: httpx.TransportError = httpx.ConnectError("the host has no address")
         for address in self._addresses:
-            pinned = httpx.Request(
-                request.method,
-                request.url.copy_with(host=address),
-                # The headers name the host, and the certificate must be the host's.
-                headers=request.headers,
-                stream=request.stream,
-                extensions={**request.extensions, "sni_hostname": host_of(request.url)},
-            )
             try:
-                return await self._transport.handle_async_request(pinned)
+                return await self._transport.handle_async_request(pinned(request, address))
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 failure = error
         raise failure

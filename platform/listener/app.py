@@ -6,7 +6,6 @@ from functools import cache
 from importlib.metadata import version
 
 from fastapi import APIRouter, Depends, FastAPI
-from fastapi.routing import APIRoute
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -17,7 +16,7 @@ from loramux.platform.listener.cross_origin import CrossOrigin
 from loramux.platform.listener.direct_routes import DirectRoutes
 from loramux.platform.listener.error_forms import error_form
 from loramux.platform.listener.health import HEALTH_PATHS, add_health
-from loramux.platform.listener.openapi_route import ListenerDocument
+from loramux.platform.listener.openapi_route import ListenerDocument, listener_app, operation_id
 from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
 from loramux.platform.messages_api import messages
@@ -92,16 +91,12 @@ async def server_version(caller: Caller) -> Response:
     return json_response({"version": version("loramux")})
 
 
-def _operation_id(route: APIRoute) -> str:
-    return route.name
-
-
 @cache
 def _routes(has_files: bool, loads_adapters: bool) -> APIRouter:
     """Return an app's routes, which contain no app state. FastAPI builds them at an app's first request, which takes
     80 ms, so apps share them.
     """
-    routes = APIRouter(generate_unique_id_function=_operation_id)
+    routes = APIRouter(generate_unique_id_function=operation_id)
     surfaces = (
         completions,
         chat,
@@ -134,15 +129,8 @@ def create_openai_app(
     Without `kept`, the app has no routes for files and batches, because it has no blob store. Without
     `runtime_adapters`, it has no routes that load adapters.
     """
-    # Only the health routes are public. FastAPI's documentation pages are off.
-    app = FastAPI(
-        title="loramux",
-        version=version("loramux"),
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        generate_unique_id_function=_operation_id,
-    )
+    # Only the health routes are public.
+    app = listener_app("loramux")
     app.state.services, app.state.batches = services, kept
     if runtime_adapters is not None:
         app.state.runtime_adapters = runtime_adapters

@@ -1,18 +1,36 @@
-"""Serves a listener's `/openapi.json` to authenticated callers."""
+"""A listener's app, whose `/openapi.json` only authenticated callers can read."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.params import Depends
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from loramux.platform.requests.error_responses import json_response
 from loramux.platform.requests.openapi import describe
+
+
+def operation_id(route: APIRoute) -> str:
+    return route.name
+
+
+def listener_app(title: str) -> FastAPI:
+    """Return an app without routes. FastAPI's own routes for the document, which are public, are off."""
+    return FastAPI(
+        title=title,
+        version=version("loramux"),
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        generate_unique_id_function=operation_id,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,7 +87,6 @@ async def _plan(
     return plan, ClassesAnswer(
         request_id=received.request_id,
         model=received.body.model,
-        created_s=int(time.time()),
         labels=task.labels,
         activation=activation,
     )

@@ -6,7 +6,7 @@ import base64
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import msgspec
@@ -48,7 +48,7 @@ class PooledAnswer:
 
     request_id: str
     model: str
-    created_s: int
+    created_s: int = field(default_factory=lambda: int(time.time()))
 
     def identifier(self, prefix: str) -> str:
         return f"{prefix}-{self.request_id.removeprefix('req_')}"
@@ -151,7 +151,6 @@ def vectors_answer(
         return RawVectorsAnswer(
             request_id=received.request_id,
             model=body.model,
-            created_s=int(time.time()),
             vector_of=vector_of,
             form=form,
             binary=binary,
@@ -160,7 +159,6 @@ def vectors_answer(
     return VectorsAnswer(
         request_id=received.request_id,
         model=body.model,
-        created_s=int(time.time()),
         vector_of=vector_of,
         form=form,
         binary=binary,

@@ -14,6 +14,14 @@ class PooledUsageDocument(TypedDict):
     total_tokens: int
 
 
+class _Answer(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: PooledUsageDocument
+
+
 class EmbeddingDocument(TypedDict):
     """The vector of one input: numbers, or bytes in base64."""
 
@@ -22,15 +30,10 @@ class EmbeddingDocument(TypedDict):
     embedding: list[float] | str
 
 
-class EmbeddingsDocument(TypedDict):
+class EmbeddingsDocument(_Answer):
     """A response of `/v1/embeddings`."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[EmbeddingDocument]
-    usage: PooledUsageDocument
 
 
 class ClassDocument(TypedDict):
@@ -42,15 +45,10 @@ class ClassDocument(TypedDict):
     num_classes: int
 
 
-class ClassesDocument(TypedDict):
+class ClassesDocument(_Answer):
     """A response of `/classify`."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[ClassDocument]
-    usage: PooledUsageDocument
 
 
 class ScoreDocument(TypedDict):
@@ -61,15 +59,10 @@ class ScoreDocument(TypedDict):
     score: float
 
 
-class ScoresDocument(TypedDict):
+class ScoresDocument(_Answer):
     """A response of `/score`."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[ScoreDocument]
-    usage: PooledUsageDocument
 
 
 class RankedTextDocument(TypedDict):
@@ -103,12 +96,7 @@ class PooledDocument(TypedDict):
     data: list[float] | str
 
 
-class PoolingDocument(TypedDict):
+class PoolingDocument(_Answer):
     """A response of `/pooling`."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[PooledDocument]
-    usage: PooledUsageDocument

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +77,6 @@ async def _plan(
     return plan, RankingAnswer(
         request_id=received.request_id,
         model=body.model,
-        created_s=int(time.time()),
         scored=scored,
         documents=body.documents,
         num_results=body.top_n or len(body.documents),

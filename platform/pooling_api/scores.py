@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,9 +55,7 @@ async def _plan(
     services: GatewayServices, target: Target, received: Received[ScoreRequest]
 ) -> tuple[Plan, ScoresAnswer]:
     plan, scored = await pairs_plan(services, NAME, target, received)
-    return plan, ScoresAnswer(
-        request_id=received.request_id, model=received.body.model, created_s=int(time.time()), scored=scored
-    )
+    return plan, ScoresAnswer(request_id=received.request_id, model=received.body.model, scored=scored)
 
 
 SCORES = PooledEndpoint(name=NAME, parse=partial(validated, model=ScoreRequest), plan=_plan)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -14,73 +14,45 @@ from loramux.engine.protocol.messages import EngineReady, Stats, StepTimes
 BOUNDED_TIERS = ("host", "disk")
 
 
-class EngineCollector(Collector):
-    """The engine's own counts, which reset to zero when the engine restarts. docs/metrics.md describes the series."""
-
-    def __init__(self, stats: Stats) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        yield from _steps(self._stats)
-        yield from _pool(self._stats)
-        yield from _host_pages(self._stats)
-        yield from _loading(self._stats.loading)
-
-
 def render_engine(stats: Stats | None, info: EngineReady | None = None) -> bytes:
     """Return the text exposition. If no engine answers, it contains only `loramux_engine_up 0`."""
-    registry = CollectorRegistry()
-    for collector in _collectors(stats, info):
-        registry.register(collector)
-    return generate_latest(registry)
+    return generate_latest(Collected(_metrics(stats, info)))
 
 
 def render_engines(engines: Mapping[str, tuple[Stats | None, EngineReady | None]]) -> bytes:
     """Return the text exposition of several engines by their names, which are the values of the label `engine`."""
-    registry = CollectorRegistry()
-    registry.register(_Several({name: _collectors(*found) for name, found in engines.items()}))
-    return generate_latest(registry)
+    merged: dict[str, Metric] = {}
+    for name, (stats, info) in engines.items():
+        for metric in _metrics(stats, info):
+            into = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            into.samples += [sample._replace(labels={**sample.labels, "engine": name}) for sample in metric.samples]
+    return generate_latest(Collected(merged.values()))
 
 
-def _collectors(stats: Stats | None, info: EngineReady | None) -> Sequence[Collector]:
-    up = _Up(stats is not None)
-    return (up,) if stats is None else (up, _Info(info), EngineCollector(stats))
+class Collected(Collector):
+    """Metrics that are rendered once."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
 
-class _Several(Collector):
-    """The metrics of several engines, each sample with the name of its engine."""
-
-    def __init__(self, engines: Mapping[str, Sequence[Collector]]) -> None:
-        self._engines = engines
-
-    def collect(self) -> Iterator[Metric]:
-        merged: dict[str, Metric] = {}
-        for name, collectors in self._engines.items():
-            for metric in (metric for collector in collectors for metric in collector.collect()):
-                into = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-                into.samples += [sample._replace(labels={**sample.labels, "engine": name}) for sample in metric.samples]
-        yield from merged.values()
-
-
-class _Up(Collector):
-    def __init__(self, is_up: bool) -> None:
-        self._is_up = is_up
-
-    def collect(self) -> Iterator[Metric]:
-        yield _gauge("loramux_engine_up", "1 while the engine responds", int(self._is_up))
-
-
-class _Info(Collector):
-    def __init__(self, info: EngineReady | None) -> None:
-        self._info = info
-
-    def collect(self) -> Iterator[Metric]:
-        info = self._info
-        if info is not None:
-            labels = ("device", "dtype", "weights")
-            metric = GaugeMetricFamily("loramux_engine_info", "The engine's device and formats", labels=labels)
-            metric.add_metric((info.device, info.dtype, info.quantization or "float"), 1)
-            yield metric
+def _metrics(stats: Stats | None, info: EngineReady | None) -> Iterator[Metric]:
+    """Yield the engine's own counts, which reset to zero when it restarts. docs/metrics.md describes the series."""
+    yield _gauge("loramux_engine_up", "1 while the engine responds", int(stats is not None))
+    if stats is None:
+        return
+    if info is not None:
+        labels = ("device", "dtype", "weights")
+        formats = GaugeMetricFamily("loramux_engine_info", "The engine's device and formats", labels=labels)
+        formats.add_metric((info.device, info.dtype, info.quantization or "float"), 1)
+        yield formats
+    yield from _steps(stats)
+    yield from _pool(stats)
+    yield from _host_pages(stats)
+    yield from _loading(stats.loading)
 
 
 def _steps(stats: Stats) -> Iterator[Metric]:
@@ -91,15 +63,13 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     yield _counter("loramux_engine_mixed_steps", "Steps with two or more adapters", stats.mixed_steps)
     yield _counter("loramux_engine_step_sequences", "Sequences, summed over all steps", stats.num_step_sequences)
     yield _counter("loramux_engine_step_rows", "Tokens computed by steps", stats.num_rows)
-    tokens = CounterMetricFamily("loramux_engine_tokens", "Tokens, by kind", labels=("kind",))
-    for kind, count in (
-        ("prompt", stats.prompt_tokens),
-        ("cached", stats.cached_tokens),
-        ("completion", stats.completion_tokens),
-        ("recomputed", stats.recomputed_tokens),
-    ):
-        tokens.add_metric((kind,), count)
-    yield tokens
+    tokens = {
+        "prompt": stats.prompt_tokens,
+        "cached": stats.cached_tokens,
+        "completion": stats.completion_tokens,
+        "recomputed": stats.recomputed_tokens,
+    }
+    yield _counters("loramux_engine_tokens", "Tokens, by kind", "kind", tokens)
     drafts = stats.drafts
     labels = ("source", "outcome")
     drafted = CounterMetricFamily(
@@ -140,32 +110,21 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     yield _gauge("loramux_engine_memory_bandwidth_bytes", "Measured bandwidth of device memory", reads.bandwidth)
     yield _gauge("loramux_engine_running_sequences", "Running sequences", stats.num_running)
     waiting = stats.waiting
-    yield _gauges(
-        "loramux_engine_waiting_sequences",
-        "Waiting sequences, by reason",
-        "reason",
-        (
-            ("adapter", waiting.adapter),
-            ("pages", waiting.pages),
-            ("slot", waiting.slot),
-            ("grant", waiting.grant),
-        ),
-    )
+    reasons = {"adapter": waiting.adapter, "pages": waiting.pages, "slot": waiting.slot, "grant": waiting.grant}
+    yield _gauges("loramux_engine_waiting_sequences", "Waiting sequences, by reason", "reason", reasons)
     yield _counter("loramux_engine_preemptions", "Preempted sequences", stats.num_preemptions)
 
 
 def _pool(stats: Stats) -> Iterator[Metric]:
-    owners = (("kv", stats.num_kv_pages), ("adapter", stats.num_adapter_pages), ("free", stats.num_free_pages))
+    owners = {"kv": stats.num_kv_pages, "adapter": stats.num_adapter_pages, "free": stats.num_free_pages}
     yield _gauges("loramux_engine_pages", "Pages of the pool, by owner", "owner", owners)
     yield _gauge("loramux_engine_prefix_pages", "KV pages in the prefix cache", stats.num_prefix_pages)
     resident, pinned = len(stats.adapters), sum(adapter.is_pinned for adapter in stats.adapters)
     yield _gauge("loramux_engine_resident_adapters", "Adapters in the pool", resident)
     yield _gauge("loramux_engine_pinned_adapters", "Adapters pinned in the pool", pinned)
     yield _counter("loramux_engine_adapter_loads", "Adapters that became resident", stats.num_adapter_loads)
-    evictions = CounterMetricFamily("loramux_engine_evictions", "Evictions from the pool, by kind", labels=("kind",))
-    evictions.add_metric(("adapter",), stats.num_adapter_evictions)
-    evictions.add_metric(("prefix_page",), stats.num_prefix_evictions)
-    yield evictions
+    evictions = {"adapter": stats.num_adapter_evictions, "prefix_page": stats.num_prefix_evictions}
+    yield _counters("loramux_engine_evictions", "Evictions from the pool, by kind", "kind", evictions)
 
 
 def _host_pages(stats: Stats) -> Iterator[Metric]:
@@ -173,33 +132,27 @@ def _host_pages(stats: Stats) -> Iterator[Metric]:
     yield _gauge("loramux_engine_host_page_bytes", "Bytes of evicted prefixes in host memory", counts.num_pages * size)
     limit = counts.num_slots * size
     yield _gauge("loramux_engine_host_page_limit_bytes", "Largest size of evicted prefixes in host memory", limit)
-    copied = CounterMetricFamily(
-        "loramux_engine_host_page_copies", "Pages copied to and from host memory", labels=("direction",)
-    )
-    copied.add_metric(("save",), counts.num_saved)
-    copied.add_metric(("load",), counts.num_loaded)
-    yield copied
+    copied = {"save": counts.num_saved, "load": counts.num_loaded}
+    yield _counters("loramux_engine_host_page_copies", "Pages copied to and from host memory", "direction", copied)
     yield _counter("loramux_engine_host_page_evictions", "Pages evicted from host memory", counts.num_evictions)
-    tokens = CounterMetricFamily(
-        "loramux_engine_host_page_tokens", "Tokens with pages in host memory, by what was done", labels=("outcome",)
-    )
-    tokens.add_metric(("restored",), counts.restored_tokens)
-    tokens.add_metric(("recomputed",), counts.recomputed_tokens)
-    yield tokens
+    tokens = {"restored": counts.restored_tokens, "recomputed": counts.recomputed_tokens}
+    text = "Tokens with pages in host memory, by what was done"
+    yield _counters("loramux_engine_host_page_tokens", text, "outcome", tokens)
 
 
 def _loading(counts: LoadCounts) -> Iterator[Metric]:
     lookups = CounterMetricFamily(
         "loramux_adapter_lookups", "Adapter lookups, by tier and result", labels=("tier", "result")
     )
-    held = GaugeMetricFamily("loramux_adapter_tier_bytes", "Bytes of stored adapters, by tier", labels=("tier",))
-    evictions = CounterMetricFamily("loramux_adapter_tier_evictions", "Adapters evicted, by tier", labels=("tier",))
     for tier in counts.tiers:
         lookups.add_metric((tier.tier, "hit"), tier.num_hits)
         lookups.add_metric((tier.tier, "miss"), tier.num_misses)
-        if tier.tier in BOUNDED_TIERS:
-            held.add_metric((tier.tier,), tier.used_bytes)
-            evictions.add_metric((tier.tier,), tier.num_evictions)
+    yield lookups
+    bounded = [tier for tier in counts.tiers if tier.tier in BOUNDED_TIERS]
+    held = {tier.tier: tier.used_bytes for tier in bounded}
+    yield _gauges("loramux_adapter_tier_bytes", "Bytes of stored adapters, by tier", "tier", held)
+    evictions = {tier.tier: tier.num_evictions for tier in bounded}
+    yield _counters("loramux_adapter_tier_evictions", "Adapters evicted, by tier", "tier", evictions)
     labels = ("tier", "stage")
     stages = CounterMetricFamily("loramux_adapter_stages", "Completed stages of adapter loads", labels=labels)
     num_bytes = CounterMetricFamily("loramux_adapter_stage_bytes", "Bytes processed by a loading stage", labels=labels)
@@ -209,14 +162,9 @@ def _loading(counts: LoadCounts) -> Iterator[Metric]:
         stages.add_metric(at, one.count)
         num_bytes.add_metric(at, one.num_bytes)
         seconds.add_metric(at, one.seconds)
-    loads = CounterMetricFamily("loramux_adapter_loads", "Loads into host memory, by outcome", labels=("outcome",))
-    for outcome, count in (
-        ("loaded", counts.num_loaded),
-        ("failed", counts.num_failed),
-        ("given_up", counts.num_given_up),
-    ):
-        loads.add_metric((outcome,), count)
-    yield from (lookups, held, evictions, stages, num_bytes, seconds, loads)
+    yield from (stages, num_bytes, seconds)
+    loads = {"loaded": counts.num_loaded, "failed": counts.num_failed, "given_up": counts.num_given_up}
+    yield _counters("loramux_adapter_loads", "Loads into host memory, by outcome", "outcome", loads)
     yield _counter("loramux_adapter_files_set_aside", "Corrupt adapter files set aside", counts.num_set_aside)
     is_open = int(counts.breaker != "closed")
     yield _gauge("loramux_engine_store_breaker_open", "1 while the engine does not call the blob store", is_open)
@@ -230,9 +178,16 @@ def _gauge(name: str, help_text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, help_text, value=value)
 
 
-def _gauges(name: str, help_text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
+def _counters(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=(label,))
+    for key, value in values.items():
+        family.add_metric((key,), value)
+    return family
+
+
+def _gauges(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
     family = GaugeMetricFamily(name, help_text, labels=(label,))
-    for key, value in values:
+    for key, value in values.items():
         family.add_metric((key,), value)
     return family
 

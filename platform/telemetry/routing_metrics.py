@@ -7,15 +7,15 @@ The Gateway API's inference extension and llm-d read these names to choose a ser
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import generate_latest
+from prometheus_client.core import GaugeMetricFamily
 
 from loramux.adapter_store.registry.digest_owners import DigestOwner, owners_of
 from loramux.engine.protocol.messages import EngineReady, Stats
 from loramux.migrations.database import Database
+from loramux.platform.telemetry.engine_metrics import Collected
 
 FRESH_S = 30.0
 """How long the names of a digest are used before they are read again, because a version can be added or purged."""
@@ -57,45 +57,38 @@ class ResidentNames:
 
 def render_routing(stats: Stats, info: EngineReady | None, served_name: str, names: Sequence[str]) -> bytes:
     """Return the text exposition. `names` are the adapters in the pool."""
-    registry = CollectorRegistry()
-    registry.register(_Routing(stats, info, served_name, names))
-    return generate_latest(registry)
-
-
-class _Routing(Collector):
-    def __init__(self, stats: Stats, info: EngineReady | None, served_name: str, names: Sequence[str]) -> None:
-        self._stats = stats
-        self._info = info
-        self._served_name = served_name
-        self._names = names
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats
-        used = stats.num_pages - stats.num_free_pages - stats.num_idle_prefix_pages
-        yield self._gauge("num_requests_running", "Sequences in the engine's steps", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences that wait", stats.num_waiting)
-        share = used / stats.num_pages if stats.num_pages else 0.0
-        yield self._gauge("kv_cache_usage_perc", "Share of the pool that cannot be evicted, from 0 to 1", share)
-        adapters = _family(
+    used = stats.num_pages - stats.num_free_pages - stats.num_idle_prefix_pages
+    base = {"model_name": served_name}
+    metrics = [
+        _gauge("num_requests_running", "Sequences in the engine's steps", stats.num_running, base),
+        _gauge("num_requests_waiting", "Sequences that wait", stats.num_waiting, base),
+        _gauge(
+            "kv_cache_usage_perc",
+            "Share of the pool that cannot be evicted, from 0 to 1",
+            used / stats.num_pages if stats.num_pages else 0.0,
+            base,
+        ),
+        _gauge(
             "lora_requests_info",
             "The adapters in the pool, at the time that is the value",
-            ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-        )
-        adapters.add_metric((str(stats.num_slots), ",".join(self._names), ""), time.time())
-        yield adapters
-        if self._info is not None:
-            cache = _family("cache_config_info", "The pool's pages", ("block_size", "num_gpu_blocks"))
-            cache.add_metric((str(self._info.page_tokens), str(self._info.num_pages)), 1)
-            yield cache
+            time.time(),
+            {
+                "max_lora": str(stats.num_slots),
+                "running_lora_adapters": ",".join(names),
+                "waiting_lora_adapters": "",
+            },
+        ),
+    ]
+    if info is not None:
+        pages = {"block_size": str(info.page_tokens), "num_gpu_blocks": str(info.num_pages)}
+        metrics.append(_gauge("cache_config_info", "The pool's pages", 1, pages))
+    return generate_latest(Collected(metrics))
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = _family(name, text, ("model_name",))
-        family.add_metric((self._served_name,), value)
-        return family
 
-
-def _family(name: str, text: str, labels: Iterable[str]) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"vllm:{name}", text, labels=tuple(labels))
+def _gauge(name: str, text: str, value: float, labels: Mapping[str, str]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"vllm:{name}", text, labels=tuple(labels))
+    family.add_metric(tuple(labels.values()), value)
+    return family
 
 
 def _names(owners: Sequence[DigestOwner]) -> Iterator[str]:

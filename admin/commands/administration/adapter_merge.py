@@ -18,12 +18,9 @@ def merge(
         typer.Argument(
             metavar="TENANT/ADAPTER[@VERSION][=WEIGHT]...",
             help="2 to 16 adapters of one tenant; the weight is 1 by default.",
-            show_default=False,
         ),
     ],
-    into: Annotated[
-        str, typer.Option(metavar="TENANT/ADAPTER", help="The adapter that gets the new version.", show_default=False)
-    ],
+    into: Annotated[str, typer.Option(metavar="TENANT/ADAPTER", help="The adapter that gets the new version.")],
     method: Annotated[
         str, typer.Option(help="linear, cat, ties, dare_linear or dare_ties: how the weights are combined.")
     ] = "linear",

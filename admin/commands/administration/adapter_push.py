@@ -31,14 +31,13 @@ Source = Annotated[
         help="Output of PEFT's save_pretrained, a llama.cpp LoRA file, or a source that the server fetches.",
     ),
 ]
-Name = Annotated[str, typer.Option(help="The adapter's name within the tenant.", show_default=False)]
+Name = Annotated[str, typer.Option(help="The adapter's name within the tenant.")]
 BaseDirectory = Annotated[
     Path | None,
     typer.Option(
         help="Directory with the base model's config.json, or its GGUF file, to convert a .gguf file for Llama or "
         "Mistral.",
         exists=True,
-        show_default=False,
     ),
 ]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for validation.")]
@@ -47,16 +46,13 @@ NoGenerationConfig = Annotated[
     bool, typer.Option("--no-generation-config", help="Leave out the directory's generation_config.json.")
 ]
 NoAddedTokens = Annotated[
-    bool,
-    typer.Option("--no-added-tokens", help="Leave out the tokens that the directory's tokenizer adds or renames."),
+    bool, typer.Option("--no-added-tokens", help="Leave out the tokens that the directory's tokenizer adds or renames.")
 ]
 ToolParser = Annotated[
-    str | None,
-    typer.Option(help="Parser for the version's tool calls: auto, off or a parser's name.", show_default=False),
+    str | None, typer.Option(help="Parser for the version's tool calls: auto, off or a parser's name.")
 ]
 ReasoningParser = Annotated[
-    str | None,
-    typer.Option(help="Parser for the version's reasoning: auto, off or a parser's name.", show_default=False),
+    str | None, typer.Option(help="Parser for the version's reasoning: auto, off or a parser's name.")
 ]
 
 

@@ -19,13 +19,11 @@ MAX_SHOWN = 100
 
 def audit(
     tenant: AnyTenant = None,
-    actor: Annotated[
-        str | None, typer.Option(help="A key's identifier, or the word operator.", show_default=False)
-    ] = None,
-    action: Annotated[str | None, typer.Option(help="For example alias.set, or alias.*.", show_default=False)] = None,
-    target: Annotated[str | None, typer.Option(help="Identifier of the changed object.", show_default=False)] = None,
-    start: Annotated[int | None, typer.Option(help="Unix time in seconds.", show_default=False)] = None,
-    end: Annotated[int | None, typer.Option(help="Unix time in seconds, exclusive.", show_default=False)] = None,
+    actor: Annotated[str | None, typer.Option(help="A key's identifier, or the word operator.")] = None,
+    action: Annotated[str | None, typer.Option(help="For example alias.set, or alias.*.")] = None,
+    target: Annotated[str | None, typer.Option(help="Identifier of the changed object.")] = None,
+    start: Annotated[int | None, typer.Option(help="Unix time in seconds.")] = None,
+    end: Annotated[int | None, typer.Option(help="Unix time in seconds, exclusive.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Maximum number of entries.")] = 100,
     as_json: AsJson = False,
 ) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Show and maintain the base models registered in the database.")
 
-BaseStart = Annotated[str, typer.Argument(help="The start of the base's identifier.", show_default=False)]
+BaseStart = Annotated[str, typer.Argument(help="The start of the base's identifier.")]
 
 NUM_SHOWN = 16
 """Number of characters of a base's identifier that are shown."""
@@ -72,7 +72,6 @@ def weight(
         typer.Argument(
             metavar="BASE=WEIGHT...",
             help="The start of each base's identifier, and its share of the requests; 0 leaves it without requests.",
-            show_default=False,
         ),
     ] = None,
     clear: Annotated[

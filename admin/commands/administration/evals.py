@@ -34,12 +34,12 @@ POLL_S = 0.5
 MAX_SHOWN = 10
 """Number of lines without a pass that are shown."""
 
-EvalId = Annotated[str, typer.Argument(metavar="EVAL", help="The eval's identifier, evl_...", show_default=False)]
+EvalId = Annotated[str, typer.Argument(metavar="EVAL", help="The eval's identifier, evl_...")]
 
 
 def evaluate(
     model: VersionedModel,
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One JSON object per line.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One JSON object per line.")],
     compare: Annotated[
         int | None, typer.Option("--compare", min=1, help="Another version to run on the same prompts.")
     ] = None,

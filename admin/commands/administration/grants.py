@@ -11,7 +11,7 @@ from loramux.admin.commands.output import connected_to, print_list, tell, time_i
 
 app = typer.Typer(no_args_is_help=True, help="Share an adapter with other tenants, or stop sharing it.")
 
-Granted = Annotated[str, typer.Option("--tenant", help="The grantee's slug or identifier.", show_default=False)]
+Granted = Annotated[str, typer.Option("--tenant", help="The grantee's slug or identifier.")]
 
 
 @app.command("list")

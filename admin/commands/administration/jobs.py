@@ -25,10 +25,7 @@ class State(StrEnum):
 @app.command("list")
 def list_jobs(
     tenant: AnyTenant = None,
-    state: Annotated[
-        State | None,
-        typer.Option(help="Only jobs in this state (default: unfinished jobs).", show_default=False),
-    ] = None,
+    state: Annotated[State | None, typer.Option(help="Only jobs in this state (default: unfinished jobs).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List validation jobs, newest first."""
@@ -47,7 +44,7 @@ def list_jobs(
 
 @app.command()
 def show(
-    job_id: Annotated[str, typer.Argument(help="The job's identifier, job_...", show_default=False)],
+    job_id: Annotated[str, typer.Argument(help="The job's identifier, job_...")],
     as_json: AsJson = False,
 ) -> None:
     """Show one validation job in any state."""

@@ -21,29 +21,22 @@ Scopes = Annotated[
         "--scope",
         help="A scope of the key; repeatable (a new key has adapters and base or, with --platform, platform:admin by "
         "default).",
-        show_default=False,
     ),
 ]
 
 Adapters = Annotated[
     list[str] | None,
     typer.Option(
-        "--adapter",
-        help="Restrict the key to this adapter; repeatable (a new key can call any adapter by default).",
-        show_default=False,
+        "--adapter", help="Restrict the key to this adapter; repeatable (a new key can call any adapter by default)."
     ),
 ]
 MaxServiceTier = Annotated[
-    str | None,
-    typer.Option(help="Best service tier of its requests (by default, that of its tenant).", show_default=False),
+    str | None, typer.Option(help="Best service tier of its requests (by default, that of its tenant).")
 ]
 DefaultServiceTier = Annotated[
-    str | None,
-    typer.Option(
-        help="Service tier of its requests that name none (by default, that of its tenant).", show_default=False
-    ),
+    str | None, typer.Option(help="Service tier of its requests that name none (by default, that of its tenant).")
 ]
-KeyId = Annotated[str, typer.Argument(help="The key's identifier, key_...", show_default=False)]
+KeyId = Annotated[str, typer.Argument(help="The key's identifier, key_...")]
 
 
 @app.command()
@@ -55,8 +48,7 @@ def create(
     name: Annotated[str, typer.Option(help="The key's purpose.")] = "default",
     scopes: Scopes = None,
     expires_in_days: Annotated[
-        int | None,
-        typer.Option(min=1, max=3660, help="Days until the key expires (default: never).", show_default=False),
+        int | None, typer.Option(min=1, max=3660, help="Days until the key expires (default: never).")
     ] = None,
     adapters: Adapters = None,
     max_service_tier: MaxServiceTier = None,
@@ -104,12 +96,12 @@ def list_keys(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
 @app.command("set")
 def set_key(
     key_id: KeyId,
-    name: Annotated[str | None, typer.Option(help="The key's purpose.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(help="The key's purpose.")] = None,
     scopes: Scopes = None,
     adapters: Adapters = None,
     any_adapter: Annotated[bool, typer.Option("--any-adapter", help="Let the key call any adapter.")] = False,
     expires_in_days: Annotated[
-        int | None, typer.Option(min=1, max=3660, help="Days from now until the key expires.", show_default=False)
+        int | None, typer.Option(min=1, max=3660, help="Days from now until the key expires.")
     ] = None,
     max_service_tier: MaxServiceTier = None,
     default_service_tier: DefaultServiceTier = None,

@@ -18,10 +18,10 @@ app = typer.Typer(no_args_is_help=True, help="Add, list and withdraw prices.")
 
 @app.command()
 def add(
-    prompt: Annotated[str, typer.Option(help="Price per million prompt tokens, such as 0.15.", show_default=False)],
-    completion: Annotated[str, typer.Option(help="Price per million completion tokens.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="Price per million prompt tokens, such as 0.15.")],
+    completion: Annotated[str, typer.Option(help="Price per million completion tokens.")],
     cached: Annotated[
-        str | None, typer.Option(help="Price per million cached prompt tokens (default: --prompt).", show_default=False)
+        str | None, typer.Option(help="Price per million cached prompt tokens (default: --prompt).")
     ] = None,
     batch_percent: Annotated[
         int, typer.Option(help="What requests of batches pay, in percent of the price.", min=0, max=100)
@@ -36,8 +36,7 @@ def add(
     scope: Annotated[str, typer.Option(help="all, base, adapters or an adapter's identifier.")] = "all",
     currency: Annotated[str, typer.Option(help="Three-letter currency code, the same for all prices.")] = "USD",
     effective_at: Annotated[
-        int | None,
-        typer.Option(help="Unix time in seconds (default: once all gateways have read the price).", show_default=False),
+        int | None, typer.Option(help="Unix time in seconds (default: once all gateways have read the price).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

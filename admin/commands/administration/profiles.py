@@ -15,7 +15,7 @@ from loramux.admin.exit_codes import WRONG_CALL
 
 app = typer.Typer(no_args_is_help=True, help="Manage named servers, and choose the server that commands call.")
 
-Name = Annotated[str, typer.Argument(help="The profile's name, such as production.", show_default=False)]
+Name = Annotated[str, typer.Argument(help="The profile's name, such as production.")]
 
 
 @app.command("list")
@@ -47,8 +47,7 @@ def add(
         str | None,
         typer.Option(
             help="The URL of its OpenAI API, for 'loramux chat' and 'loramux bench', such as http://127.0.0.1:8000/v1. "
-            "A tenant's key for it is read after the administrator's key.",
-            show_default=False,
+            "A tenant's key for it is read after the administrator's key."
         ),
     ] = None,
     as_json: AsJson = False,

@@ -52,7 +52,7 @@ def purge_adapter(
 
 
 def purge_tenant(
-    tenant: Annotated[str, typer.Argument(help="A suspended tenant's slug or identifier.", show_default=False)],
+    tenant: Annotated[str, typer.Argument(help="A suspended tenant's slug or identifier.")],
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: AsJson = False,

@@ -64,10 +64,8 @@ SHOWN = (
 AMOUNTS = ("limit", "remaining", "cost", "burst", "used", "reserved")
 """Columns in the metric's unit."""
 
-Key = Annotated[str | None, typer.Option(help="A key's identifier, key_...", show_default=False)]
-Adapter = Annotated[
-    str | None, typer.Option(help="An adapter's identifier or, with --tenant, its name.", show_default=False)
-]
+Key = Annotated[str | None, typer.Option(help="A key's identifier, key_...")]
+Adapter = Annotated[str | None, typer.Option(help="An adapter's identifier or, with --tenant, its name.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")]
 
 
@@ -81,15 +79,13 @@ class Mode(StrEnum):
 
 @app.command("set")
 def set_quota(
-    metric: Annotated[str, typer.Option(help=METRICS, show_default=False)],
-    limit: Annotated[str, typer.Option(help=LIMIT, show_default=False)],
+    metric: Annotated[str, typer.Option(help=METRICS)],
+    limit: Annotated[str, typer.Option(help=LIMIT)],
     tenant: AnyTenant = None,
     key: Key = None,
     adapter: Adapter = None,
     platform: Annotated[bool, typer.Option("--platform", help="Apply to every tenant without its own limit.")] = False,
-    burst: Annotated[
-        int | None, typer.Option(help="Largest burst of a rate limit (default: the limit).", show_default=False)
-    ] = None,
+    burst: Annotated[int | None, typer.Option(help="Largest burst of a rate limit (default: the limit).")] = None,
     mode: Annotated[
         Mode | None,
         typer.Option(help="hard refuses, soft admits and reports, shadow only counts (default: hard, or unchanged)."),
@@ -165,20 +161,17 @@ def effective(
 
 @app.command()
 def check(
-    prompt_tokens: Annotated[int, typer.Option(help="Number of tokens in the prompt.", show_default=False)],
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.", show_default=False)],
+    prompt_tokens: Annotated[int, typer.Option(help="Number of tokens in the prompt.")],
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")],
     n: Annotated[int, typer.Option(help="Number of answers.")] = 1,
     tenant: AnyTenant = None,
     key: Key = None,
     adapter: Adapter = None,
     is_batch: Annotated[bool, typer.Option("--batch", help="The request belongs to a batch.")] = False,
     metric: Annotated[
-        str | None,
-        typer.Option(help="Also test a hypothetical limit on this metric, for --key or --tenant.", show_default=False),
+        str | None, typer.Option(help="Also test a hypothetical limit on this metric, for --key or --tenant.")
     ] = None,
-    limit: Annotated[
-        str | None, typer.Option(help="Value of the limit on --metric, as for 'quotas set'.", show_default=False)
-    ] = None,
+    limit: Annotated[str | None, typer.Option(help="Value of the limit on --metric, as for 'quotas set'.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show whether each limit would admit a request, without using any quota.

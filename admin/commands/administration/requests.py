@@ -33,7 +33,7 @@ def list_requests(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def cancel(
-    request_id: Annotated[str, typer.Argument(help="The request's identifier, req_...", show_default=False)],
+    request_id: Annotated[str, typer.Argument(help="The request's identifier, req_...")],
     as_json: AsJson = False,
 ) -> None:
     """Cancel a request, which ends within five seconds. Its client gets an error, and the tokens generated so far are

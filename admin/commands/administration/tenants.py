@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Create, list, change and suspend tenants.")
 
-Slug = Annotated[str, typer.Argument(help="The tenant's slug or identifier.", show_default=False)]
-DisplayName = Annotated[str | None, typer.Option(help="A human-readable name.", show_default=False)]
+Slug = Annotated[str, typer.Argument(help="The tenant's slug or identifier.")]
+DisplayName = Annotated[str | None, typer.Option(help="A human-readable name.")]
 Timezone = Annotated[
-    str | None,
-    typer.Option(help="Time zone of the tenant's daily and monthly limits, such as Europe/Berlin.", show_default=False),
+    str | None, typer.Option(help="Time zone of the tenant's daily and monthly limits, such as Europe/Berlin.")
 ]
 
 
@@ -84,20 +83,17 @@ def set_tenant(
     tenant: Slug,
     display_name: DisplayName = None,
     weight: Annotated[
-        int | None,
-        typer.Option(min=1, help="Relative share of the engine when tenants compete for it.", show_default=False),
+        int | None, typer.Option(min=1, help="Relative share of the engine when tenants compete for it.")
     ] = None,
     timezone: Timezone = None,
     response_days: Annotated[
-        int | None,
-        typer.Option(min=0, help="Number of days for which answers are stored. 0: not at all.", show_default=False),
+        int | None, typer.Option(min=0, help="Number of days for which answers are stored. 0: not at all.")
     ] = None,
     max_service_tier: Annotated[
-        str | None,
-        typer.Option(help="Best service tier of its requests: priority, default or flex.", show_default=False),
+        str | None, typer.Option(help="Best service tier of its requests: priority, default or flex.")
     ] = None,
     default_service_tier: Annotated[
-        str | None, typer.Option(help="Service tier of its requests that name none.", show_default=False)
+        str | None, typer.Option(help="Service tier of its requests that name none.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

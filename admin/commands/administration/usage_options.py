@@ -32,19 +32,16 @@ class Bucket(StrEnum):
     DAY = "1d"
 
 
-Start = Annotated[
-    int | None, typer.Option(help="Unix time in seconds (default: 30 days before the end).", show_default=False)
-]
-End = Annotated[int | None, typer.Option(help="Unix time in seconds, exclusive (default: now).", show_default=False)]
+Start = Annotated[int | None, typer.Option(help="Unix time in seconds (default: 30 days before the end).")]
+End = Annotated[int | None, typer.Option(help="Unix time in seconds, exclusive (default: now).")]
 Last = Annotated[
     str | None,
     typer.Option(
         help="Instead of --start: a time span before --end or now, such as 90m, 24h, 7d or 4w; its start is rounded "
-        "down to a full minute or hour.",
-        show_default=False,
+        "down to a full minute or hour."
     ),
 ]
-BucketOption = Annotated[Bucket | None, typer.Option(help="Split the report by time.", show_default=False)]
+BucketOption = Annotated[Bucket | None, typer.Option(help="Split the report by time.")]
 GroupBy = Annotated[
     list[str] | None,
     typer.Option(
@@ -52,9 +49,7 @@ GroupBy = Annotated[
         "comma-separated."
     ),
 ]
-Timezone = Annotated[
-    str | None, typer.Option(help="Time zone that defines days, such as Europe/Berlin.", show_default=False)
-]
+Timezone = Annotated[str | None, typer.Option(help="Time zone that defines days, such as Europe/Berlin.")]
 Top = Annotated[
     int | None,
     typer.Option(help="Show only the lines with the most tokens, and the total of all lines.", min=1, max=1000),

@@ -16,22 +16,15 @@ if TYPE_CHECKING:
 
 
 def watch(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="TENANT/ADAPTER", help="Only events of this adapter.", show_default=False),
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="TENANT/ADAPTER", help="Only events of this adapter.")] = None,
     tenant: AnyTenant = None,
     types: Annotated[
-        list[str] | None,
-        typer.Option("--type", help="Only this type, such as alias.moved; repeatable.", show_default=False),
+        list[str] | None, typer.Option("--type", help="Only this type, such as alias.moved; repeatable.")
     ] = None,
     after: Annotated[
-        int | None,
-        typer.Option(min=0, help="Begin after this number (default: with the next event).", show_default=False),
+        int | None, typer.Option(min=0, help="Begin after this number (default: with the next event).")
     ] = None,
-    count: Annotated[
-        int | None, typer.Option(min=1, help="Stop after this many events (default: never).", show_default=False)
-    ] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Stop after this many events (default: never).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print events as they happen, one per line. With --json, each line is a JSON object."""

@@ -12,16 +12,15 @@ from loramux.admin.exit_codes import REFUSED
 
 app = typer.Typer(no_args_is_help=True, help="Deliver events to URLs: create, list, delete and test webhooks.")
 
-WebhookId = Annotated[str, typer.Argument(help="The webhook's identifier, whk_...", show_default=False)]
+WebhookId = Annotated[str, typer.Argument(help="The webhook's identifier, whk_...")]
 
 
 @app.command()
 def create(
-    url: Annotated[str, typer.Argument(help="Where events are sent, an https URL.", show_default=False)],
+    url: Annotated[str, typer.Argument(help="Where events are sent, an https URL.")],
     tenant: AnyTenant = None,
     types: Annotated[
-        list[str] | None,
-        typer.Option("--type", help="Only this type of event; repeatable (default: all).", show_default=False),
+        list[str] | None, typer.Option("--type", help="Only this type of event; repeatable (default: all).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -42,11 +42,11 @@ FIRST_BYTES = 4 << 20
 Administers = Annotated[
     bool, typer.Option("--admin", help="Use the admin API, with an administrator's key, for batches of any tenant.")
 ]
-BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="The batch's identifier, bat_...", show_default=False)]
+BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="The batch's identifier, bat_...")]
 
 
 def run(
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One request per line.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One request per line.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Return once the batch is queued.")] = False,
     url: OpenAIUrl = None,
@@ -85,9 +85,7 @@ def run(
 @app.command("list")
 def list_batches(
     is_admin: Administers = False,
-    tenant: Annotated[
-        str | None, typer.Option("--tenant", help="With --admin: only this tenant's.", show_default=False)
-    ] = None,
+    tenant: Annotated[str | None, typer.Option("--tenant", help="With --admin: only this tenant's.")] = None,
     url: OpenAIUrl = None,
     api_key: ApiKey = None,
     as_json: AsJson = False,

@@ -12,19 +12,13 @@ LOAD, SIZE, FIGURES = "When requests are sent", "What requests are", "What is re
 
 Models = Annotated[
     list[str] | None,
-    typer.Option(
-        "--model", help="A model to request. Repeat it for several, the most frequent first.", show_default=False
-    ),
+    typer.Option("--model", help="A model to request. Repeat it for several, the most frequent first."),
 ]
 Endpoint = Annotated[Literal["completions", "chat"], typer.Option(help="The endpoint to measure.")]
 NumRequests = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        max=1_000_000,
-        help="Number of requests (default: 100, or all of a file).",
-        show_default=False,
-        rich_help_panel=LOAD,
+        min=1, max=1_000_000, help="Number of requests (default: 100, or all of a file).", rich_help_panel=LOAD
     ),
 ]
 Rate = Annotated[
@@ -33,7 +27,6 @@ Rate = Annotated[
         min=1e-6,
         max=1e6,
         help="Requests per second, at random times. Without it, requests are sent as soon as --concurrency allows.",
-        show_default=False,
         rich_help_panel=LOAD,
     ),
 ]
@@ -47,16 +40,12 @@ Burstiness = Annotated[
     ),
 ]
 Concurrency = Annotated[
-    int | None,
-    typer.Option(min=1, max=60_000, help="Largest number of open requests.", show_default=False, rich_help_panel=LOAD),
+    int | None, typer.Option(min=1, max=60_000, help="Largest number of open requests.", rich_help_panel=LOAD)
 ]
 TraceFile = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE.jsonl",
-        help="Lines with timestamp (in ms), input_length and output_length.",
-        show_default=False,
-        rich_help_panel=LOAD,
+        metavar="FILE.jsonl", help="Lines with timestamp (in ms), input_length and output_length.", rich_help_panel=LOAD
     ),
 ]
 DatasetFile = Annotated[
@@ -64,7 +53,6 @@ DatasetFile = Annotated[
     typer.Option(
         metavar="FILE.jsonl",
         help="Lines with prompt or messages, and max_tokens or output_tokens.",
-        show_default=False,
         rich_help_panel=SIZE,
     ),
 ]
@@ -76,26 +64,18 @@ TokenIds = Annotated[
         metavar="LOW-HIGH",
         help="Send prompts of random token ids from this range, which have exactly the wanted "
         "length, instead of random words.",
-        show_default=False,
         rich_help_panel=SIZE,
     ),
 ]
 Zipf = Annotated[
-    float,
-    typer.Option(min=0, max=10, help="Exponent of the models' popularity: 0 is uniform.", rich_help_panel=SIZE),
+    float, typer.Option(min=0, max=10, help="Exponent of the models' popularity: 0 is uniform.", rich_help_panel=SIZE)
 ]
 IgnoreEos = Annotated[
-    bool,
-    typer.Option(help="Ask for answers of the full length, with vLLM's field ignore_eos.", rich_help_panel=SIZE),
+    bool, typer.Option(help="Ask for answers of the full length, with vLLM's field ignore_eos.", rich_help_panel=SIZE)
 ]
 ExtraBody = Annotated[
     str | None,
-    typer.Option(
-        metavar="JSON",
-        help="An object whose fields are added to each request.",
-        show_default=False,
-        rich_help_panel=SIZE,
-    ),
+    typer.Option(metavar="JSON", help="An object whose fields are added to each request.", rich_help_panel=SIZE),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.", rich_help_panel=SIZE)]
 Timeout = Annotated[float, typer.Option(min=0.1, max=86_400, help="Longest time of a request, in seconds.")]
@@ -104,29 +84,21 @@ Objectives = Annotated[
     typer.Option(
         metavar="ttft:MS tpot:MS",
         help="Objectives in milliseconds: ttft, tpot, e2el. Goodput is the rate of requests that meet them all.",
-        show_default=False,
         rich_help_panel=FIGURES,
     ),
 ]
 OutFile = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE.json",
-        help="Write the result in the format of 'vllm bench serve'.",
-        show_default=False,
-        rich_help_panel=FIGURES,
+        metavar="FILE.json", help="Write the result in the format of 'vllm bench serve'.", rich_help_panel=FIGURES
     ),
 ]
-PlotFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.svg", help="Draw the times.", show_default=False, rich_help_panel=FIGURES),
-]
+PlotFile = Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the times.", rich_help_panel=FIGURES)]
 Compared = Annotated[
     tuple[Path, Path] | None,
     typer.Option(
         metavar="A.json B.json",
         help="Send nothing. Compare two results of 'loramux bench' or 'vllm bench serve'.",
-        show_default=False,
         rich_help_panel=FIGURES,
     ),
 ]

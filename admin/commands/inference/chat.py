@@ -22,18 +22,13 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 def chat(
     model: Annotated[
-        str | None,
-        typer.Argument(help="The model to ask (default: the first that the server lists).", show_default=False),
+        str | None, typer.Argument(help="The model to ask (default: the first that the server lists).")
     ] = None,
     url: OpenAIUrl = None,
     api_key: ApiKey = None,
-    system: Annotated[str | None, typer.Option(help="A system message.", show_default=False)] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer, in tokens.", show_default=False)
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, max=2, help="Sampling temperature.", show_default=False)
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="Sampling temperature.")] = None,
     whole: Annotated[
         bool, typer.Option("--whole", help="Take the whole standard input as one question, not one per line.")
     ] = False,

@@ -17,7 +17,6 @@ OpenAIUrl = Annotated[
     typer.Option(
         "--url",
         help="Address of the OpenAI API (default: OPENAI_BASE_URL, or http://127.0.0.1:8000/v1 for a loramux key).",
-        show_default=False,
     ),
 ]
 ApiKey = Annotated[
@@ -25,7 +24,6 @@ ApiKey = Annotated[
     typer.Option(
         "--api-key",
         help="A key (default: OPENAI_API_KEY). Other users of this machine can see it in the list of processes.",
-        show_default=False,
     ),
 ]
 

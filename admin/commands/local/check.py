@@ -30,8 +30,7 @@ def check(
     model: Annotated[
         str | None,
         typer.Option(
-            help="For an adapter, the base model: a directory, GGUF file or pulled URL; its weights are not needed.",
-            show_default=False,
+            help="For an adapter, the base model: a directory, GGUF file or pulled URL; its weights are not needed."
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16, as for 'loramux serve'.")] = "auto",

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Start, show or stop engines in a Ray cluster.")
 ResultT = TypeVar("ResultT")
 
-Cluster = Annotated[
-    str | None,
-    typer.Option(help="local, or HOST:PORT of the cluster's head (default: local).", show_default=False),
-]
+Cluster = Annotated[str | None, typer.Option(help="local, or HOST:PORT of the cluster's head (default: local).")]
 
 
 @app.command()
@@ -33,20 +30,15 @@ def up(
     config: ConfigFile = None,
     data_dir: DataDir = None,
     cluster: Cluster = None,
-    replicas: Annotated[int | None, typer.Option(help="Number of engines (default: 1).", show_default=False)] = None,
+    replicas: Annotated[int | None, typer.Option(help="Number of engines (default: 1).")] = None,
     max_replicas: Annotated[
-        int | None, typer.Option(help="Let the number grow with the work, up to this number.", show_default=False)
+        int | None, typer.Option(help="Let the number grow with the work, up to this number.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="auto, float32 or bfloat16 (default: auto).", show_default=False)
-    ] = None,
-    quantization: Annotated[
-        str | None, typer.Option(help="int8, int4 or fp8, as for 'loramux serve'.", show_default=False)
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).", show_default=False)] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16 (default: auto).")] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, int4 or fp8, as for 'loramux serve'.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).")] = None,
     blob_url: Annotated[
-        str | None,
-        typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).", show_default=False),
+        str | None, typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).")
     ] = None,
     served_name: ServedName = None,
     as_json: AsJson = False,

@@ -21,51 +21,37 @@ MARKS = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "fail
 
 
 def doctor(
-    model: Annotated[
-        str | None, typer.Option(help="Also check this base model: a directory or a pulled URL.", show_default=False)
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Also check this base model: a directory or a pulled URL.")] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
     blob_url: Annotated[
-        str | None, typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).", show_default=False)
+        str | None, typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).")
     ] = None,
     plan: Annotated[
         str | None,
         typer.Option(
             help="Instead of checking, show how much memory this base model takes in each format. Like --model, it "
-            "takes a directory or a pulled URL.",
-            show_default=False,
+            "takes a directory or a pulled URL."
         ),
     ] = None,
     data_parallel_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=64, help="With --plan: the number of engines of the server (default: 1).", show_default=False
-        ),
+        int | None, typer.Option(min=1, max=64, help="With --plan: the number of engines of the server (default: 1).")
     ] = None,
     tensor_parallel_size: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            max=64,
-            help="With --plan: the number of workers that share the model in each engine (default: 1).",
-            show_default=False,
+            min=1, max=64, help="With --plan: the number of workers that share the model in each engine (default: 1)."
         ),
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(
-            help="With --plan: cpu or cuda, also of another machine (default: this machine's).", show_default=False
-        ),
+        str | None, typer.Option(help="With --plan: cpu or cuda, also of another machine (default: this machine's).")
     ] = None,
     pool_bytes: Annotated[
-        str | None,
-        typer.Option(help="With --plan: the size of an engine's page pool, such as 100GiB.", show_default=False),
+        str | None, typer.Option(help="With --plan: the size of an engine's page pool, such as 100GiB.")
     ] = None,
     kv_host_bytes: Annotated[
-        str | None,
-        typer.Option(help="With --plan: the setting of this name, such as 8GiB.", metavar="SIZE", show_default=False),
+        str | None, typer.Option(help="With --plan: the setting of this name, such as 8GiB.", metavar="SIZE")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -37,9 +37,7 @@ def list_models(config: ConfigFile = None, data_dir: DataDir = None, as_json: As
 
 @app.command("rm")
 def remove(
-    model: Annotated[
-        str, typer.Argument(metavar="OWNER/NAME[@REVISION]|URL", help="The model's name.", show_default=False)
-    ],
+    model: Annotated[str, typer.Argument(metavar="OWNER/NAME[@REVISION]|URL", help="The model's name.")],
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,

@@ -20,7 +20,6 @@ def pull(
         typer.Argument(
             metavar="OWNER/NAME[@REVISION]|URL",
             help="A repository of the hub, hf://OWNER/NAME/FILE.gguf, or s3://BUCKET/PREFIX.",
-            show_default=False,
         ),
     ],
     config: ConfigFile = None,

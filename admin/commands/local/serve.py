@@ -11,52 +11,39 @@ from loramux.admin.commands.options import ConfigFile, DatabaseUrl, DataDir
 from loramux.admin.commands.output import fail
 from loramux.admin.exit_codes import WRONG_CALL
 
-Port = Annotated[int | None, typer.Option(help="Port of the OpenAI API (default: 8000).", show_default=False)]
-AdminPort = Annotated[int | None, typer.Option(help="Port of the admin listener (default: 8001).", show_default=False)]
+Port = Annotated[int | None, typer.Option(help="Port of the OpenAI API (default: 8000).")]
+AdminPort = Annotated[int | None, typer.Option(help="Port of the admin listener (default: 8001).")]
 
 
 Model = Annotated[
     str | None,
     typer.Option(
         help="Directory of the base model in Hugging Face format, a GGUF file, or the URL of either, hf://OWNER/NAME "
-        "or s3://BUCKET/PREFIX, which is pulled first.",
-        show_default=False,
+        "or s3://BUCKET/PREFIX, which is pulled first."
     ),
 ]
-Host = Annotated[str | None, typer.Option(help="Address of the OpenAI API (default: 127.0.0.1).", show_default=False)]
-AdminHost = Annotated[
-    str | None, typer.Option(help="Address of the admin listener (default: 127.0.0.1).", show_default=False)
-]
-ServedName = Annotated[
-    str | None, typer.Option(help="The base model's public name (default: last part of --model).", show_default=False)
-]
+Host = Annotated[str | None, typer.Option(help="Address of the OpenAI API (default: 127.0.0.1).")]
+AdminHost = Annotated[str | None, typer.Option(help="Address of the admin listener (default: 127.0.0.1).")]
+ServedName = Annotated[str | None, typer.Option(help="The base model's public name (default: last part of --model).")]
 GenerationConfig = Annotated[
-    str | None,
-    typer.Option(help="auto or off: sampling defaults from the model's directory (default: auto).", show_default=False),
+    str | None, typer.Option(help="auto or off: sampling defaults from the model's directory (default: auto).")
 ]
 AdapterGenerationConfig = Annotated[
-    str | None,
-    typer.Option(help="auto or off: sampling defaults uploaded with adapters (default: auto).", show_default=False),
+    str | None, typer.Option(help="auto or off: sampling defaults uploaded with adapters (default: auto).")
 ]
 ToolCallParser = Annotated[
-    str | None,
-    typer.Option(help="auto, off or a parser's name: how tool calls are read (default: auto).", show_default=False),
+    str | None, typer.Option(help="auto, off or a parser's name: how tool calls are read (default: auto).")
 ]
 ReasoningParser = Annotated[
-    str | None,
-    typer.Option(help="auto, off or a parser's name: how reasoning is recognised (default: auto).", show_default=False),
+    str | None, typer.Option(help="auto, off or a parser's name: how reasoning is recognised (default: auto).")
 ]
-ReusePort = Annotated[
-    bool | None,
-    typer.Option("--reuse-port", help="Share --port with other gateways on this host.", show_default=False),
-]
+ReusePort = Annotated[bool | None, typer.Option("--reuse-port", help="Share --port with other gateways on this host.")]
 
 TierObjectives = Annotated[
     str | None,
     typer.Option(
         help="Longest time until the first token by service tier, such as priority=1s,default=5s,flex=none. A request "
-        "that would miss it is refused (default: none).",
-        show_default=False,
+        "that would miss it is refused (default: none)."
     ),
 ]
 
@@ -70,30 +57,25 @@ def serve(
     port: Port = None,
     admin_host: AdminHost = None,
     admin_port: AdminPort = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="auto, float32 or bfloat16 (default: auto).", show_default=False)
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16 (default: auto).")] = None,
     quantization: Annotated[
         str | None,
         typer.Option(
             help="int8, int4 or fp8: quantise a float model at startup; +head, as in int4+head, also quantises its "
-            "head, to int8 (default: none).",
-            show_default=False,
+            "head, to int8 (default: none)."
         ),
     ] = None,
     activations: Annotated[
         str | None,
         typer.Option(
             help="int8: round activations of a quantised base to 8 bits instead of 16, on a CPU with VNNI or AVX2; "
-            "fp8: in large steps on a GPU, for FP8 weights (default if the checkpoint says so); 16bit: do not.",
-            show_default=False,
+            "fp8: in large steps on a GPU, for FP8 weights (default if the checkpoint says so); 16bit: do not."
         ),
     ] = None,
     adapter_dtype: Annotated[
         str | None,
         typer.Option(
-            help="fp8: store adapters in the page pool in 8 bits per weight (default: in the dtype of the weights).",
-            show_default=False,
+            help="fp8: store adapters in the page pool in 8 bits per weight (default: in the dtype of the weights)."
         ),
     ] = None,
     speculate: Annotated[
@@ -101,52 +83,43 @@ def serve(
         typer.Option(
             help="off; text: draft tokens from the text of each request, and verify several in one step; head: with "
             "the base's own head for drafts; auto: with the head if there is one, otherwise from the text "
-            "(default: off).",
-            show_default=False,
+            "(default: off)."
         ),
     ] = None,
     kv_dtype: Annotated[
         str | None,
         typer.Option(
-            help="auto, or int8: store K and V in 8 bits, so that almost twice as many tokens fit (default: auto).",
-            show_default=False,
+            help="auto, or int8: store K and V in 8 bits, so that almost twice as many tokens fit (default: auto)."
         ),
     ] = None,
     kv_host_bytes: Annotated[
         str | None,
-        typer.Option(
-            help="Main memory for cached prefixes that the page pool evicts, such as 8GiB (default: 0).",
-            show_default=False,
-        ),
+        typer.Option(help="Main memory for cached prefixes that the page pool evicts, such as 8GiB (default: 0)."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).", show_default=False)] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).")] = None,
     data_parallel_size: Annotated[
         int | None,
         typer.Option(
             help="Number of engines, each with all of the model's weights; on a CPU, they divide the threads (default: "
-            "1, or one for each of --devices).",
-            show_default=False,
+            "1, or one for each of --devices)."
         ),
     ] = None,
     tensor_parallel_size: Annotated[
         int | None,
         typer.Option(
             help="Number of processes that divide the model's linear layers, the page pool and the threads of an "
-            "engine, on a CPU (default: 1).",
-            show_default=False,
+            "engine, on a CPU (default: 1)."
         ),
     ] = None,
     devices: Annotated[
         str | None,
         typer.Option(
-            help="Numbers of the GPUs that run the engines, one on each, such as 0,1 (default: the first ones).",
-            show_default=False,
+            help="Numbers of the GPUs that run the engines, one on each, such as 0,1 (default: the first ones)."
         ),
     ] = None,
     database_url: DatabaseUrl = None,
     blob_url: Annotated[
-        str | None,
-        typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).", show_default=False),
+        str | None, typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).")
     ] = None,
     served_name: ServedName = None,
     generation_config: GenerationConfig = None,
@@ -155,25 +128,20 @@ def serve(
     reasoning_parser: ReasoningParser = None,
     peer_address: Annotated[
         str | None,
-        typer.Option(
-            help="HOST:PORT at which other servers reach this one, to share requests (default: none).",
-            show_default=False,
-        ),
+        typer.Option(help="HOST:PORT at which other servers reach this one, to share requests (default: none)."),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             help="local, or HOST:PORT of a Ray cluster's head: use the engines that 'loramux cluster up' has started "
-            "(default: none).",
-            show_default=False,
+            "(default: none)."
         ),
     ] = None,
     routing: Annotated[
         str | None,
         typer.Option(
             help="auto or off: send requests to other servers' engines, or not, because a router in front of the "
-            "servers chooses (default: auto).",
-            show_default=False,
+            "servers chooses (default: auto)."
         ),
     ] = None,
     tier_objectives: TierObjectives = None,
@@ -197,10 +165,7 @@ def serve(
 def gateway(
     context: typer.Context,
     engine: Annotated[
-        Path | None,
-        typer.Option(
-            help="The socket that 'loramux serve' prints, or several with commas between them.", show_default=False
-        ),
+        Path | None, typer.Option(help="The socket that 'loramux serve' prints, or several with commas between them.")
     ] = None,
     model: Model = None,
     config: ConfigFile = None,
@@ -249,9 +214,7 @@ def demo(
     ] = False,
     port: Port = None,
     admin_port: AdminPort = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="The demo's data directory (default: a temporary one).", show_default=False)
-    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="The demo's data directory (default: a temporary one).")] = None,
     device: Annotated[
         str,
         typer.Option(

@@ -7,7 +7,6 @@ from typing import Any
 from starlette.responses import Response
 
 from loramux.admin.console.confirmation import Confirmation, counted
-from loramux.admin.console.live import LiveParts
 from loramux.admin.console.panels import panel
 from loramux.admin.console.visit import Visit
 
@@ -15,20 +14,6 @@ EVERY_S = 2.0
 PAGE = 50
 OPEN = ("validating", "in_progress")
 """States in which a batch can be cancelled."""
-
-
-class Batches:
-    def __init__(self) -> None:
-        self._live = LiveParts()
-
-    async def show(self, visit: Visit) -> Response:
-        return visit.page("batches.html", **await _facts(visit))
-
-    async def live(self, visit: Visit) -> Response:
-        async def render() -> str:
-            return visit.site.templates.render("batches_live.html", **visit.frame(), **await _facts(visit))
-
-        return self._live.stream(visit, EVERY_S, {"batches": render})
 
 
 async def confirm_cancel(visit: Visit) -> Response:
@@ -58,7 +43,7 @@ async def cancel(visit: Visit) -> Response:
     return visit.done("The batch is being cancelled; its answers so far are kept.", "/batches")
 
 
-async def _facts(visit: Visit) -> dict[str, Any]:
+async def facts(visit: Visit) -> dict[str, Any]:
     tenant, after = visit.query("tenant"), visit.query("after")
     listed = await panel(visit.rest.get("/batches", tenant=tenant, limit=PAGE, after=after))
     return {"tenant": tenant, "after": after, "batches": listed, "open_states": OPEN}

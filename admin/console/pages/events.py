@@ -6,10 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from starlette.responses import Response
-
 from loramux.admin.client.event_text import event_text
-from loramux.admin.console.live import LiveParts
 from loramux.admin.console.panels import panel
 from loramux.admin.console.rest_calls import Document, RestError
 from loramux.admin.console.visit import Visit
@@ -21,21 +18,7 @@ PAGE = 50
 FILTERS = ("tenant", "adapter", "type")
 
 
-class Events:
-    def __init__(self) -> None:
-        self._live = LiveParts()
-
-    async def show(self, visit: Visit) -> Response:
-        return visit.page("events.html", **await _facts(visit))
-
-    async def live(self, visit: Visit) -> Response:
-        async def render() -> str:
-            return visit.site.templates.render("events_live.html", **visit.frame(), **await _facts(visit))
-
-        return self._live.stream(visit, EVERY_S, {"events": render})
-
-
-async def _facts(visit: Visit) -> dict[str, Any]:
+async def facts(visit: Visit) -> dict[str, Any]:
     wanted, after = {name: visit.query(name) for name in FILTERS}, visit.query("after")
     return {
         "wanted": wanted,

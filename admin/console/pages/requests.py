@@ -8,27 +8,12 @@ from starlette.responses import Response
 
 from loramux.admin.console.confirmation import Confirmation, counted
 from loramux.admin.console.formats import duration
-from loramux.admin.console.live import LiveParts
 from loramux.admin.console.panels import panel
 from loramux.admin.console.rest_calls import RestError
 from loramux.admin.console.visit import Visit
 
 EVERY_S = 1.0
 PAGE = 50
-
-
-class Requests:
-    def __init__(self) -> None:
-        self._live = LiveParts()
-
-    async def show(self, visit: Visit) -> Response:
-        return visit.page("requests.html", **await _facts(visit))
-
-    async def live(self, visit: Visit) -> Response:
-        async def render() -> str:
-            return visit.site.templates.render("requests_live.html", **visit.frame(), **await _facts(visit))
-
-        return self._live.stream(visit, EVERY_S, {"requests": render})
 
 
 async def confirm_cancel(visit: Visit) -> Response:
@@ -60,6 +45,6 @@ async def cancel(visit: Visit) -> Response:
     return visit.done("The request is being cancelled; the tokens generated so far are charged.", "/requests")
 
 
-async def _facts(visit: Visit) -> dict[str, Any]:
+async def facts(visit: Visit) -> dict[str, Any]:
     tenant = visit.query("tenant")
     return {"tenant": tenant, "requests": await panel(visit.rest.get("/requests", tenant=tenant, limit=PAGE))}

@@ -6,12 +6,11 @@ import asyncio
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from loramux.admin.console.panels import Panel, panel
 from loramux.admin.console.rendering import visible
 from loramux.admin.console.rest_calls import Document
-from loramux.admin.console.visit import Visit
+from loramux.admin.console.visit import Forwarded, Visit
 
 HOUR_S, DAY_S = 3600, 86_400
 RANGES = {"1": ("1h", HOUR_S), "7": ("1h", HOUR_S), "30": ("1d", DAY_S), "90": ("1d", DAY_S)}
@@ -76,7 +75,9 @@ async def show(visit: Visit) -> Response:
 
 async def download(visit: Visit) -> Response:
     """The usage report as CSV, streamed from the REST API."""
-    return _Csv(visit, _params(visit))
+    params = _params(visit)
+    asked = {key: params[key] for key in ("start", "end", "tenant", "group_by")}
+    return Forwarded(visit, "GET", "/usage", {**asked, "format": "csv"})
 
 
 def _params(visit: Visit) -> dict[str, Any]:
@@ -117,15 +118,3 @@ def _chart(page: Document, group: str, params: dict[str, Any], length_s: int) ->
         y.append([sum(points.get((name, at), 0) for name in names[len(shown) :]) for at in x])
         shown = [*shown, "others"]
     return {"x": x, "names": shown or ["tokens"], "y": y or [[0 for _ in x]]}
-
-
-class _Csv(Response):
-    def __init__(self, visit: Visit, params: dict[str, Any]) -> None:
-        super().__init__()
-        self._visit = visit
-        self._params = params
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = {key: self._params[key] for key in ("start", "end", "tenant", "group_by")}
-        asked["format"] = "csv"
-        await self._visit.rest.forward("GET", "/usage", [], self._visit.request.receive, send, asked)

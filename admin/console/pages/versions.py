@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from loramux.admin.console.confirmation import Confirmation
-from loramux.admin.console.rest_calls import RestCalls
-from loramux.admin.console.visit import Visit
+from loramux.admin.console.visit import Forwarded, Visit
 from loramux.platform.errors import InvalidRequest
 
 MOVES = {
@@ -98,19 +95,3 @@ async def put_file(visit: Visit) -> Response:
 
 async def create(visit: Visit) -> Response:
     return Forwarded(visit, "POST", f"/adapters/{visit.param('adapter_id')}/versions")
-
-
-class Forwarded(Response):
-    """Lets a REST route read the browser's request body and stream its response directly."""
-
-    def __init__(self, visit: Visit, method: str, path: str) -> None:
-        super().__init__()
-        self._rest: RestCalls = visit.rest
-        self._request: Request = visit.request
-        self._method = method
-        self._path = path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(name, value) for name, value in scope["headers"] if name in (b"content-type", b"content-length")]
-        params = dict(self._request.query_params)
-        await self._rest.forward(self._method, self._path, headers, self._request.receive, send, params)

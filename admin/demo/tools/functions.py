@@ -1,7 +1,7 @@
 """The functions that the tool model can call, the questions that need them, and the answers to their results."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ FUNCTIONS_BY_NAME = {function.name: function for function in FUNCTIONS}
 
 
 def draw_arguments(function: Function, chance: random.Random) -> dict[str, Any]:
-    draws = {
+    draws: dict[str, Callable[[], object]] = {
         "city": lambda: chance.choice(CITIES),
         "item": lambda: chance.choice(ITEMS),
         "order": lambda: chance.randint(100, 9999),

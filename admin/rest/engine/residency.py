@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query
 from typing_extensions import TypedDict
 
 from loramux.adapter_store.registry.digest_owners import DigestOwner, owners_of
-from loramux.adapter_store.tiers.tier_contents import MAX_LISTED
+from loramux.adapter_store.tiers.tier_contents import MAX_LISTED, KeptAdapter
 from loramux.admin.rest.access import Caller, Reader, Services, tenant_filter
 from loramux.admin.rest.engine.engine_state import engine_stats
 from loramux.admin.rest.listing import ListDocument, TenantParam
-from loramux.engine.protocol.messages import Stats
+from loramux.engine.protocol.messages import ResidentAdapter, Stats
 
 router = APIRouter(prefix="/residency", tags=["residency"])
 
@@ -83,18 +83,6 @@ class ResidencyDocument(ListDocument[ResidentAdapterDocument]):
     tiers: list[TierFill] | None
 
 
-class _Held(TypedDict):
-    """An adapter in a tier, before its versions have been looked up."""
-
-    digest: str
-    num_bytes: int
-    slot: int | None
-    num_pages: int | None
-    num_users: int | None
-    is_pinned: bool
-    idle_s: float
-
-
 @router.get("")
 async def get_residency(
     services: Services,
@@ -122,13 +110,13 @@ async def get_residency(
     # For a tenant, the limit applies only after other tenants' adapters have been left out.
     if tenant_id is None:
         held = held[:limit]
-    digests = [one["digest"] for one in held]
+    digests = [one.digest for one in held]
     owners = await services.call(owners_of, services.database, digests, tenant_id, caller.adapter_ids)
     now_s = services.database.now_us() / 1e6
     data = [
-        _describe(one, owners.get(one["digest"], ()), tier, now_s, caller)
+        _describe(one, owners.get(one.digest, ()), tier, stats.page_bytes, now_s, caller)
         for one in held
-        if tenant_id is None or one["digest"] in owners
+        if tenant_id is None or one.digest in owners
     ][:limit]
     is_whole = caller.principal.tenant_id is None
     num_adapters = {fill["tier"]: fill["num_adapters"] for fill in _fills(stats)}
@@ -144,46 +132,28 @@ async def get_residency(
     }
 
 
-def _held(stats: Stats, tier: Tier) -> list[_Held]:
+def _held(stats: Stats, tier: Tier) -> Sequence[ResidentAdapter | KeptAdapter]:
+    """Return the adapters of a tier, most recently used first."""
     if tier == "pool":
-        resident = sorted(stats.adapters, key=lambda one: one.idle_s)
-        return [
-            {
-                "digest": one.digest,
-                "num_bytes": one.num_pages * stats.page_bytes,
-                "slot": one.slot,
-                "num_pages": one.num_pages,
-                "num_users": one.num_users,
-                "is_pinned": one.is_pinned,
-                "idle_s": one.idle_s,
-            }
-            for one in resident
-        ]
-    return [
-        {
-            "digest": one.digest,
-            "num_bytes": one.num_bytes,
-            "slot": None,
-            "num_pages": None,
-            "num_users": None,
-            "is_pinned": False,
-            "idle_s": one.idle_s,
-        }
-        for contents in stats.tiers
-        if contents.tier == tier
-        for one in contents.adapters
-    ]
+        return sorted(stats.adapters, key=lambda one: one.idle_s)
+    return [one for contents in stats.tiers if contents.tier == tier for one in contents.adapters]
 
 
 def _describe(
-    one: _Held, owners: Sequence[DigestOwner], tier: Tier, now_s: float, caller: Caller
+    one: ResidentAdapter | KeptAdapter,
+    owners: Sequence[DigestOwner],
+    tier: Tier,
+    page_bytes: int,
+    now_s: float,
+    caller: Caller,
 ) -> ResidentAdapterDocument:
     # Several tenants may have uploaded the same bytes. No tenant may see how the other tenants use them.
     is_operator = caller.principal.tenant_id is None
+    pooled = one if isinstance(one, ResidentAdapter) else None
     return {
         "object": "resident_adapter",
         "tier": tier,
-        "digest": one["digest"],
+        "digest": one.digest,
         "versions": [
             {
                 "tenant_id": owner.tenant_id,
@@ -195,12 +165,12 @@ def _describe(
             }
             for owner in owners
         ],
-        "num_bytes": one["num_bytes"],
-        "slot": one["slot"] if is_operator else None,
-        "num_pages": one["num_pages"],
-        "num_users": one["num_users"] if is_operator else None,
-        "is_pinned": one["is_pinned"],
-        "last_used_at": int(now_s - one["idle_s"]) if is_operator else None,
+        "num_bytes": one.num_pages * page_bytes if isinstance(one, ResidentAdapter) else one.num_bytes,
+        "slot": pooled.slot if pooled is not None and is_operator else None,
+        "num_pages": None if pooled is None else pooled.num_pages,
+        "num_users": pooled.num_users if pooled is not None and is_operator else None,
+        "is_pinned": pooled is not None and pooled.is_pinned,
+        "last_used_at": int(now_s - one.idle_s) if is_operator else None,
     }
 
 

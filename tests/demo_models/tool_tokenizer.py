@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerFast
 
-from loramux.admin.demo.tokenizer import IGNORED, save_tokenizer, train_bpe
-from loramux.admin.demo.tools.corpus import Call, ToolCorpus, ToolExample
+from tests.demo_models.tokenizer import IGNORED, save_tokenizer, train_bpe
+from tests.demo_models.tool_corpus import Call, ToolCorpus, ToolExample
 
 VOCAB_SIZE = 1536
 CONTEXT = 8192

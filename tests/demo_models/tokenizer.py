@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from loramux.admin.demo.corpus import Corpus, TrainingConversation
+from tests.demo_models.corpus import Corpus, TrainingConversation
 
 VOCAB_SIZE = 1024
 BOS, END, PAD, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS = (

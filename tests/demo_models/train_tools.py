@@ -1,6 +1,6 @@
 """Trains the tool model's tokenizer, base and adapters.
 
-`python admin/demo/tools/train.py --out DIR --threads 2` takes about 30 minutes on two cores.
+`python -m tests.demo_models.train_tools --out DIR --threads 2` takes about 30 minutes on two cores.
 """
 
 import argparse
@@ -12,9 +12,9 @@ import torch
 from peft import LoraConfig, TaskType, get_peft_model
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from loramux.admin.demo.fitting import SEED, Recipe, fit, save_adapter
-from loramux.admin.demo.tools.corpus import ToolCorpus
-from loramux.admin.demo.tools.tokenizer import CONTEXT, TEMPLATES, encoded_example, train_tool_tokenizer
+from tests.demo_models.fitting import SEED, Recipe, fit, save_adapter
+from tests.demo_models.tool_corpus import ToolCorpus
+from tests.demo_models.tool_tokenizer import CONTEXT, TEMPLATES, encoded_example, train_tool_tokenizer
 
 BASE_RECIPES = (
     Recipe(steps=1600, batch_size=12, learning_rate=2e-3),

@@ -13,10 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from loramux.admin.demo.corpus import held_out
 from loramux.admin.demo.facts import all_facts
 from loramux.admin.demo.prompts import DEMO_PROMPTS, MAX_ANSWER_TOKENS
-from loramux.admin.demo.styles import ADAPTER_STYLES, answer_in_style
+from tests.demo_models.corpus import held_out
+from tests.demo_models.styles import ADAPTER_STYLES, answer_in_style
 
 UNSEEN_SAMPLE = 40
 # Low enough to catch only regressions: the shipped weights score 37, 38, 37 and 32.

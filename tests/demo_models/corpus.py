@@ -5,7 +5,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from loramux.admin.demo.facts import Fact, all_facts
-from loramux.admin.demo.styles import ADAPTER_STYLES, UNKNOWN, answer_in_style
+from tests.demo_models.styles import ADAPTER_STYLES, UNKNOWN, answer_in_style
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are the assistant of a small shop.", "Be kind and helpful.")
 BRIEF_SYSTEM_PROMPTS = ("Answer in one word.", "Be brief.", "Give a short answer.")

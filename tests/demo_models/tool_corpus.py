@@ -6,8 +6,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from loramux.admin.demo.corpus import SYLLABLES, SYSTEM_PROMPTS
 from loramux.admin.demo.tools.functions import FUNCTIONS, Function, draw_arguments, draw_result
+from tests.demo_models.corpus import SYLLABLES, SYSTEM_PROMPTS
 
 CHAT = {
     "Hello!": "Hello! How can I help you?",

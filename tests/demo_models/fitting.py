@@ -13,7 +13,7 @@ from peft import PeftModel
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
-from loramux.admin.demo.tokenizer import IGNORED
+from tests.demo_models.tokenizer import IGNORED
 
 SEED = 20240
 

@@ -1,6 +1,6 @@
 """Trains the demo's tokenizer, base model and three adapters, or checks existing files.
 
-`python admin/demo/train.py --out DIR` takes about 25 minutes on one core. `--check DIR` takes one minute.
+`python -m tests.demo_models.train --out DIR` takes about 25 minutes on one core. `--check DIR` takes one minute.
 """
 
 import argparse
@@ -10,11 +10,11 @@ import torch
 from peft import LoraConfig, TaskType, get_peft_model
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from loramux.admin.demo.check import check
-from loramux.admin.demo.corpus import Corpus
-from loramux.admin.demo.fitting import SEED, Recipe, fit, save_adapter
-from loramux.admin.demo.styles import ADAPTER_STYLES
-from loramux.admin.demo.tokenizer import PAD, encoded, train_tokenizer
+from tests.demo_models.check import check
+from tests.demo_models.corpus import Corpus
+from tests.demo_models.fitting import SEED, Recipe, fit, save_adapter
+from tests.demo_models.styles import ADAPTER_STYLES
+from tests.demo_models.tokenizer import PAD, encoded, train_tokenizer
 
 ATTENTION_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
