@@ -402,13 +402,13 @@ def _read(connection: Connection, adapter_ids: Sequence[str], name: str | None =
     )
     if name is not None:
         query = query.where(table.name == name)
-    grouped: dict[tuple[str, str], list[Row[Any]]] = {}
+    grouped: dict[tuple[str, str], list[Any]] = {}
     for row in connection.execute(query):
         grouped.setdefault((row.adapter_id, row.name), []).append(row)
     return [(adapter_id, _alias(connection, name, rows)) for (adapter_id, name), rows in grouped.items()]
 
 
-def _alias(connection: Connection, name: str, rows: Sequence[Row[Any]]) -> Alias:
+def _alias(connection: Connection, name: str, rows: Sequence[Any]) -> Alias:
     """Return the alias whose targets are these rows."""
     alias = rows[0]
     targets = tuple(AliasTarget(row.version_id, row.number, row.weight) for row in rows)
