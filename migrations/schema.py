@@ -348,6 +348,8 @@ adapter_alias_history = Table(
     Column("action", String(16), nullable=False),
     # [{"version_id", "number", "weight"}]: the alias's targets as of this revision.
     Column("targets", JSON, nullable=False),
+    # The alias's `share_base_cache` as of this revision.
+    Column("share_base_cache", Integer, nullable=True),
     Column("created_us", BigInteger, nullable=False),
     UniqueConstraint("adapter_id", "name", "revision"),
     CheckConstraint("action IN ('set', 'rollback')", name="action"),
@@ -383,6 +385,8 @@ evals = Table(
     Column("share_base_cache", Integer, nullable=True),
     # Mean KL divergence that the option causes, in millionths of a nat per token. NULL until it is measured.
     Column("divergence_ppm", BigInteger, nullable=True),
+    # Number of lines whose divergence has been measured. NULL without the option and until the eval ends.
+    Column("num_measured", Integer, nullable=True),
     # The tenant's key that pays for the answers. NULL if the operator runs the eval, which is not charged.
     Column("api_key_id", ID, nullable=True),
     Column("created_by", ID, nullable=False),

@@ -18,7 +18,7 @@ from loramux.adapter_store.errors import (
     VersionNotReady,
 )
 from loramux.adapter_store.registry import base_sharing
-from loramux.adapter_store.registry.base_sharing import why_not_shared
+from loramux.adapter_store.registry.base_sharing import not_sharing, why_not_shared
 from loramux.adapter_store.registry.evals import check_passed
 from loramux.adapter_store.registry.records import (
     DEFAULT_ALIAS,
@@ -149,7 +149,8 @@ class AdapterAliases:
             if present is not None and is_overtaken:
                 return present, ()
             if present is not None and numbers == {number}:
-                alias, replaced = present, _targets_at(connection, adapter_id, name, present.revision - 1) or ()
+                past = _change_at(connection, adapter_id, name, present.revision - 1)
+                alias, replaced = present, () if past is None else past.targets
             else:
                 alias = self._move(connection, adapter_id, name, {number: DEFAULT_WEIGHT}, actor)
                 replaced = now
@@ -200,7 +201,7 @@ class AdapterAliases:
         expected_revision: int | None = None,
         canary: CanaryRule | None = None,
     ) -> Alias:
-        """Restore the targets that an alias had at `revision`, by default the previous one.
+        """Restore the targets and the `share_base_cache` that an alias had at `revision`, by default the previous one.
 
         The rollback adds a revision, so another rollback undoes it. It needs no eval, and ends a canary. `canary` is
         then the rule with its verdict, if it caused the rollback. Raises AdapterNotFound, AliasNotFound,
@@ -212,12 +213,12 @@ class AdapterAliases:
             present = _require(connection, adapter_id, name)
             _check_revision(present.revision, expected_revision)
             wanted = present.revision - 1 if revision is None else revision
-            targets = _targets_at(connection, adapter_id, name, wanted)
-            if targets is None or wanted >= present.revision:
+            past = _change_at(connection, adapter_id, name, wanted)
+            if past is None or wanted >= present.revision:
                 raise _nothing_at(revision)
-            ready = [_ready_target(connection, adapter_id, target.number, target.weight) for target in targets]
+            ready = [_ready_target(connection, adapter_id, target.number, target.weight) for target in past.targets]
             now_us = self._database.now_us(connection)
-            settings = AliasSettings(present.required_eval, canary, present.overflow, present.share_base_cache)
+            settings = AliasSettings(present.required_eval, canary, present.overflow, past.share_base_cache)
             return change_alias(connection, adapter_id, name, ready, actor, "rollback", now_us, settings)
 
     def watched(self) -> list[WatchedAlias]:
@@ -240,10 +241,10 @@ class AdapterAliases:
         with self._database.read() as connection:
             present = _require(connection, adapter_id, name)
             wanted = present.revision - 1 if revision is None else revision
-            targets = _targets_at(connection, adapter_id, name, wanted)
-        if targets is None:
+            past = _change_at(connection, adapter_id, name, wanted)
+        if past is None:
             raise _nothing_at(revision)
-        return targets
+        return past.targets
 
     def remove(self, adapter_id: str, name: str, expected_revision: int | None = None) -> None:
         """Delete an alias and all of its history except the last entry.
@@ -327,6 +328,7 @@ def change_alias(
                 {"version_id": target.version_id, "number": target.number, "weight": target.weight}
                 for target in ordered
             ],
+            share_base_cache=settings.share_base_cache,
             created_us=now_us,
         )
     )
@@ -339,6 +341,7 @@ def change_alias(
         settings.canary,
         settings.overflow,
         settings.share_base_cache,
+        _not_sharing(connection, settings.share_base_cache, ordered),
     )
     changed = {"before": _shown(before), "after": _shown(alias)}
     audit(connection, now_us, f"alias.{action}", f"{adapter_id}:{name}", tenant_id=owner_of(adapter_id), **changed)
@@ -402,22 +405,30 @@ def _read(connection: Connection, adapter_ids: Sequence[str], name: str | None =
     grouped: dict[tuple[str, str], list[Any]] = {}
     for row in connection.execute(query):
         grouped.setdefault((row.adapter_id, row.name), []).append(row)
-    return [
-        (
-            adapter_id,
-            Alias(
-                alias,
-                rows[0].revision,
-                tuple(AliasTarget(row.version_id, row.number, row.weight) for row in rows),
-                rows[0].updated_us,
-                None if rows[0].required_eval is None else RequiredEval(**rows[0].required_eval),
-                None if rows[0].canary is None else _canary(rows[0].canary),
-                rows[0].overflow,
-                rows[0].share_base_cache,
-            ),
-        )
-        for (adapter_id, alias), rows in grouped.items()
-    ]
+    return [(adapter_id, _alias(connection, name, rows)) for (adapter_id, name), rows in grouped.items()]
+
+
+def _alias(connection: Connection, name: str, rows: Sequence[Any]) -> Alias:
+    """Return the alias whose targets are these rows."""
+    alias = rows[0]
+    targets = tuple(AliasTarget(row.version_id, row.number, row.weight) for row in rows)
+    return Alias(
+        name,
+        alias.revision,
+        targets,
+        alias.updated_us,
+        None if alias.required_eval is None else RequiredEval(**alias.required_eval),
+        None if alias.canary is None else _canary(alias.canary),
+        alias.overflow,
+        alias.share_base_cache,
+        _not_sharing(connection, alias.share_base_cache, targets),
+    )
+
+
+def _not_sharing(connection: Connection, num_own: int | None, targets: Sequence[AliasTarget]) -> tuple[int, ...]:
+    if num_own is None:
+        return ()
+    return tuple(not_sharing(connection, [target.version_id for target in targets]))
 
 
 def _canary(document: Mapping[str, Any]) -> CanaryRule:
@@ -472,18 +483,17 @@ def _ready_target(connection: Connection, adapter_id: str, number: int, weight: 
     return AliasTarget(version.id, number, weight)
 
 
-def _targets_at(connection: Connection, adapter_id: str, name: str, revision: int) -> tuple[AliasTarget, ...] | None:
+def _change_at(connection: Connection, adapter_id: str, name: str, revision: int) -> AliasChange | None:
     if not 0 < revision <= MAX_VERSION:
         return None
-    table = adapter_alias_history.c
-    query = select(table.targets).where(table.adapter_id == adapter_id, table.name == name, table.revision == revision)
-    document = connection.execute(query).scalar()
-    return None if document is None else _targets(document)
-
-
-def _targets(document: Sequence[Mapping[str, Any]]) -> tuple[AliasTarget, ...]:
-    return tuple(AliasTarget(**target) for target in document)
+    table = adapter_alias_history
+    query = select(table).where(table.c.adapter_id == adapter_id, table.c.name == name, table.c.revision == revision)
+    row = connection.execute(query).first()
+    return None if row is None else _change(row)
 
 
 def _change(row: Row[Any]) -> AliasChange:
-    return AliasChange(row.id, row.name, row.revision, row.actor, row.action, _targets(row.targets), row.created_us)
+    targets = tuple(AliasTarget(**target) for target in row.targets)
+    return AliasChange(
+        row.id, row.name, row.revision, row.actor, row.action, targets, row.share_base_cache, row.created_us
+    )

@@ -105,17 +105,19 @@ class EvalClaims:
             .group_by(table.side)
         )
         with self._database.write() as connection:
-            num_cases = require_eval(connection, eval_id).num_cases
-            found = {row.side: (int(row.total) // num_cases, int(row.passed)) for row in connection.execute(sums).all()}
+            ran = require_eval(connection, eval_id)
+            sides = connection.execute(sums).all()
+            found = {row.side: (int(row.total) // ran.num_cases, int(row.passed)) for row in sides}
             (score, passed), (compared, others) = found.get(0, (0, 0)), found.get(1, (None, None))
-            measured = select(func.avg(table.divergence_ppm)).where(table.eval_id == eval_id)
-            divergence = connection.execute(measured).scalar()
+            measured = select(func.avg(table.divergence_ppm), func.count(table.divergence_ppm))
+            divergence, num_measured = connection.execute(measured.where(table.eval_id == eval_id)).one()
             scores = {
                 "score_ppm": score,
                 "num_passed": passed,
                 "compared_ppm": compared,
                 "compared_passed": others,
                 "divergence_ppm": None if divergence is None else round(divergence),
+                "num_measured": None if ran.share_base_cache is None else num_measured,
             }
             self._change(connection, eval_id, {**ended("done", self._database.now_us(connection)), **scores})
 

@@ -74,8 +74,8 @@ class Eval:
     """One eval. Scores are in millionths, and are None until the eval is done.
 
     With `share_base_cache`, `compared` is the version itself, which answers a second time with this option.
-    `divergence_ppm` is the mean KL divergence that the option causes, in millionths of a nat per token, or None if it
-    has not been measured.
+    `divergence_ppm` is the mean KL divergence that the option causes, in millionths of a nat per token, over the
+    `num_measured` lines on which it could be measured, or None if there are none.
     """
 
     id: str
@@ -97,6 +97,7 @@ class Eval:
     compared_passed: int | None
     share_base_cache: int | None
     divergence_ppm: int | None
+    num_measured: int | None
     api_key_id: str | None
     created_by: str
     error_code: str | None
@@ -316,6 +317,7 @@ def _select() -> Any:
             columns.compared_passed,
             columns.share_base_cache,
             columns.divergence_ppm,
+            columns.num_measured,
             columns.api_key_id,
             columns.created_by,
             columns.error_code,

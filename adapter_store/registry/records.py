@@ -114,6 +114,8 @@ class Alias:
     """Number of each prompt's last tokens that the adapter computes. The base computes the tokens before, and shares
     their K and V. None if the adapter computes whole prompts.
     """
+    not_sharing: tuple[int, ...] = ()
+    """Numbers of the alias's versions that ignore `share_base_cache`, because they cannot share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class WatchedAlias:
 
 @dataclass(frozen=True, slots=True)
 class AliasChange:
-    """An alias's targets as of one revision, and the API key (or "system") that set them."""
+    """An alias's targets and `share_base_cache` as of one revision, and the API key (or "system") that set them."""
 
     id: str
     name: str
@@ -135,6 +137,7 @@ class AliasChange:
     actor: str
     action: AliasAction
     targets: tuple[AliasTarget, ...]
+    share_base_cache: int | None
     created_us: int
 
 

@@ -224,7 +224,9 @@ class AdapterRegistry:
         newest = found[0][0]
         if suffix == "alias":
             drawn = draw(found, f"{newest.adapter_id}:{wanted}:{sticky}")
-            return replace(drawn, share_base_cache=rows[0].share_base_cache)
+            num_own = rows[0].share_base_cache
+            # Most aliases do not have the option, and every request resolves a name.
+            return drawn if num_own is None else replace(drawn, share_base_cache=num_own)
         return None if any(ref.version_digest != newest.version_digest for ref, _ in found) else newest
 
     def list_models(self, tenant_id: str, bases: Sequence[str] = ()) -> list[AdapterRef]:

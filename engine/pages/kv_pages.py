@@ -342,11 +342,11 @@ class KvPages:
         """The positions at which a sequence that starts with this prefix leaves checkpoints, in ascending order."""
         if not sequence.shares_prefixes:
             return []
-        first, end, num_known = (
+        first, end, num_known, num_base = (
             num_tokens // self._shared_tokens
-            for num_tokens in (prefix.num_tokens, len(sequence.tokens) - 1, prefix.num_known)
+            for num_tokens in (prefix.num_tokens, len(sequence.tokens) - 1, prefix.num_known, sequence.activation)
         )
-        return [page * self._shared_tokens for page in checkpoint_pages(first, end, num_known)]
+        return [page * self._shared_tokens for page in checkpoint_pages(first, end, num_known, num_base)]
 
     def _leave_checkpoint(self, sequence: Sequence, checkpoints: StateCheckpoints) -> None:
         """Cache the state of a sequence that has reached its next checkpoint, and its pages of K and V before it."""

@@ -27,15 +27,15 @@ saves enough computation.
 """
 
 
-def checkpoint_pages(first: int, end: int, num_known: int) -> list[int]:
+def checkpoint_pages(first: int, end: int, num_known: int, num_base: int = 0) -> list[int]:
     """After how many of its pages of K and V a sequence leaves checkpoints, in ascending order.
 
     The sequence starts with a cached prefix of `first` pages, and other sequences can share up to `end` pages with it.
     K and V of its first `num_known` pages are already cached. It differs from an earlier prompt after these pages, and
-    so may later prompts.
+    so may later prompts. The base computes its first `num_base` pages, which other adapters can share.
     """
     planned: list[int] = []
-    for page in sorted((num_known, end - max(1, end // DISTANCE))):
+    for page in sorted((num_known, num_base, end - max(1, end // DISTANCE))):
         if page >= (planned[-1] if planned else first) + MIN_PAGES:
             planned.append(page)
     return planned

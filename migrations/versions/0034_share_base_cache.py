@@ -13,8 +13,10 @@ depends_on = None
 
 def upgrade() -> None:
     op.add_column("adapter_aliases", sa.Column("share_base_cache", sa.Integer(), nullable=True))
+    op.add_column("adapter_alias_history", sa.Column("share_base_cache", sa.Integer(), nullable=True))
     op.add_column("evals", sa.Column("share_base_cache", sa.Integer(), nullable=True))
     op.add_column("evals", sa.Column("divergence_ppm", sa.BigInteger(), nullable=True))
+    op.add_column("evals", sa.Column("num_measured", sa.Integer(), nullable=True))
     op.add_column("eval_answers", sa.Column("divergence_ppm", sa.BigInteger(), nullable=True))
 
 

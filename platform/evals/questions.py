@@ -12,13 +12,11 @@ import msgspec
 
 from loramux.engine.protocol.messages import PromptLogprob
 from loramux.engine.protocol.service_tiers import DEFAULT_TIER
-from loramux.engine.scheduling.request_limits import MAX_PROMPT_LOGPROBS
 from loramux.engine.sequences.activation import last_tokens
 from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.evals.cases import Case
-from loramux.platform.evals.divergence import mean_divergence
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Generation, Usage
 from loramux.platform.generation.plan import Plan, Target
@@ -77,33 +75,29 @@ class Questions:
         document = await self._run(CHAT, body)
         return document["choices"][0]["message"].get("content") or ""
 
-    async def likelihood(self, model: str, case: Case) -> list[float]:
-        """Return the log-probability of each token of the reference after the prompt. The model generates nothing."""
-        prompt = await self._prompt(model, case)
-        return [scored.logprob for scored in await self._scores(model, prompt, case.reference or "")]
-
-    async def divergence(self, model: str, case: Case, answer: str) -> float | None:
-        """Return the mean KL divergence per token that `share_base_cache` causes, in nats: see `mean_divergence`.
-
-        It is measured on the tokens of the reference, or of the answer if the line has none. None if they are empty.
-        """
-        prompt, text = await self._prompt(model, case), case.reference or answer
-        exact = await replace(self, share_base_cache=None)._scores(model, prompt, text)
-        return mean_divergence(exact, await self._scores(model, prompt, text))
-
-    async def _prompt(self, model: str, case: Case) -> tuple[int, ...]:
+    async def prompt(self, model: str, case: Case) -> tuple[int, ...]:
+        """Return the tokens of the line's prompt."""
         if case.prompt is not None:
             return (await self._prepared(COMPLETIONS, {"model": model, "prompt": case.prompt}))[0]
         return (await self._prepared(CHAT, {"model": model, "messages": case.messages}))[0]
 
-    async def _scores(self, model: str, prompt: tuple[int, ...], text: str) -> list[PromptLogprob]:
-        """Return the log-probabilities of the text's tokens after the prompt. The model generates nothing."""
+    async def scores(
+        self, model: str, case: Case, text: str, num_top: int = 0, max_tokens: int | None = None
+    ) -> list[PromptLogprob]:
+        """Return the log-probabilities of the text's tokens after the prompt, and of `num_top` tokens at each position.
+
+        The model generates nothing. With `max_tokens`, only the prompt and the text's first tokens are scored, no more
+        than this number together.
+        """
+        prompt = await self.prompt(model, case)
         tokenizer = (await self._resolved(model)).tokenizer
         wanted = await self.services.compute(tokenizer.encode, text, add_special_tokens=False)
+        if max_tokens is not None:
+            wanted = wanted[: max(0, max_tokens - len(prompt))]
         if not wanted:
             return []
         body = {"model": model, "prompt": [*prompt, *wanted], "max_tokens": 0, "echo": True}
-        received = _received(COMPLETIONS, {**body, "prompt_logprobs": MAX_PROMPT_LOGPROBS})
+        received = _received(COMPLETIONS, {**body, "prompt_logprobs": num_top})
         plan, _ = await self._planned(COMPLETIONS, received)
         num_own = own_tokens(plan.target)
         if num_own is not None:

@@ -15,11 +15,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from loramux.adapter_store.errors import ClaimLost, InvalidEval
 from loramux.adapter_store.registry.eval_claims import ClaimedEval, EvalClaims
 from loramux.adapter_store.registry.evals import PPM, Eval, EvalAnswer
-from loramux.engine.protocol.messages import StatsRequest
+from loramux.engine.protocol.messages import PromptLogprob, StatsRequest
+from loramux.engine.scheduling.request_limits import MAX_PROMPT_LOGPROBS
 from loramux.platform.admission.database_health import DatabaseTrouble
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import ApiError, PermissionDenied
 from loramux.platform.evals.cases import Case, read_cases
+from loramux.platform.evals.divergence import mean_divergence
 from loramux.platform.evals.graders import Grade, combined, grade_likelihood, grade_text, grade_verdict
 from loramux.platform.evals.payer import payer
 from loramux.platform.evals.questions import Questions
@@ -41,6 +43,9 @@ MAX_FAILURES_IN_A_ROW = 5
 _FATAL = (401, 403, 404, 409)
 """Statuses that every other question of the eval would get, too."""
 _LATER = (429, 503)
+
+ScoresBySide = dict[int, list[PromptLogprob]]
+"""The scores of one text, by side."""
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -139,46 +144,77 @@ class EvalRunner:
         file = await self._services.compute(read_cases, claimed.content)
         num_failures = 0
         for case in file.cases:
+            scores: ScoresBySide = {}
             for side in claimed.eval.sides:
                 if (case.line, side) in claimed.answered:
                     continue
-                answer, has_failed = await self._answered(claimed.eval, case, side)
+                answer, has_failed = await self._answered(claimed.eval, case, side, scores)
                 await self._services.call(self._claims.record, claimed.eval.id, answer)
                 self._metrics.answers.labels("passed" if answer.is_passed else "failed").inc()
                 num_failures = num_failures + 1 if has_failed else 0
                 if num_failures == MAX_FAILURES_IN_A_ROW:
                     raise EvalFailed("no_answers", f"{num_failures} lines in a row got no answer: {answer.detail}")
 
-    async def _answered(self, found: Eval, case: Case, side: int) -> tuple[EvalAnswer, bool]:
-        """Answer and grade one line. Also return whether there was no answer or no verdict."""
-        text, has_failed, divergence = "", False, None
+    async def _answered(self, found: Eval, case: Case, side: int, scores: ScoresBySide) -> tuple[EvalAnswer, bool]:
+        """Answer and grade one line. Also return whether there was no answer or no verdict.
+
+        The scores of the line's reference are added to `scores`.
+        """
+        text, has_failed, divergence, why = "", False, None, ""
         try:
             if case.needs_answer:
                 text = await self._asked(found, lambda questions: questions.answer(found.model(side), case), side)
-            grade = combined(await self._grades(found, case, side, text))
-            divergence = await self._divergence(found, case, side, text)
-        except TimeoutError:
-            grade, has_failed = Grade(0.0, False, f"no answer within {self._patience.answer_s:g} s"), True
-        except ApiError as error:
-            grade, has_failed = Grade(0.0, False, f"{error.code}: {error.message}"), True
+            grade = combined(await self._grades(found, case, side, text, scores))
+        except (TimeoutError, ApiError) as error:
+            grade, has_failed = Grade(0.0, False, self._explained(error)), True
+        if found.shared(side) is not None and not has_failed:
+            divergence, why = await self._divergence(found, case, text, scores)
+        detail = "; ".join(filter(None, (grade.detail, why and f"divergence not measured: {why}")))
         score_ppm = round(grade.score * PPM)
-        answer = EvalAnswer(case.line, side, score_ppm, grade.is_passed, text, grade.detail, divergence)
-        return answer, has_failed
+        return EvalAnswer(case.line, side, score_ppm, grade.is_passed, text, detail, divergence), has_failed
 
-    async def _divergence(self, found: Eval, case: Case, side: int, text: str) -> int | None:
-        if found.shared(side) is None:
-            return None
-        nats = await self._asked(found, lambda questions: questions.divergence(found.model(side), case, text), side)
-        return None if nats is None else round(nats * PPM)
+    def _explained(self, error: TimeoutError | ApiError) -> str:
+        if isinstance(error, ApiError):
+            return f"{error.code}: {error.message}"
+        return f"no answer within {self._patience.answer_s:g} s"
 
-    async def _grades(self, found: Eval, case: Case, side: int, text: str) -> list[Grade]:
+    async def _divergence(self, found: Eval, case: Case, text: str, scores: ScoresBySide) -> tuple[int | None, str]:
+        """Return the divergence that `share_base_cache` causes, or None and why it cannot be measured.
+
+        It is measured on the tokens of the reference, whose `scores` are known, or of the answer without a reference.
+        """
+        text = text if case.reference is None else case.reference
+        model, num_own = found.model(side=1), found.share_base_cache
+        # The engine refuses a prompt that fills the context.
+        max_tokens = self._services.max_model_len - 1
+        try:
+            prompt = await self._asked(found, lambda questions: questions.prompt(model, case))
+            if num_own is not None and len(prompt) <= num_own:
+                return None, f"the adapter computes the whole prompt of {len(prompt)} tokens"
+            for side in found.sides:
+                if side not in scores:
+                    scores[side] = await self._asked(
+                        found,
+                        lambda questions: questions.scores(model, case, text, MAX_PROMPT_LOGPROBS, max_tokens),
+                        side,
+                    )
+        except (TimeoutError, ApiError) as error:
+            return None, self._explained(error)
+        nats = mean_divergence(scores[0], scores[1])
+        return (None, "there is no text to score") if nats is None else (round(nats * PPM), "")
+
+    async def _grades(self, found: Eval, case: Case, side: int, text: str, scores: ScoresBySide) -> list[Grade]:
         grades = await self._services.compute(grade_text, case, text)
         if case.judge is not None and found.judge is not None:
             judge = found.judge
             grades.append(grade_verdict(await self._asked(found, lambda asked: asked.verdict(judge, case, text))))
         if case.reference is not None:
-            logprobs = await self._asked(found, lambda questions: questions.likelihood(found.model(side), case), side)
-            grades.append(grade_likelihood(case, logprobs))
+            reference, model = case.reference, found.model(side)
+            num_top = 0 if found.share_base_cache is None else MAX_PROMPT_LOGPROBS
+            scores[side] = await self._asked(
+                found, lambda questions: questions.scores(model, case, reference, num_top), side
+            )
+            grades.append(grade_likelihood(case, [scored.logprob for scored in scores[side]]))
         return grades
 
     async def _asked(self, found: Eval, ask: Callable[[Questions], Awaitable[T]], side: int = 0) -> T:

@@ -113,6 +113,7 @@ _BY_NAME: Mapping[str, Any] = {
     "server_load": 2,
     "invocation_tokens": [128002, 78191],
     "share_base_cache": 256,
+    "not_sharing": [],
     "divergence": 0.0021,
     "task": {"kind": "classification", "labels": ["no", "yes"], "activation": "softmax"},
     "added_tokens": {"<|check|>": 128256},

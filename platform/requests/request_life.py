@@ -276,7 +276,7 @@ def own_tokens(target: Target) -> int | None:
     None if the adapter computes the whole prompt. An alias can have the option and move to a version that cannot share.
     """
     adapter = target.model.adapter
-    if adapter is None or adapter.invocation_tokens or target.settings.vocabulary is not None:
+    if adapter is None or adapter.invocation_tokens or adapter.task or target.settings.vocabulary is not None:
         return None
     return adapter.share_base_cache
 
@@ -319,6 +319,9 @@ async def reserve(services: GatewayServices, plan: Plan, body: Body) -> dict[str
         headers["x-loramux-resolved-model"] = model.name
     if model.adapter is None:
         return headers
+    num_own = own_tokens(plan.target)
+    if num_own is not None and any(plan.activations):
+        headers["x-loramux-share-base-cache"] = str(num_own)
     return {**headers, "x-loramux-adapter": model.name, "x-loramux-fingerprint": model.adapter.fingerprint}
 
 

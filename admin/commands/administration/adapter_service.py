@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loramux.admin.commands.administration.adapter_views import shown_targets
+from loramux.admin.commands.administration.adapter_views import shown_divergence, shown_targets
 from loramux.admin.commands.options import Alias, AsJson, Model, NoWarm, VersionedModel
 from loramux.admin.commands.output import connected_to, fail, tell
 from loramux.admin.exit_codes import WRONG_CALL
@@ -124,13 +125,9 @@ def promote(
             given = read_eval_file(require_eval)
             demanded = DEFAULT_SCORE if min_score is None else min_score
             body["require_eval"] = {"sha256": given.sha256, "name": given.name, "min_score": demanded}
-        changed = client.put(path, {"targets": targets, **body})
-        measured = None
+        _tell(named.document, client.put(path, {"targets": targets, **body}), as_json)
         if share_base_cache is not None and not as_json:
-            measured = _shown_divergence(client, named, share_base_cache)
-    _tell(named.document, changed, as_json)
-    if measured is not None:
-        print(measured)
+            _tell_divergence(client, named, share_base_cache)
 
 
 def rollback(
@@ -197,14 +194,22 @@ def _share_out(present: list[Document], version: int, percent: int) -> list[Docu
     return [*weights, {"version": version, "weight": FULL_SHARE * percent}]
 
 
-def _shown_divergence(client: AdminClient, named: NamedAdapter, num_own: int) -> str:
+def _tell_divergence(client: AdminClient, named: NamedAdapter, num_own: int) -> None:
     """Say how much sharing the base's cache changes the version, or how to measure it."""
-    evals = client.whole_list(f"{named.path}/evals", version=named.version)["data"]
+    from loramux.admin.client.client import AdminError, ServerUnreachable
+
+    try:
+        evals = client.whole_list(f"{named.path}/evals", version=named.version)["data"]
+    except (AdminError, ServerUnreachable) as error:
+        # The alias has moved.
+        print(f"loramux: the evals cannot be listed: {error}", file=sys.stderr)
+        return
     found = next((one for one in evals if one["share_base_cache"] == num_own and one["divergence"] is not None), None)
     if found is not None:
-        return f"divergence in {found['name']}: {found['divergence']:.4f} nats per token"
-    name = f"{named.document['model']}@{named.version}"
-    return f"the divergence is not known: measure it with loramux eval {name} FILE.jsonl --share-base-cache {num_own}"
+        print(f"divergence in {found['name']}: {shown_divergence(found)}")
+        return
+    measure = f"loramux eval {named.document['model']}@{named.version} FILE.jsonl --share-base-cache {num_own}"
+    print(f"the divergence is not known: measure it with {measure}")
 
 
 def _tell(adapter: Document, alias: Document, as_json: bool) -> None:

@@ -17,6 +17,19 @@ def shown_aliases(adapter: Document) -> str | None:
     return " ".join(f"{name}={shown_targets(targets)}" for name, targets in adapter["aliases"].items()) or None
 
 
+def shown_sharing(num_own: int) -> str:
+    """How an alias, or one side of an eval, shares the base's cache. The adapter computes the last `num_own` tokens."""
+    return f"sharing all but the last {num_own} tokens"
+
+
+def shown_divergence(found: Document) -> str:
+    """The divergence that an eval with `share_base_cache` found."""
+    if found["divergence"] is None:
+        return "not measured on any line"
+    measured = f"measured on {found['num_measured']} of {found['num_cases']} lines"
+    return f"{found['divergence']:.4f} nats per token, {measured}"
+
+
 def shown_targets(targets: Sequence[Document]) -> str:
     if len(targets) == 1:
         return str(targets[0]["version"])

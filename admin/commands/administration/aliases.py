@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loramux.admin.commands.administration.adapter_views import shown_targets
+from loramux.admin.commands.administration.adapter_views import shown_sharing, shown_targets
 from loramux.admin.commands.options import Alias, AsJson, Model
 from loramux.admin.commands.output import Columns, connected_to, print_list, tell, time_in
 
@@ -43,6 +43,7 @@ def history(model: Model, alias: Alias = "default", as_json: AsJson = False) -> 
         "revision": "revision",
         "versions": _versions,
         "action": "action",
+        "base's cache": _share_base_cache,
         "by": "actor_name",
         "at": time_in("created_at"),
     }
@@ -72,8 +73,11 @@ def _demand(alias: Document) -> str | None:
 
 
 def _share_base_cache(alias: Document) -> str | None:
-    num_own = alias["share_base_cache"]
-    return num_own and f"all but {num_own} tokens"
+    num_own, others = alias["share_base_cache"], alias.get("not_sharing")
+    if num_own is None:
+        return None
+    # A version that an alias with the option has moved to since can be one that ignores it.
+    return shown_sharing(num_own) + (f", except {', '.join(map(str, others))}" if others else "")
 
 
 def _canary(alias: Document) -> str | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loramux.admin.commands.administration.adapter_views import shown_divergence, shown_sharing
 from loramux.admin.commands.options import AsJson, VersionedModel
 from loramux.admin.commands.output import (
     Columns,
@@ -121,11 +122,8 @@ def _compared(found: Document) -> str | None:
     score, num_own = shown_score(found["compare_score"]), found["share_base_cache"]
     if num_own is None:
         return found["compare"] and f"{found['compare']}: {score}"
-    return f"base's cache but {num_own} tokens: {score}{_divergence(found)}"
-
-
-def _divergence(found: Document) -> str:
-    return "" if found["divergence"] is None else f", KL {found['divergence']:.4f}"
+    divergence = "" if found["num_measured"] is None else f"; divergence: {shown_divergence(found)}"
+    return f"{shown_sharing(num_own)}: {score}{divergence}"
 
 
 def shown_score(score: float | None) -> str | None:
@@ -165,8 +163,8 @@ def _print(client: AdminClient, found: Document, as_json: bool) -> None:
         )
     print(f"{found['id']} {found['state']}: {found['name']}")
     print_table(("model", "score", "passed"), rows)
-    if found["divergence"] is not None:
-        print(f"divergence: {found['divergence']:.4f} nats per token")
+    if found["num_measured"] is not None:
+        print(f"divergence: {shown_divergence(found)}")
     missed = [one for one in answers if not one["passed"]]
     if missed:
         shown = missed[:MAX_SHOWN]
@@ -183,7 +181,7 @@ def _print(client: AdminClient, found: Document, as_json: bool) -> None:
 
 
 def _compared_form(found: Document) -> str:
-    return f"{found['model']}@{found['version']}, base's cache but {found['share_base_cache']} tokens"
+    return f"{found['model']}@{found['version']}, {shown_sharing(found['share_base_cache'])}"
 
 
 def _version(answer: Document) -> str:

@@ -109,7 +109,7 @@ async def delete(visit: Visit) -> Response:
     path = f"/adapters/{adapter_id}/aliases/{name}"
     alias = await visit.rest.get(path)
     await _change(visit, "DELETE", path, None, name, _seen(visit))
-    again = visit.url(f"/adapters/{adapter_id}/move", **_asked_again(name, alias["targets"]))
+    again = visit.url(f"/adapters/{adapter_id}/move", **_asked_again(alias))
     return visit.done(f"The alias {name} is deleted.", f"/adapters/{adapter_id}", again)
 
 
@@ -165,6 +165,8 @@ async def _ask(
     others = counted(len(grants["data"]), "tenant") + (" and more" if grants["has_more"] else "")
     fields = {f"weight_{target['version']}": str(target["weight"]) for target in targets}
     undo = "Roll back, with one click on the adapter's page or in the notice after the change."
+    if "share_base_cache" in changed:
+        undo += " The sharing is restored, too."
     return Confirmation(
         title=f"Move {name}" if alias else f"Create {name}",
         before=described(alias["targets"]) if alias else f"{called} returns 404",
@@ -263,10 +265,12 @@ def _shares(targets: Sequence[Mapping[str, Any]]) -> dict[int, Fraction]:
     return {target["version"]: Fraction(target["weight"], total) for target in targets}
 
 
-def _asked_again(name: str, targets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return query parameters that open the `move` form with these targets."""
+def _asked_again(alias: Document) -> dict[str, Any]:
+    """Return query parameters that open the `move` form with the targets and options of this alias."""
+    targets = alias["targets"]
     weights = {f"weight_{target['version']}": target["weight"] for target in targets}
-    return {"alias": name, "version": [target["version"] for target in targets], **weights}
+    options = {option: alias[option] for option in ("overflow", "share_base_cache") if alias[option] is not None}
+    return {"alias": alias["name"], "version": [target["version"] for target in targets], **weights, **options}
 
 
 def _integer(text: str) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Request, Response
 from typing_extensions import TypedDict
 
-from loramux.adapter_store.registry.aliases import KEPT
+from loramux.adapter_store.registry.aliases import KEPT, KEPT_SHARE
 from loramux.adapter_store.registry.evals import PPM
 from loramux.adapter_store.registry.records import (
     DEFAULT_ALIAS,
@@ -61,7 +61,8 @@ class CanaryDocument(TypedDict):
 class AliasDocument(TypedDict):
     """A name for versions of an adapter. `revision` counts the alias's changes and is its ETag. `overflow` is the
     model that answers requests to the alias which would be refused. `share_base_cache` is the number of each prompt's
-    last tokens that the adapter computes, or null if it computes whole prompts.
+    last tokens that the adapter computes, or null if it computes whole prompts. The versions in `not_sharing` ignore
+    it.
     """
 
     object: Literal["alias"]
@@ -73,12 +74,13 @@ class AliasDocument(TypedDict):
     canary: CanaryDocument | None
     overflow: str | None
     share_base_cache: int | None
+    not_sharing: list[int]
     updated_at: int
 
 
 class AliasChangeDocument(TypedDict):
-    """An alias's versions at one revision. `actor` is the key that moved the alias, or `system`, and `actor_name` the
-    key's name.
+    """An alias's versions and `share_base_cache` at one revision. `actor` is the key that moved the alias, or
+    `system`, and `actor_name` the key's name.
     """
 
     id: str
@@ -89,6 +91,7 @@ class AliasChangeDocument(TypedDict):
     actor: str
     actor_name: str
     targets: list[TargetDocument]
+    share_base_cache: int | None
     created_at: int
 
 
@@ -126,18 +129,17 @@ async def set_alias(
     an administrator may move `default`, the alias behind an adapter's bare name.
 
     With `require_eval`, the alias gives a version more requests only if the version has passed the eval. Only an
-    administrator may change a demand. With `canary`, the alias is rolled back if a version that gets more requests
-    fails or is slow. With `overflow`, another model answers requests that would be refused because the engine is
-    overloaded or the adapter cannot be loaded. With `share_base_cache`, the base computes the beginnings of prompts, so
-    that adapters share their K and V; the answers are then approximations. The call replaces the whole alias or creates
-    it, so If-Match is optional here.
+    administrator may change a demand, or `share_base_cache` while there is one. With `canary`, the alias is rolled back
+    if a version that gets more requests fails or is slow. With `overflow`, another model answers requests that would be
+    refused because the engine is overloaded or the adapter cannot be loaded. With `share_base_cache`, the base computes
+    the beginnings of prompts, so that adapters share their K and V; the answers are then approximations. The call
+    replaces the whole alias or creates it, so If-Match is optional here.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     check_may_move(caller, name)
     body = await read_json(request, AliasTargets)
     weights, demand = body.weights(), body.demand()
-    if demand is not KEPT:
-        await _check_may_demand(services, caller, adapter.id, name, demand)
+    await _check_may_demand(services, caller, adapter.id, name, body)
     canary = None if body.canary is None else body.canary.rule()
     overflow = await _overflow(services, caller, adapter, name, body)
     revision = _revision(if_match)
@@ -167,8 +169,9 @@ async def roll_back(
 ) -> AliasDocument:
     """Restore the alias's previous revision, or the given `revision`. A second rollback undoes the first.
 
-    No body is needed. With If-Match, the call is refused if the alias has moved since the caller read it, so that only
-    one of two concurrent rollbacks succeeds. Loads count against the quota, as when an alias is set.
+    The versions and `share_base_cache` are restored, and the other settings stay. No body is needed. With If-Match, the
+    call is refused if the alias has moved since the caller read it, so that only one of two concurrent rollbacks
+    succeeds. Loads count against the quota, as when an alias is set.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     check_may_move(caller, name)
@@ -210,14 +213,20 @@ def check_may_move(caller: Caller, name: str) -> None:
 
 
 async def _check_may_demand(
-    services: AdminServices, caller: Caller, adapter_id: str, name: str, demand: RequiredEval | None
+    services: AdminServices, caller: Caller, adapter_id: str, name: str, body: AliasTargets
 ) -> None:
-    if caller.is_administrator:
+    """Raise PermissionDenied if the alias demands an eval, and the call would change or bypass the demand."""
+    demand, num_own = body.demand(), body.num_own_tokens()
+    if caller.is_administrator or (demand is KEPT and num_own == KEPT_SHARE):
         return
-    aliases = (await services.call(services.adapters.aliases.of, [adapter_id]))[adapter_id]
-    present = aliases[name].required_eval if name in aliases else None
-    if present is not None and present != demand:
+    present = (await services.call(services.adapters.aliases.of, [adapter_id]))[adapter_id].get(name)
+    if present is None or present.required_eval is None:
+        return
+    if demand is not KEPT and demand != present.required_eval:
         raise PermissionDenied("only an administrator may change the eval that the alias demands")
+    # The eval measured the version without the option.
+    if num_own not in (KEPT_SHARE, present.share_base_cache):
+        raise PermissionDenied("the alias demands an eval: only an administrator may change share_base_cache")
 
 
 async def _overflow(
@@ -275,6 +284,7 @@ def describe_alias(adapter_id: str, alias: Alias) -> AliasDocument:
         "canary": None if alias.canary is None else _describe_canary(alias.canary),
         "overflow": alias.overflow,
         "share_base_cache": alias.share_base_cache,
+        "not_sharing": list(alias.not_sharing),
         "updated_at": seconds(alias.updated_us),
     }
 
@@ -305,5 +315,6 @@ def _describe_change(change: AliasChange, names: Mapping[str, str]) -> AliasChan
         "actor": change.actor,
         "actor_name": names.get(change.actor, change.actor),
         "targets": describe_targets(change.targets),
+        "share_base_cache": change.share_base_cache,
         "created_at": seconds(change.created_us),
     }

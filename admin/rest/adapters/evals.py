@@ -49,7 +49,8 @@ class EvalDocument(TypedDict):
     the file's lines, without empty lines and spaces around lines. `num_answers` counts the
     answers so far, of both versions. `charged` says whether the answers are the tenant's use. `error` says why the eval
     failed. With `share_base_cache`, the fields `compare_score` and `compare_num_passed` are those of the version with
-    this option, and `divergence` is the mean KL divergence that the option causes, in nats per token.
+    this option, and `divergence` is the mean KL divergence that the option causes, in nats per token, over the
+    `num_measured` lines on which it could be measured.
     """
 
     id: str
@@ -71,6 +72,7 @@ class EvalDocument(TypedDict):
     compare_num_passed: int | None
     share_base_cache: int | None
     divergence: float | None
+    num_measured: int | None
     error: EvalError | None
     created_by: str
     created_at: int
@@ -81,7 +83,7 @@ class EvalAnswerDocument(TypedDict):
     """The graded answer of one version to one line of the file. Long answers are cut.
 
     With `share_base_cache`, the answers with this option have `shared` set, and `divergence` is theirs, in nats per
-    token.
+    token. If it could not be measured, `detail` says why.
     """
 
     object: Literal["eval_answer"]
@@ -227,6 +229,7 @@ def describe_eval(found: Eval) -> EvalDocument:
         "compare_num_passed": found.compared_passed,
         "share_base_cache": found.share_base_cache,
         "divergence": _score(found.divergence_ppm),
+        "num_measured": found.num_measured,
         "error": None if found.error_code is None else {"code": found.error_code, "message": found.error or ""},
         "created_by": found.created_by,
         "created_at": seconds(found.created_us),

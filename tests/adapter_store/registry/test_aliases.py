@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from loramux.adapter_store.errors import (
     AdapterNotFound,
@@ -27,6 +28,7 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import adapter_versions
 from tests.adapter_store.registry.bare_versions import Versions
 from tests.platform.ready_adapters import add_ready_adapter
 
@@ -326,6 +328,11 @@ def test_sharing_the_bases_cache_stays_until_it_is_changed(named: Named) -> None
     assert (shared(alias="beta"), shared(version=1), shared(digest_prefix="a" * 64)) == (None, None, None)
     assert aliases.advance(adapter_id, "default", 3, {1, 2})[0].share_base_cache == 256
     assert aliases.rollback(adapter_id, "default").share_base_cache == 256
+    # A rollback restores the option with the versions that had it.
+    assert aliases.rollback(adapter_id, "default", revision=1).share_base_cache is None
+    assert shared() is None
+    assert [change.share_base_cache for change in aliases.history(adapter_id, "default", 2).data] == [None, 256]
+    assert aliases.rollback(adapter_id, "default").share_base_cache == 256
     assert aliases.get(adapter_id, "default").share_base_cache == 256
     assert aliases.set(adapter_id, "default", {2: 1}, share_base_cache=None).share_base_cache is None
     assert shared() is None
@@ -349,3 +356,17 @@ def test_versions_whose_prompts_the_base_cannot_compute_are_refused(
         aliases.set(adapter_id, "default", {1: 1}, share_base_cache=256)
     assert (refused.value.code, refused.value.param) == ("invalid_share_base_cache", "share_base_cache")
     assert aliases.get(adapter_id, "default").share_base_cache is None
+
+
+def test_an_alias_names_its_versions_that_ignore_the_option(
+    database: Database, make_tenant: Callable[[str], str]
+) -> None:
+    aliases = AdapterAliases(database)
+    adapter_id = add_ready_adapter(database, make_tenant("acme"), "support", ["a" * 64, "b" * 64])
+    assert aliases.set(adapter_id, "default", {1: 1}, share_base_cache=256).not_sharing == ()
+    with database.write() as connection:
+        second = adapter_versions.c.number == 2
+        connection.execute(update(adapter_versions).where(second).values(invocation_tokens=[5]))
+    moved = aliases.set(adapter_id, "default", {1: 1, 2: 1})
+    assert moved.not_sharing == aliases.get(adapter_id, "default").not_sharing == (2,)
+    assert aliases.set(adapter_id, "default", {2: 1}, share_base_cache=None).not_sharing == ()

@@ -10,6 +10,7 @@ import pytest
 
 from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.evals import PPM, EvalAnswer
+from loramux.admin.client.client import AdminClient, AdminError
 from tests.admin.admin_side import AdminSide
 from tests.admin.command_line import Run, printed_json
 from tests.admin.finished_evals import CONTENT, SHA256, add_finished_eval
@@ -146,7 +147,8 @@ def test_promotion_shares_the_bases_cache(loramux: Run, adapter_id: str) -> None
     promote = ("adapters", "promote", "acme/support@1", "--no-warm", "--json")
     assert printed_json(loramux(*promote, "--share-base-cache", 256))["share_base_cache"] == 256
     assert printed_json(loramux(*promote))["share_base_cache"] == 256
-    assert "all but 256 tokens" in loramux("aliases", "list", "acme/support").stdout
+    assert "sharing all but the last 256 tokens" in loramux("aliases", "list", "acme/support").stdout
+    assert "sharing all but the last 256 tokens" in loramux("aliases", "history", "acme/support").stdout
     assert printed_json(loramux(*promote, "--no-share-base-cache"))["share_base_cache"] is None
     assert loramux(*promote, "--share-base-cache", 256, "--no-share-base-cache").exit_code == 2
     assert loramux(*promote, "--share-base-cache", 0).exit_code == 2
@@ -172,8 +174,8 @@ def test_divergence_of_a_shared_cache_is_shown(
     database = admin_side.services.database
     eval_id = add_finished_eval(database, adapter_id, 2, passed=4, others=1, share_base_cache=256)
     shown = loramux("evals", "show", eval_id).stdout
-    assert "divergence: 0.2500 nats per token" in shown
-    assert "acme/support@2, base's cache but 256 tokens  0.250  1/4" in shown
+    assert "divergence: 0.2500 nats per token, measured on 4 of 4 lines" in shown
+    assert "acme/support@2, sharing all but the last 256 tokens  0.250  1/4" in shown
     assert "2, shared" in shown
     listed = loramux("evals", "list", "acme/support@2").stdout.split()
     assert "0.2500" in listed
@@ -183,3 +185,16 @@ def test_divergence_of_a_shared_cache_is_shown(
         "not known: measure it with loramux eval acme/support@2 FILE.jsonl --share-base" in loramux(*promote, 64).stdout
     )
     assert loramux("eval", "acme/support@1", file, "--share-base-cache", 256, "--compare", 2).exit_code == 1
+
+
+def test_a_promotion_succeeds_if_its_evals_cannot_be_listed(
+    loramux: Run, adapter_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: AdminClient, path: str, **parameters: object) -> None:
+        raise AdminError(503, "the database does not answer", None, None)
+
+    monkeypatch.setattr(AdminClient, "whole_list", refuse)
+    moved = loramux("adapters", "promote", "acme/support@2", "--no-warm", "--share-base-cache", 256)
+    assert moved.exit_code == 0
+    assert "acme/support: default is now 2 (" in moved.stdout
+    assert "the evals cannot be listed: the database does not answer" in moved.stderr

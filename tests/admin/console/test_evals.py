@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import html
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from starlette.types import ASGIApp
 from loramux.adapter_store.registry.records import CanaryRule, RequiredEval
 from tests.admin.admin_side import AdminSide
 from tests.admin.app_client import client_of
-from tests.admin.console.signed_in_browser import Browser
+from tests.admin.console.signed_in_browser import Browser, first_match
 from tests.admin.finished_evals import CONTENT, SHA256, add_finished_eval
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
 
@@ -150,10 +151,25 @@ async def test_alias_form_shares_the_bases_cache(tab: Tab) -> None:
     assert (moved.share_base_cache, moved.overflow) == (256, "base")
     assert "shares the base's cache" in await tab.text()
     assert 'value="256"' in await tab.text("/move?alias=default")
+    rollback = await tab.text("/aliases/default/rollback")
+    assert "v1</span></strong>, sharing all but the last 256 tokens</p>" in rollback
+    fields = {name: first_match(f'name="{name}" value="([^"]*)"', rollback) for name in ("seen", "revision")}
+    await tab.browser.post(f"{tab.here}/aliases/default/rollback", **fields)
+    assert aliases.get(tab.adapter_id, "default").share_base_cache is None
+    await tab.browser.confirm(f"{path}&share_base_cache=256")
     await tab.browser.confirm(f"{path}&share_base_cache=")
     assert aliases.get(tab.adapter_id, "default").share_base_cache is None
     refused = (await tab.browser.get(f"{path}&share_base_cache=some")).text
     assert "number of tokens" in refused
+
+
+async def test_undo_of_a_deletion_restores_the_options(tab: Tab) -> None:
+    aliases, served = tab.side.services.adapters.aliases, tab.side.services.engine.self_check.served_name
+    aliases.set(tab.adapter_id, "beta", {1: 100}, overflow=served, share_base_cache=256)
+    said = await tab.browser.confirm(f"{tab.here}/aliases/beta/delete")
+    await tab.browser.confirm(html.unescape(first_match(r'<a href="/console([^"]+)">Undo', said)))
+    again = aliases.get(tab.adapter_id, "beta")
+    assert (again.overflow, again.share_base_cache) == (served, 256)
 
 
 async def test_divergence_of_a_shared_cache_is_measured_and_shown(tab: Tab) -> None:
@@ -162,12 +178,12 @@ async def test_divergence_of_a_shared_cache_is_measured_and_shown(tab: Tab) -> N
     [queued] = tab.side.services.adapters.evals.list(tab.adapter_id, 2, 10).data
     assert queued.share_base_cache == 256
     assert "0 of 8 answers" in await tab.text(f"/evals/{queued.id}")
-    assert "all but 256 tokens" in await tab.text("/evals")
+    assert "sharing all but the last 256 tokens" in await tab.text("/evals")
     await tab.browser.post(f"{tab.here}/evals/{queued.id}/cancel")
     database = tab.side.services.database
     eval_id = add_finished_eval(database, tab.adapter_id, 2, passed=4, others=1, share_base_cache=256)
     page = await tab.text(f"/evals/{eval_id}")
     assert '<th scope="col">Version 2</th><th scope="col">Version 2, sharing</th>' in page
     assert page.count("&lt;b&gt;no&lt;/b&gt;") == 3
-    assert "0.2500 nats per token" in page
+    assert "0.2500 nats per token, measured on 4 of 4 lines" in page
     assert "0.2500 nats per token" in await tab.text("/evals")

@@ -172,6 +172,17 @@ def test_the_state_before_an_activation_is_that_of_the_base() -> None:
     assert bench.find(tokens).num_tokens == 44
 
 
+def test_a_second_adapter_starts_where_the_first_was_activated() -> None:
+    bench = Bench(num_pages=128)
+    context = tuple(range(80))
+    bench.run((*context, *range(1000, 1020)), "a", activation=82)
+    question = (*context, *range(2000, 2020))
+    assert bench.find(question, "b", activation=82).num_tokens == 80
+    # Too little of this prompt is the base's.
+    bench.run(tuple(range(3000, 3050)), "a", activation=15)
+    assert bench.find(tuple(range(3000, 3050)), "b", activation=15).num_tokens == 0
+
+
 @pytest.mark.parametrize("missing", range(NUM_STATE_PAGES))
 def test_an_incomplete_checkpoint_is_not_used_and_is_saved_again_as_a_whole(missing: int) -> None:
     bench = Bench()

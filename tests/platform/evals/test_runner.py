@@ -264,6 +264,7 @@ async def test_engine_restart_delays_an_eval(lab: EvalLab) -> None:
 
 
 NUM_OWN = 4
+LONG_PROMPT = "Say yes if the harbour is open"
 
 
 async def test_divergence_of_a_shared_cache_is_measured(lab: EvalLab) -> None:
@@ -273,10 +274,9 @@ async def test_divergence_of_a_shared_cache_is_measured(lab: EvalLab) -> None:
         token_ids=tokenizer.encode("no" if add.activation else "yes", add_special_tokens=False),
         logprob=-2.0 if add.activation else -1.0,
     )
-    prompt = "Say yes if the harbour is open"
     cases = [
-        {"prompt": prompt, "equal": "yes"},
-        {"prompt": prompt, "reference": " yes", "min_likelihood": 0.2},
+        {"prompt": LONG_PROMPT, "equal": "yes"},
+        {"prompt": LONG_PROMPT, "reference": " yes", "min_likelihood": 0.2},
         # The adapter computes the whole of this prompt.
         {"prompt": "Say", "equal": "yes"},
     ]
@@ -291,11 +291,63 @@ async def test_divergence_of_a_shared_cache_is_measured(lab: EvalLab) -> None:
     nats = sum(math.exp(p) * (p - q) for p, q in pairs)
     measured = {(one.line, one.side): one.divergence_ppm for one in lab.answers(found)}
     expected = round(nats * PPM)
-    assert measured == {(1, 0): None, (1, 1): expected, (2, 0): None, (2, 1): expected, (3, 0): None, (3, 1): 0}
-    assert found.divergence_ppm == round(2 * expected / 3)
+    assert measured == {(1, 0): None, (1, 1): expected, (2, 0): None, (2, 1): expected, (3, 0): None, (3, 1): None}
+    assert lab.answers(found)[-1].detail == "divergence not measured: the adapter computes the whole prompt of 3 tokens"
+    assert found.divergence_ppm == expected
     adds = lab.gateway.engine.adds
-    num_prompt = len(tokenizer.encode(prompt))
+    num_prompt = len(tokenizer.encode(LONG_PROMPT))
     assert {add.activation for add in adds if add.prompt[:num_prompt] == adds[0].prompt} == {0, num_prompt - NUM_OWN}
+
+
+async def test_a_failed_measurement_keeps_the_grade(lab: EvalLab) -> None:
+    token_ids = lab.gateway.services.prompts.tokenizer.encode("yes", add_special_tokens=False)
+    lab.patience = replace(PATIENCE, answer_s=0.5)
+    lab.gateway.engine.script = lambda add: Script(
+        token_ids=token_ids, stall_after=None if add.sampling.num_prompt_logprobs is None else 0
+    )
+    async with lab.running():
+        found = await lab.finished(lab.create([{"prompt": LONG_PROMPT, "equal": "yes"}], share_base_cache=NUM_OWN))
+    assert (*ended(found), found.compared_ppm) == ("done", PPM, 1, None, PPM)
+    assert found.divergence_ppm is None
+    detail = "divergence not measured: no answer within 0.5 s"
+    assert [(one.is_passed, one.detail) for one in lab.answers(found)] == [(True, ""), (True, detail)]
+
+
+async def test_divergence_is_measured_in_a_full_context(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor
+) -> None:
+    num_prompt = len(tokenizer.encode(LONG_PROMPT))
+    token_ids = tokenizer.encode(" yes yes yes", add_special_tokens=False)
+    async with open_gateway(accounts, tokenizer, threads, max_model_len=num_prompt + len(token_ids)) as gateway:
+        lab = EvalLab(gateway, gateway.add_adapter("acme", "support"))
+        gateway.engine.script = lambda add: Script(token_ids=token_ids, logprob=-1.0)
+        cases = [{"prompt": LONG_PROMPT, "contains": "yes", "max_tokens": len(token_ids)}]
+        async with lab.running():
+            found = await lab.finished(lab.create(cases, share_base_cache=NUM_OWN))
+        assert (*ended(found), found.divergence_ppm) == ("done", PPM, 1, None, 0)
+        assert {len(add.prompt) for add in gateway.engine.adds} == {num_prompt, num_prompt + len(token_ids) - 1}
+
+
+async def test_a_reference_is_scored_once_for_each_form(lab: EvalLab) -> None:
+    lab.answer_with({1: "x"})
+    cases = [{"prompt": LONG_PROMPT, "reference": " yes"}]
+    adds = lab.gateway.engine.adds
+    async with lab.running():
+        found = await lab.finished(lab.create(cases, share_base_cache=NUM_OWN))
+        assert found.divergence_ppm is not None
+        assert [(bool(add.activation), add.sampling.num_prompt_logprobs) for add in adds] == [(False, 5), (True, 5)]
+        adds.clear()
+        await lab.finished(lab.create(cases))
+    # Without the option, no other tokens are ranked.
+    assert [add.sampling.num_prompt_logprobs for add in adds] == [0]
+
+
+async def test_an_answer_without_text_is_not_measured(lab: EvalLab) -> None:
+    lab.gateway.engine.script = lambda add: Script(token_ids=())
+    async with lab.running():
+        found = await lab.finished(lab.create([{"prompt": LONG_PROMPT, "equal": ""}], share_base_cache=NUM_OWN))
+    assert (*ended(found), found.divergence_ppm) == ("done", PPM, 1, None, None)
+    assert lab.answers(found)[-1].detail == "divergence not measured: there is no text to score"
 
 
 async def test_only_one_kind_of_comparison_is_possible(lab: EvalLab) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from loramux.adapter_store.formats.files.file_names import TEMPLATE_FILE, VOCABULARY_FILE
+from loramux.adapter_store.formats.version_files.adapter_task import EMBEDDING_TASK
 from loramux.adapter_store.formats.version_files.added_vocabulary import (
     AddedToken,
     AddedVocabulary,
@@ -36,13 +38,18 @@ def share(gateway: Gateway, adapter_id: str, weights: dict[int, int], alias: str
     AdapterAliases(gateway.database).set(adapter_id, alias, weights, share_base_cache=OWN)
 
 
-async def adds(gateway: Gateway, path: str = "/v1/completions", key: str | None = None, **body: Any) -> list[Add]:
+async def post(gateway: Gateway, path: str = "/v1/completions", key: str | None = None, **body: Any) -> httpx.Response:
     gateway.engine.adds.clear()
     headers = {"anthropic-version": "2023-06-01"}
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
     response = await gateway.http.post(path, json={"model": "support", **body}, headers=headers)
     assert response.status_code == 200, response.text
+    return response
+
+
+async def adds(gateway: Gateway, path: str = "/v1/completions", key: str | None = None, **body: Any) -> list[Add]:
+    await post(gateway, path, key, **body)
     return list(gateway.engine.adds)
 
 
@@ -84,6 +91,20 @@ async def test_all_surfaces_that_generate_share(gateway: Gateway, path: str, bod
     assert len(add.prompt) > OWN
     assert (add.digest, add.activation) == (DIGEST, len(add.prompt) - OWN)
     assert (await adds(gateway, path, **body, model="support@1"))[0].activation == 0
+
+
+async def test_a_header_says_that_an_answer_is_approximate(shared: Gateway) -> None:
+    async def told(**body: Any) -> str | None:
+        return (await post(shared, **body)).headers.get("x-loramux-share-base-cache")
+
+    assert await told(prompt=PROMPT, max_tokens=1) == str(OWN)
+    assert await told(prompt=PROMPT, max_tokens=1, stream=True) == str(OWN)
+    assert await told(prompt=[PROMPT[:OWN], PROMPT], max_tokens=1) == str(OWN)
+    # These answers are the adapter's alone.
+    assert await told(prompt=PROMPT[:OWN], max_tokens=1) is None
+    assert await told(prompt=PROMPT, max_tokens=1, prompt_logprobs=0) is None
+    assert await told(prompt=PROMPT, max_tokens=1, model="support@1") is None
+    assert await told(path="/v1/embeddings", input=PROMPT) is None
 
 
 async def test_only_names_of_the_alias_share(gateway: Gateway) -> None:
@@ -128,6 +149,7 @@ async def test_an_alias_can_move_to_versions_that_cannot_share(gateway: Gateway)
     ids = [
         gateway.add_adapter("acme", "adder", files=files),
         gateway.add_adapter("acme", "checker", invocation_tokens=PROMPT[2:4]),
+        gateway.add_adapter("acme", "search", task=EMBEDDING_TASK),
     ]
     for adapter_id in ids:
         present = AdapterAliases(gateway.database).get(adapter_id, "default")
@@ -135,5 +157,6 @@ async def test_an_alias_can_move_to_versions_that_cannot_share(gateway: Gateway)
             settings = AliasSettings(share_base_cache=OWN)
             change_alias(connection, adapter_id, "default", present.targets, "system", "set", 0, settings)
     assert await placed(gateway, prompt=PROMPT, model="adder") == [(digest_of("acme/adder@1"), 0)]
+    assert await placed(gateway, prompt=PROMPT, model="search") == [(digest_of("acme/search@1"), 0)]
     assert await placed(gateway, prompt=PROMPT, model="checker") == [(digest_of("acme/checker@1"), 2)]
     assert await placed(gateway, prompt=PROMPT[4:], model="checker") == [(None, 0)]

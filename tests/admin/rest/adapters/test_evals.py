@@ -109,7 +109,7 @@ async def test_divergence_of_a_shared_cache_is_told(stand: Stand) -> None:
     database = stand.side.services.database
     eval_id = add_finished_eval(database, stand.adapter_id, 1, passed=3, others=1, share_base_cache=256)
     document = (await stand.http.get(f"/admin/v1/evals/{eval_id}")).json()
-    assert (document["share_base_cache"], document["divergence"]) == (256, 0.25)
+    assert (document["share_base_cache"], document["divergence"], document["num_measured"]) == (256, 0.25, 4)
     assert (document["compare"], document["compare_score"], document["compare_num_passed"]) == (None, 0.25, 1)
     answers = (await stand.http.get(f"/admin/v1/evals/{eval_id}/answers")).json()["data"]
     assert [(one["line"], one["version"], one["shared"], one["divergence"]) for one in answers] == [
@@ -261,6 +261,25 @@ async def test_developer_cannot_end_a_demand(stand: Stand) -> None:
     for weaker in (None, {**demand, "min_score": 0.1}):
         assert code_of(await move(weaker, developer)) == (403, "insufficient_scope")
     assert (await move(None)).json()["require_eval"] is None
+
+
+async def test_developer_cannot_share_the_bases_cache_behind_a_demand(stand: Stand) -> None:
+    """The eval measured the version without the option."""
+    developer = stand.key("acme", "tenant:develop")
+    demand = {"sha256": SHA256, "name": "tests.jsonl", "min_score": 0.5}
+    add_finished_eval(stand.side.services.database, stand.adapter_id, 2, passed=2)
+
+    async def move(headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        body = {"version": 2, "warm": False, **fields}
+        return await stand.http.put(f"{stand.path}/aliases/stable", json=body, headers=headers or {})
+
+    assert (await move(developer, share_base_cache=8)).status_code == 200, "there is no demand yet"
+    assert (await move(require_eval=demand, share_base_cache=None)).status_code == 200
+    assert code_of(await move(developer, share_base_cache=16)) == (403, "insufficient_scope")
+    assert (await move(developer, share_base_cache=None)).status_code == 200
+    assert (await move(share_base_cache=16)).json()["share_base_cache"] == 16
+    assert code_of(await move(developer, share_base_cache=None)) == (403, "insufficient_scope")
+    assert (await move(developer)).json()["share_base_cache"] == 16
 
 
 @pytest.mark.parametrize(
