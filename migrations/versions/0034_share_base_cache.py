@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0034"
 down_revision = "0033"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
@@ -18,8 +16,3 @@ def upgrade() -> None:
     op.add_column("evals", sa.Column("divergence_ppm", sa.BigInteger(), nullable=True))
     op.add_column("evals", sa.Column("num_measured", sa.Integer(), nullable=True))
     op.add_column("eval_answers", sa.Column("divergence_ppm", sa.BigInteger(), nullable=True))
-
-
-def downgrade() -> None:
-    """Raise an error, because older versions of loramux would compute the whole prompt with the adapter."""
-    raise NotImplementedError("the schema cannot be downgraded")
