@@ -174,7 +174,7 @@ def _load_head(
     """
     if config.speculate not in ("head", "auto"):
         return None
-    problem = _head_problem(decoder.config, max_draft_rows(config, backend), has_tensors=has_tensors)
+    problem = _head_problem(decoder.config, max_draft_rows(config, decoder.config, backend), has_tensors=has_tensors)
     if problem is None:
         try:
             return DraftHead(decoder, weights, DTYPES[dtype], backend, kv_itemsize)
@@ -188,8 +188,11 @@ def _load_head(
     return None
 
 
-def max_draft_rows(config: EngineConfig, backend: Backend) -> int:
-    """Maximum number of rows of a step with drafts."""
+def max_draft_rows(config: EngineConfig, model: ModelConfig, backend: Backend) -> int:
+    """Maximum number of rows of a step with drafts, or 0 if steps have no drafts."""
+    if model.delta is not None and backend.sample_tokens is not None:
+        # Captured steps do not keep what a state needs to go back.
+        return 0
     # On a GPU, a step samples at most one token for each sequence that can run.
     most = MAX_ROWS if backend.sample_tokens is None else config.max_sequences
     return min(MAX_ROWS, most, config.max_batch_tokens)
@@ -198,7 +201,7 @@ def max_draft_rows(config: EngineConfig, backend: Backend) -> int:
 def _head_problem(model: ModelConfig, max_rows: int, *, has_tensors: bool) -> str | None:
     """Why the base's own head for drafts cannot be used, or None. A step with drafts has at most `max_rows`."""
     if model.delta is not None:
-        return f"{model.architecture} has layers with a recurrent state, which have no drafts"
+        return f"{model.architecture} has layers with a recurrent state, and the head's drafts do not support them"
     if any(window is not None for window in model.attention.windows):
         return "its layers have windows"
     if model.draft_head is None:

@@ -18,6 +18,7 @@ from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.protocol.messages import FromEngine, SequenceOutput, StepOutput, TokenLogprobs
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.token_grants import TokenGrants
+from loramux.engine.sequences.batch import RepeatedRows
 from loramux.engine.sequences.sequence import Sequence, SequenceState
 from loramux.engine.tracing.sequence_traces import SequenceTraces
 
@@ -54,6 +55,7 @@ class StepCommits:
         tokens = step.result.tokens()
         head = step.result.head_drafts()
         drafted = None if head is None else head.tokens
+        repeated: list[RepeatedRows] = []
         broken_prompts = self._take_scores(step, outputs) if step.scoring else set()
         if step.pooling:
             ended += self._take_pooled(step, outputs)
@@ -81,11 +83,19 @@ class StepCommits:
             if draft is not None:
                 chosen = tokens[row : row + 1 + len(draft.tokens)]
                 reason = self._accept(sequence, draft, chosen, reason, outputs, committed)
+                num_accepted = len(sequence.tokens) - num_first
+                if reason is None and self._scheduler.goes_back(sequence, num_accepted):
+                    pages = sequence.state_pages
+                    repeated.append(RepeatedRows(row, 1 + num_accepted, sequence.num_computed, pages))
             if reason is not None:
                 ended.append((sequence, reason))
             elif drafted is not None:
                 # The row after which the last committed token was sampled.
                 self._speculation.note_head(sequence, drafted[row + len(sequence.tokens) - num_first])
+        if repeated:
+            repeat = step.result.repeat_rows()
+            assert repeat is not None
+            repeat(repeated)
         ended += [
             (sequence, "not_finite")
             for sequence in step.scoring

@@ -212,7 +212,7 @@ def compare(
     return drafts, num_preemptions
 
 
-@pytest.mark.parametrize("subject", ["llama", "gemma3"], indirect=True)
+@pytest.mark.parametrize("subject", ["llama", "gemma3", "qwen3_5"], indirect=True)
 def test_answers_are_the_same_with_drafts(subject: Subject) -> None:
     drafts, _ = compare(subject, None, 12)
     assert 0 < drafts.accepted_prediction_tokens < drafts.prediction_tokens
@@ -223,6 +223,12 @@ def test_answers_are_the_same_with_drafts_on_the_gpu_path(subject: Subject) -> N
     """The stand-in for the GPU's sampling always takes the most likely token."""
     drafts, _ = compare(subject, plain_backend(HostAccelerator()), 3)
     assert 0 < drafts.accepted_prediction_tokens < drafts.prediction_tokens
+
+
+@pytest.mark.parametrize("subject", ["qwen3_5"], indirect=True)
+def test_states_have_no_drafts_on_the_gpu_path(subject: Subject) -> None:
+    drafts, _ = compare(subject, plain_backend(HostAccelerator()), 3)
+    assert drafts == DraftCounts()
 
 
 def constrained(subject: Subject, number: int) -> Add:
@@ -259,7 +265,7 @@ def compare_forced(
     return num_preemptions
 
 
-@pytest.mark.parametrize("subject", ["llama", "gemma3"], indirect=True)
+@pytest.mark.parametrize("subject", ["llama", "gemma3", "qwen3_5"], indirect=True)
 def test_answers_are_the_same_with_forced_tokens(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     compare_forced(subject, monkeypatch, None, len(grammars()), 60)
 
@@ -272,7 +278,7 @@ def test_answers_are_the_same_with_forced_tokens_on_the_gpu_path(
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("subject", ["llama", "gemma3", "qwen3-moe"], indirect=True)
+@pytest.mark.parametrize("subject", ["llama", "gemma3", "qwen3-moe", "qwen3_5"], indirect=True)
 def test_many_answers_are_the_same_with_forced_tokens(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare_forced(subject, monkeypatch, None, NUM_REQUESTS, 14) > 0
 
@@ -286,9 +292,5 @@ def test_many_answers_are_the_same_with_forced_tokens(subject: Subject, monkeypa
 )
 def test_many_answers_are_the_same_with_drafts(subject: Subject, is_short_of_pages: bool) -> None:
     drafts, num_preemptions = compare(subject, None, NUM_REQUESTS, num_kv_pages=8 if is_short_of_pages else 60)
-    if ModelConfig.load(subject.directory).delta is not None:
-        # Hybrid decoders have no drafts.
-        assert drafts == DraftCounts()
-    else:
-        assert drafts.accepted_prediction_tokens > NUM_REQUESTS
+    assert drafts.accepted_prediction_tokens > NUM_REQUESTS
     assert num_preemptions > 0 or not is_short_of_pages

@@ -11,7 +11,7 @@ from loramux.engine.drafting.forced_tokens import forced_drafts, forced_tokens
 from loramux.engine.drafting.speculation import MAX_FORCED_BESIDE_OTHERS, MAX_SEQUENCES, Speculation
 from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.sequences.batch import ScheduledSequence
-from loramux.engine.sequences.sequence import Sequence, block_list
+from loramux.engine.sequences.sequence import Sequence
 from tests.engine.constraints.test_grammar import ALLOWED, VOCAB_SIZE, Followed
 from tests.engine.drafting.test_speculation import NEW, decoding, measured, much_room, rows
 
@@ -99,10 +99,9 @@ def test_forced_tokens_leave_room_for_the_steps_own_token() -> None:
 
 
 def test_sequences_without_forced_tokens() -> None:
-    hybrid, scored = forcing(1, 2), forcing(1, 2)
-    hybrid.state_pages = block_list([3])
+    scored = forcing(1, 2)
     scored.num_unscored = 1
-    assert [forced_tokens(one) for one in (hybrid, scored, forcing(1, 2, speculates=False), decoding())] == [()] * 4
+    assert [forced_tokens(one) for one in (scored, forcing(1, 2, speculates=False), decoding())] == [()] * 3
 
 
 @pytest.mark.parametrize(
