@@ -213,12 +213,16 @@ class StepCommits:
 
 
 def _joined(outputs: list[SequenceOutput]) -> tuple[SequenceOutput, ...]:
-    """One output per sequence, as other servers expect. The outputs of a sequence are adjacent, and consist of new
-    tokens, because a step with drafts computes no prompts.
+    """One output per sequence, as other servers expect, for a step with drafts. Only a sequence with drafts has several
+    outputs. They are adjacent, and consist of new tokens.
     """
     joined: list[SequenceOutput] = []
     for sequence_id, group in groupby(outputs, key=attrgetter("sequence_id")):
         parts = list(group)
+        if len(parts) == 1:
+            # It can be the result of a prompt's last row.
+            joined += parts
+            continue
         token_ids = tuple(chain.from_iterable(part.token_ids for part in parts))
         logprobs = tuple(chain.from_iterable(part.logprobs for part in parts))
         joined.append(SequenceOutput(sequence_id=sequence_id, token_ids=token_ids, logprobs=logprobs))

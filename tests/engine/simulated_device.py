@@ -138,11 +138,12 @@ class SimulatedExecutor:
             row = int(batch.sample_rows[one.begin])
             position = int(batch.positions[row])
             assert one.seq_len == position + one.num_rows
-            before = self._state_at(batch.blocks.tolist(), int(batch.block_starts[0, row]), position - 1)
-            after = self._states[int(batch.kv_slots[0, row + one.num_rows - 1])]
-            for place in [page * self._page_places for page in one.pages]:
-                assert self._states[place] == before, "the state is not that before the rows"
-                self._states[place] = after
+            places = [page * self._page_places for page in one.pages]
+            if position:
+                before = self._state_at(batch.blocks.tolist(), int(batch.block_starts[0, row]), position - 1)
+                assert {self._states[place] for place in places} == {before}, "the state is not that before the rows"
+            for place in places:
+                self._states[place] = self._states[int(batch.kv_slots[0, row + one.num_rows - 1])]
 
     def _run_head(self, forward: SimulatedForward, chosen: list[int | None]) -> HeadDrafts | None:
         batch = forward.batch
