@@ -32,6 +32,15 @@ A step with drafts is committed before the next one is submitted, and often subm
 The device is idle meanwhile, which costs each sequence a part of a step. Each forced row saves a step of one sequence.
 """
 
+LOOKUP_S = 50e-6
+"""Estimated time to look for drafts in a step, in seconds."""
+
+MAX_LOOKUP_PART = 0.01
+"""Maximum part of the time of steps that is spent on looking for drafts without success."""
+
+MAX_PAUSE = 8
+"""Maximum number of steps after an unsuccessful lookup in which no drafts are looked for."""
+
 MIN_GAIN = 1.1
 """Drafts are verified if the step then probably yields this many times the tokens in the same time."""
 
@@ -67,6 +76,8 @@ class Speculation:
         self._num_without_head = 0
         # True if the last step would have had drafts if the sequences' newest tokens had been known.
         self._is_promising = False
+        # Number of steps in which no drafts are looked for, because steps are short and the last lookup found nothing.
+        self._num_paused = 0
         self._num_drafted: Counter[DraftSource] = Counter()
         self._num_accepted: Counter[DraftSource] = Counter()
         self._wasted_s = 0.0
@@ -123,13 +134,15 @@ class Speculation:
         num_rows = num_decode_rows(scheduled)
         if not num_rows:
             return {}
-        proposals: dict[Sequence, Proposal] = {}
-        for item in scheduled:
-            proposal = self._propose(item.sequence)
-            if proposal is not None:
-                proposals[item.sequence] = proposal
-        length = self._best_length(num_rows, list(proposals.values()))
+        if self._num_paused:
+            self._num_paused -= 1
+            return {}
+        proposals = self._proposals(scheduled)
+        length = self._best_length(num_rows, list(proposals.values())) if proposals else 0
         if not length:
+            step_s = self._times.seconds(num_rows)
+            if step_s and not self.has_head:
+                self._num_paused = min(MAX_PAUSE, int(LOOKUP_S / (MAX_LOOKUP_PART * step_s)))
             return {}
         if any(one.num_tokens > len(one.tokens) for one in proposals):
             self._is_promising = True
@@ -140,6 +153,19 @@ class Speculation:
             if tokens:
                 drafts[sequence] = Draft(tokens, proposal.source)
         return drafts
+
+    def _proposals(self, scheduled: list[ScheduledSequence]) -> dict[Sequence, Proposal]:
+        """The proposals for the sequences of a step, or none if the step cannot have drafts."""
+        # Rows beside a sequence without drafts must take no time.
+        is_free = len(scheduled) == 1 or self._times.ratio(len(scheduled), 1) <= 1
+        proposals: dict[Sequence, Proposal] = {}
+        for item in scheduled:
+            proposal = self._propose(item.sequence)
+            if proposal is not None:
+                proposals[item.sequence] = proposal
+            elif not is_free:
+                return {}
+        return proposals
 
     def _head_pays(self, scheduled: list[ScheduledSequence]) -> bool:
         """True if drafts of the head for these sequences probably gain more time than they take.

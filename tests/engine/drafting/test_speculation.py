@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from loramux.engine.drafting.draft import Draft
-from loramux.engine.drafting.speculation import LENGTHS, MAX_SEQUENCES, Speculation
+from loramux.engine.drafting.speculation import LENGTHS, MAX_PAUSE, MAX_SEQUENCES, Speculation
 from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.sequences.batch import ScheduledSequence
 from loramux.engine.sequences.sequence import Sequence
@@ -52,6 +52,23 @@ def measured(seconds_of_row: float) -> Speculation:
 
 def test_a_repeating_text_gets_long_drafts_if_rows_are_cheap() -> None:
     assert lengths(measured(0.01), decoding()) == [LENGTHS[0]]
+
+
+def steps_until_drafts(step_s: float) -> int:
+    """Number of steps until a text that begins to repeat itself after a lookup gets drafts."""
+    speculation, sequence = Speculation(), decoding(NEW)
+    for _ in range(2):
+        speculation.note_time(1, 1, step_s)
+        speculation.note_time(16, 16, step_s)
+    assert lengths(speculation, sequence) == [0]
+    sequence.tokens += NEW[:9]
+    sequence.num_tokens += 9
+    sequence.num_computed += 9
+    return next(count for count in range(99) if lengths(speculation, sequence) != [0])
+
+
+def test_short_steps_look_for_drafts_less_often() -> None:
+    assert [steps_until_drafts(step_s) for step_s in (1.0, 0.006, 0.001, 0.000_01)] == [0, 0, 5, MAX_PAUSE]
 
 
 def test_drafts_are_shorter_if_rows_take_time_and_absent_if_they_do_not_pay() -> None:
