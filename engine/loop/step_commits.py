@@ -84,7 +84,7 @@ class StepCommits:
                 chosen = tokens[row : row + 1 + len(draft.tokens)]
                 reason = self._accept(sequence, draft, chosen, reason, outputs, committed)
                 num_accepted = len(sequence.tokens) - num_first
-                if reason is None and self._scheduler.goes_back(sequence, num_accepted):
+                if reason is None and self._scheduler.settle_state(sequence, num_accepted):
                     pages = sequence.state_pages
                     repeated.append(RepeatedRows(row, 1 + num_accepted, sequence.num_computed, pages))
             if reason is not None:

@@ -216,9 +216,11 @@ class Scheduler:
         if sequence.num_computed >= sequence.next_offer:
             self._kv.offer(sequence)
 
-    def goes_back(self, sequence: Sequence, num_accepted: int) -> bool:
-        """True if the sequence has a state that goes back to before the step, because some of its drafts were rejected.
-        The rows of the sequence's own token and of the accepted drafts must then be repeated.
+    def settle_state(self, sequence: Sequence, num_accepted: int) -> bool:
+        """Free the copy of a hybrid decoder's state after a step with drafts.
+
+        Returns True if the state has gone back to before the step, because some drafts were rejected. The rows of the
+        sequence's own token and of the accepted drafts must then be repeated.
         """
         if not sequence.saved_state:
             return False
