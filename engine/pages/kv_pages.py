@@ -291,14 +291,16 @@ class KvPages:
         sequence.num_room = min([table.end_block for table in sequence.tables]) * self._block_tokens
         return True
 
-    def save_state(self, sequence: Sequence, num_kept: int) -> bool:
+    def save_state(self, sequence: Sequence) -> bool:
         """Copy a hybrid decoder's state before a step with drafts. Cached prefixes are evicted if necessary, but no
-        adapter is. Returns False if `num_kept` pages would not stay free.
+        adapter is. Returns False if there is no room.
         """
         num_pages = self._layout.num_state_pages
         if self._checkpoints is None:
             return True
-        if not self._checkpoints.make_room(num_pages + num_kept):
+        # Only a prompt leaves checkpoints, so none contains the state after rows that may be rejected.
+        assert not sequence.checkpoints
+        if not self._checkpoints.make_room(num_pages):
             return False
         assert self._copy_page is not None
         sequence.saved_state = block_list(self._pages.alloc(num_pages, PageOwner.KV))

@@ -209,7 +209,7 @@ class Scheduler:
         num_kept = len(self.running) * self._kv.num_groups
         if not self._kv.grow(sequence, 1 + num_drafts, num_kept=num_kept):
             num_drafts = sequence.num_room - sequence.num_computed - 1
-        return num_drafts if num_drafts > 0 and self._kv.save_state(sequence, num_kept) else 0
+        return num_drafts if num_drafts > 0 and self._kv.save_state(sequence) else 0
 
     def note_accepted(self, sequence: Sequence) -> None:
         """The K and V of accepted drafts count as computed."""

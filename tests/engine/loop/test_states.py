@@ -142,17 +142,6 @@ def test_rejected_drafts_leave_no_trace_in_a_state(lookahead: bool) -> None:
     assert simulation.pages.num_owned(PageOwner.KV) == 0
 
 
-def test_a_checkpoint_contains_no_rejected_draft(lookahead: bool) -> None:
-    simulation = simulate_engine(num_pages=200, num_state_pages=3, lookahead=lookahead, speculates=True)
-    first = with_prediction(simulation, "first", 100, isolation_key=OWNER)
-    ask(simulation, first)
-    text = (*first.prompt, *simulation.tokens["first"])
-    # The first request has left one checkpoint, and the second one leaves another, behind drafted tokens.
-    adds = [simulation.make_add(name, (*text, *tokens(40)), 4, isolation_key=OWNER) for name in ("second", "third")]
-    assert [ask(simulation, add) for add in adds] == [[80], [176]]
-    assert stats_of(simulation).drafts.prediction_tokens > stats_of(simulation).drafts.accepted_prediction_tokens
-
-
 def test_a_copy_of_a_state_evicts_cached_prefixes(lookahead: bool) -> None:
     simulation = simulate_engine(num_pages=24, num_state_pages=5, lookahead=lookahead, speculates=True)
     for number in range(3):
@@ -161,6 +150,25 @@ def test_a_copy_of_a_state_evicts_cached_prefixes(lookahead: bool) -> None:
     assert simulation.pages.num_free <= 8
     ask(simulation, with_prediction(simulation, "one", 40))
     assert stats_of(simulation).drafts.accepted_prediction_tokens > 20
+
+
+def test_a_copy_of_a_state_evicts_no_page_more_than_it_takes() -> None:
+    num_pages: list[int] = []
+    for speculates in (False, True):
+        simulation = simulate_engine(num_pages=120, num_state_pages=3, speculates=speculates)
+        for number in range(16):
+            ask(simulation, simulation.make_add(str(number), tokens(100, number), 4, isolation_key=OWNER))
+        # They keep running, and need no pages.
+        for number in range(12):
+            simulation.engine.add(b"gateway", simulation.make_add(f"paused {number}", tokens(5, number), 2, pause_s=1e6))
+        for _ in range(30):
+            simulation.step()
+        simulation.engine.add(b"gateway", with_prediction(simulation, "one", 20))
+        while "one" not in simulation.finished:
+            simulation.step()
+        assert (stats_of(simulation).drafts.accepted_prediction_tokens > 20) is speculates
+        num_pages.append(len(simulation.prefixes))
+    assert 0 < num_pages[0] - num_pages[1] <= 3
 
 
 def test_a_copy_of_a_state_evicts_no_adapter(lookahead: bool) -> None:
