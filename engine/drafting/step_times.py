@@ -45,8 +45,7 @@ class StepTimes:
         if found is None:
             self._averages[num_rows] = _Average(seconds, self._num_steps)
             return
-        new = min(seconds, MOST_OF_OLD * found.seconds)
-        found.seconds += PART_OF_NEW * (new - found.seconds)
+        found.seconds = updated(found.seconds, seconds)
         found.step = self._num_steps
 
     def ratio(self, num_rows: int, num_more: int) -> float:
@@ -72,6 +71,11 @@ class StepTimes:
             del self._averages[num_rows]
         self._known = sorted((num_rows, one.seconds) for num_rows, one in self._averages.items())
         return self._known
+
+
+def updated(average: float, new: float) -> float:
+    """The moving average of times after a new one."""
+    return average + PART_OF_NEW * (min(new, MOST_OF_OLD * average) - average)
 
 
 def _estimate(known: list[tuple[int, float]], num_rows: int) -> float:

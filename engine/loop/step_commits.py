@@ -95,7 +95,8 @@ class StepCommits:
         if repeated:
             repeat = step.result.repeat_rows()
             assert repeat is not None
-            repeat(repeated)
+            with self._speculation.measuring_states():
+                repeat(repeated)
         ended += [
             (sequence, "not_finite")
             for sequence in step.scoring

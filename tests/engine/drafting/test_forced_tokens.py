@@ -11,9 +11,9 @@ from loramux.engine.drafting.forced_tokens import forced_drafts, forced_tokens
 from loramux.engine.drafting.speculation import MAX_FORCED_BESIDE_OTHERS, MAX_SEQUENCES, Speculation
 from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.sequences.batch import ScheduledSequence
-from loramux.engine.sequences.sequence import Sequence, block_list
+from loramux.engine.sequences.sequence import Sequence
 from tests.engine.constraints.test_grammar import ALLOWED, VOCAB_SIZE, Followed
-from tests.engine.drafting.test_speculation import NEW, decoding, measured, much_room, rows
+from tests.engine.drafting.test_speculation import NEW, decoding, measured, much_room, rows, with_state
 
 
 def forcing(*tokens: int, **fields: Any) -> Sequence:
@@ -64,12 +64,6 @@ def test_beside_other_shares_forced_tokens_get_few_rows() -> None:
     both = drafted(Speculation(), one, forcing(*range(1, 10), share_key="other"))
     assert sum(len(tokens) for tokens in both) == MAX_FORCED_BESIDE_OTHERS
     assert [len(tokens) for tokens in drafted(Speculation(), one, decoding(NEW, share_key="one"))] == [9, 0]
-
-
-def with_state(sequence: Sequence) -> Sequence:
-    """The sequence on a hybrid decoder."""
-    sequence.state_pages = block_list([7])
-    return sequence
 
 
 @pytest.mark.parametrize(

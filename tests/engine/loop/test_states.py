@@ -160,7 +160,9 @@ def test_a_copy_of_a_state_evicts_no_page_more_than_it_takes() -> None:
             ask(simulation, simulation.make_add(str(number), tokens(100, number), 4, isolation_key=OWNER))
         # They keep running, and need no pages.
         for number in range(12):
-            simulation.engine.add(b"gateway", simulation.make_add(f"paused {number}", tokens(5, number), 2, pause_s=1e6))
+            simulation.engine.add(
+                b"gateway", simulation.make_add(f"paused {number}", tokens(5, number), 2, pause_s=1e6)
+            )
         for _ in range(30):
             simulation.step()
         simulation.engine.add(b"gateway", with_prediction(simulation, "one", 20))
