@@ -170,11 +170,16 @@ def _load_head(
     contain tensors of the head that `config.json` names.
 
     If the head cannot be used, `auto` prints the reason on standard error. `head` raises ConfigNotUsable, or
-    ModelNotSupported if the tensors do not fit the base.
+    ModelNotSupported if the tensors do not fit the base. If there can be no drafts at all, `text` and `auto` print why.
     """
+    max_rows = max_draft_rows(config, decoder.config, backend)
+    if config.speculate in ("text", "auto") and not max_rows:
+        reason = f"{decoder.config.architecture} has layers with a recurrent state"
+        print(f"--speculate {config.speculate} has no effect on a GPU, because {reason}", file=sys.stderr)
+        return None
     if config.speculate not in ("head", "auto"):
         return None
-    problem = _head_problem(decoder.config, max_draft_rows(config, decoder.config, backend), has_tensors=has_tensors)
+    problem = _head_problem(decoder.config, max_rows, has_tensors=has_tensors)
     if problem is None:
         try:
             return DraftHead(decoder, weights, DTYPES[dtype], backend, kv_itemsize)

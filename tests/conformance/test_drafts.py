@@ -227,9 +227,11 @@ def test_answers_are_the_same_with_drafts_on_the_gpu_path(subject: Subject) -> N
 
 
 @pytest.mark.parametrize("subject", ["qwen3_5"], indirect=True)
-def test_states_have_no_drafts_on_the_gpu_path(subject: Subject) -> None:
+def test_states_have_no_drafts_on_the_gpu_path(subject: Subject, capsys: pytest.CaptureFixture[str]) -> None:
     drafts, _ = compare(subject, plain_backend(HostAccelerator()), 3)
     assert drafts == DraftCounts()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("--speculate text has no effect on a GPU, because Qwen3_5")
 
 
 def constrained(subject: Subject, number: int) -> Add:
