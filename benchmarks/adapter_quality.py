@@ -99,7 +99,7 @@ def answered_prompts(
     found = {}
     with LLM(
         model, adapters, device="cpu", dtype="bfloat16", pool_bytes=512 << 20, max_model_len=1024,
-        num_threads=num_threads,
+        num_threads=num_threads, speculate="off",
     ) as llm:  # fmt: skip
         for name in adapters:
             prompts = task_prompts(tokenizer, name, num_prompts)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import SCRATCH, begin, exit_on_sigterm, new_parser
+from benchmarks.peers.child_server import NO_DRAFTS
 from benchmarks.peers.loramux_server import LoramuxServer, open_loramux
 from benchmarks.peers.model_files import ModelFiles
 from benchmarks.peers.vocabulary import write_tokenizer
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "requests": NUM_REQUESTS,
         "load": str(LOAD),
         "threads": arguments.threads,
+        "speculate": NO_DRAFTS[1],
     }
     run.write({"workload": workload, "tolerance": TOLERANCE, "figures": rows})
     return 0 if all(abs(row["measured_over_planned"] - 1) <= TOLERANCE for row in rows) else 1

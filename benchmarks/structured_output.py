@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.harness import SCRATCH, begin, new_parser, reports_failure
+from benchmarks.peers.child_server import NO_DRAFTS
 from benchmarks.peers.http_questions import Document
 from benchmarks.peers.loramux_server import LoramuxServer, open_loramux
 from benchmarks.peers.model_files import ModelFiles, make_model_files
@@ -272,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = measure(arguments, files, arguments.scratch.absolute() / "logs", run.console)
     found = report(figures, arguments.adapters * arguments.load.num_output, run.console)
     names = ("size", "load", "adapters", "rank", "rounds", "pairs", "schema_bytes", "dtype", "threads")
-    workload = {name: str(getattr(arguments, name)) for name in names}
+    workload = {name: str(getattr(arguments, name)) for name in names} | {"speculate": NO_DRAFTS[1]}
     seconds = {f"{name}, {kind}": times for (name, kind), times in figures.seconds.items()}
     run.write({"workload": workload, **found, "seconds": seconds, "first_tokens": figures.first_token_s})
     return 0

@@ -40,6 +40,7 @@ from loramux.engine.constraints.constraint_grammar import constraint_grammar
 from loramux.engine.loop.config import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_SEQUENCES,
+    DEFAULT_SPECULATE,
     EngineConfig,
     pack_target,
     resolve_device,
@@ -115,6 +116,7 @@ class LLM:
             "dtype": dtype,
             "max_batch_tokens": DEFAULT_BATCH_TOKENS[device],
             "max_sequences": DEFAULT_SEQUENCES[device],
+            "speculate": DEFAULT_SPECULATE[device],
         }
         self._ids = itertools.count()
         self._engine = EngineThread(EngineConfig(**{**own, **_WAITS, **settings}), self._packed)

@@ -287,10 +287,10 @@ class Settings(ModelSettings):
     """`fp8`: store the adapters in the page pool [as FP8 codes](quantization.md#adapters-in-fp8), in half of the memory
     of bfloat16. By default, they have the dtype of the weights.
     """
-    speculate: Literal["off", "text", "head", "auto"] = "off"
-    """[Draft tokens](speculation.md), and verify several in one step. The answers are the same. `text`: from the text
-    of each request. `head`: with the base's own head for drafts. `auto`: with the head if the base has one
-    that can be used, otherwise from the text.
+    speculate: Literal["off", "text", "head", "auto"] | None = None
+    """[Draft tokens](speculation.md), and verify several in one step; by default `text` on a CPU and `off` on a GPU.
+    The answers are the same. `text`: from the text of each request. `head`: with the base's own head for drafts.
+    `auto`: with the head if the base has one that can be used, otherwise from the text.
     """
     kv_dtype: Literal["auto", "int8"] = "auto"
     """`int8`: store the KV cache [in 8 bits](quantization.md#kv-cache-in-8-bits), so that almost twice as many tokens

@@ -33,6 +33,7 @@ from loramux.engine.architectures.weight_files import checkpoint_of
 from loramux.engine.loop.config import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_SEQUENCES,
+    DEFAULT_SPECULATE,
     EngineConfig,
     check_activations,
     check_host_page,
@@ -150,7 +151,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             kv_host_bytes=int(settings.kv_host_bytes),
             pdl=settings.pdl,
             fused_lora=settings.fused_lora,
-            speculate=settings.speculate,
+            speculate=settings.speculate or DEFAULT_SPECULATE[device],
             tensor_parallel_size=settings.tensor_parallel_size or 1,
             traces=settings.trace_config,
         )

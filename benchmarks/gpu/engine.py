@@ -30,7 +30,7 @@ from loramux.engine.execution.sampler import HeadDrafts, SampledToken
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.loop.loaded_base import DTYPES
 from loramux.engine.protocol.messages import Add, PromptLogprob
-from loramux.engine.sequences.batch import Batch
+from loramux.engine.sequences.batch import Batch, RepeatRows
 from loramux.kernels.dispatch import Kernels, KernelShapes
 from loramux.kernels.tables import PoolViews
 
@@ -74,6 +74,9 @@ class MadeUpTokens:
     def head_drafts(self) -> HeadDrafts | None:
         return None
 
+    def repeat_rows(self) -> RepeatRows | None:
+        return None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AwaitedResult:
@@ -96,6 +99,9 @@ class AwaitedResult:
 
     def head_drafts(self) -> HeadDrafts | None:
         return self.result.head_drafts()
+
+    def repeat_rows(self) -> RepeatRows | None:
+        return self.result.repeat_rows()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,6 +18,7 @@ from benchmarks.answers import CheckError
 from benchmarks.harness import begin, exit_on_sigterm, reports_failure, write_svg
 from benchmarks.peers.agreement import LEAST_SHARE, Agreement, answers_of, compare, require_effect
 from benchmarks.peers.arguments import MIN_COLUMNS, parsed, peers_parser
+from benchmarks.peers.child_server import NO_DRAFTS
 from benchmarks.peers.in_process import find_peft
 from benchmarks.peers.llama_server import find_llama
 from benchmarks.peers.loramux_server import loramux_system
@@ -137,6 +138,7 @@ def _workload(arguments: argparse.Namespace) -> dict[str, Any]:
         "loads": [str(load) for load in arguments.load],
         "repeats": arguments.repeats,
         "threads": arguments.threads,
+        "speculate": NO_DRAFTS[1],
         "openmp": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_", "KMP_"))},
     }
 

@@ -17,6 +17,8 @@ import httpx
 from benchmarks.peers.system import SystemFailed
 
 HOST = "127.0.0.1"
+NO_DRAFTS = ("--speculate", "off")
+"""Options of `loramux serve`. On a CPU, the default is drafts, and answers of random models repeat themselves."""
 POLL_S = 0.2
 STOP_S = 30.0
 KILLED_S = 30.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.peers.child_server import HOST, ChildServer, child_server, free_port, own_environment
+from benchmarks.peers.child_server import HOST, NO_DRAFTS, ChildServer, child_server, free_port, own_environment
 from benchmarks.peers.http_questions import Document, complete_all
 from benchmarks.peers.model_files import ModelFiles
 from benchmarks.peers.system import LORAMUX, Running, System
@@ -59,7 +59,7 @@ def loramux_command(
     return [
         *(sys.executable, "-m", "loramux.admin.cli", "serve", "--model", str(files.base), "--data-dir", str(data_dir)),
         *("--host", HOST, "--port", str(port), "--admin-port", str(admin_port)),
-        *("--dtype", dtype, "--device", "cpu", "--served-name", BASE_NAME),
+        *("--dtype", dtype, "--device", "cpu", "--served-name", BASE_NAME, *NO_DRAFTS),
         *(() if quantization is None else ("--quantization", quantization)),
         *(() if activations is None else ("--activations", activations)),
     ]

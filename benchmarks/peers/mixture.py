@@ -22,6 +22,7 @@ from benchmarks.answers import CheckError
 from benchmarks.harness import begin, exit_on_sigterm, reports_failure
 from benchmarks.peers.agreement import TokenIds, answers_of, check_work, compare, require_effect
 from benchmarks.peers.arguments import MIN_COLUMNS, parsed, peers_parser
+from benchmarks.peers.child_server import NO_DRAFTS
 from benchmarks.peers.figures import Cell
 from benchmarks.peers.loramux_server import open_loramux
 from benchmarks.peers.measurement import Measurement
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "shape": asdict(files.shape),
         "adapters": arguments.adapters,
         "rank": arguments.rank,
+        "speculate": NO_DRAFTS[1],
         "vllm": vllm.missing or vllm.version,
         "failures": measurement.failures,
         "seconds": seconds_of(measurement),

@@ -22,6 +22,7 @@ from benchmarks.answers import CheckError
 from benchmarks.harness import begin, exit_on_sigterm, reports_failure
 from benchmarks.peers.agreement import Agreement, answers_of, compare, require_effect
 from benchmarks.peers.arguments import MIN_COLUMNS, parsed, peers_parser
+from benchmarks.peers.child_server import NO_DRAFTS
 from benchmarks.peers.figures import Goals
 from benchmarks.peers.float_copies import llama_copy, own_copy
 from benchmarks.peers.in_process import find_peft
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measurement.run(lambda: None)
     print_report([llama], agreements, measurement, console, GOALS)
     workload = {name: getattr(arguments, name) for name in WORKLOAD}
+    workload["speculate"] = NO_DRAFTS[1]
     workload["loads"] = [str(load) for load in arguments.load]
     head = {"workload": workload, "is_busy_allowed": arguments.allow_busy}
     run.write(head | document([llama], agreements, measurement, arguments.load, GOALS))

@@ -42,7 +42,7 @@ from benchmarks.gpu.machine import describe
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import RandomAdapters
 from benchmarks.harness import exit_on_sigterm, finite, out_file, reports_failure
-from benchmarks.peers.child_server import HOST, child_server, free_port, own_environment
+from benchmarks.peers.child_server import HOST, NO_DRAFTS, child_server, free_port, own_environment
 from benchmarks.peers.vocabulary import FIRST_WORD
 from benchmarks.running_engine import GREEDY, start_engine
 from benchmarks.s_lora.run import Arrival, Drive, Stream, Window
@@ -160,7 +160,7 @@ class Serving:
             str(data_dir),
         ]
         command += ["--host", HOST, "--port", str(port), "--admin-port", str(admin_port), "--served-name", BASE_NAME]
-        command += ["--dtype", str(self.dtype).removeprefix("torch."), "--device", self.arguments.device]
+        command += ["--dtype", str(self.dtype).removeprefix("torch."), "--device", self.arguments.device, *NO_DRAFTS]
         settings = {"LORAMUX_ADMIN_KEY": admin_key, "LORAMUX_MAX_SEQUENCES": str(self.arguments.sequences)}
         log = data_dir.parent / "server.log"
         started = time.perf_counter()
@@ -366,7 +366,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     exit_on_sigterm()
     arguments = parse(argv)
-    serving = Serving(arguments, {"command": sys.argv[1:], "machine": describe()})
+    serving = Serving(arguments, {"command": sys.argv[1:], "speculate": NO_DRAFTS[1], "machine": describe()})
     with tempfile.TemporaryDirectory(dir=arguments.files) as files, tempfile.TemporaryDirectory() as data:
         started = time.perf_counter()
         base = Path(files) / BASE_NAME

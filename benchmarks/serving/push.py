@@ -36,7 +36,7 @@ from rich.table import Table
 
 from benchmarks.answers import CheckError
 from benchmarks.harness import Run, begin, exit_on_sigterm, new_parser, percentile, reports_failure
-from benchmarks.peers.child_server import HOST, child_server, free_port, own_environment
+from benchmarks.peers.child_server import HOST, NO_DRAFTS, child_server, free_port, own_environment
 from benchmarks.peers.vocabulary import FIRST_WORD, write_tokenizer
 from benchmarks.random_model import SHAPES, Shape, load_peft, make_base
 from benchmarks.serving.clients import closed_loop, greedy
@@ -378,10 +378,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_tokenizer(base, ALL_SHAPES[arguments.shape].vocab_size)
         variants, config = make_variants(base, arguments.shape, arguments.rank, TOLERANCES[arguments.dtype])
         size = sum(tensor.nbytes for tensor in variants[0].tensors.values())
-        run.say({"adapter": f"rank {arguments.rank}, {size / 1e6:.1f} MB", "dtype": arguments.dtype})
+        run.say(
+            {
+                "adapter": f"rank {arguments.rank}, {size / 1e6:.1f} MB",
+                "dtype": arguments.dtype,
+                "speculate": NO_DRAFTS[1],
+            }
+        )
         port, admin_port, admin_key = free_port(), free_port(), "push-benchmark-" + "0" * 32
         command = [sys.executable, "-m", "loramux.admin.cli", "serve", "--model", str(base)]
-        command += ["--data-dir", str(Path(files) / "data"), "--host", HOST, "--served-name", BASE_NAME]
+        command += ["--data-dir", str(Path(files) / "data"), "--host", HOST, "--served-name", BASE_NAME, *NO_DRAFTS]
         command += ["--port", str(port), "--admin-port", str(admin_port), "--dtype", arguments.dtype, "--device", "cpu"]
         environment = own_environment({"LORAMUX_ADMIN_KEY": admin_key})
         with child_server("loramux", command, environment, Path(files) / "server.log") as child:

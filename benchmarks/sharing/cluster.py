@@ -13,7 +13,7 @@ import boto3
 import httpx
 
 from benchmarks.accounts.databases import open_database_at
-from benchmarks.peers.child_server import HOST, ChildServer, child_server, free_port, server_environment
+from benchmarks.peers.child_server import HOST, NO_DRAFTS, ChildServer, child_server, free_port, server_environment
 from benchmarks.peers.loramux_server import BASE_NAME, loramux_environment, push_adapters
 
 BUCKET = "adapters"
@@ -113,7 +113,7 @@ def open_server(
         *(sys.executable, "-m", "loramux.admin.cli", "serve", "--model", str(setting.base)),
         *("--data-dir", str(data_dir), "--database-url", store.database_url, "--blob-url", f"s3://{BUCKET}/bench"),
         *("--host", HOST, "--port", str(port), "--admin-port", str(admin_port), "--served-name", BASE_NAME),
-        *("--device", "cpu"),
+        *("--device", "cpu", *NO_DRAFTS),
         *(("--peer-address", f"{HOST}:{free_port()}") if is_routed else ()),
     ]
     with child_server(name, command, store.environment, setting.logs / f"{name}.log") as process:

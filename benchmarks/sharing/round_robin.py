@@ -30,6 +30,7 @@ from rich.console import Console
 
 from benchmarks.answers import CheckError
 from benchmarks.harness import SCRATCH, begin, new_parser, percentile, reports_failure
+from benchmarks.peers.child_server import NO_DRAFTS
 from benchmarks.peers.http_questions import post_all
 from benchmarks.peers.model_files import make_model_files
 from benchmarks.random_model import SHAPES
@@ -241,6 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for alpha, rounds in found.items()
     }
     setting = {name: value for name, value in vars(run.arguments).items() if name not in hidden}
+    setting["speculate"] = NO_DRAFTS[1]
     run.write({"setting": setting, "figures": figures, "met": is_met})
     return 0
 

@@ -18,6 +18,7 @@ from loramux.engine.architectures.weight_files import HEAD_BIAS
 from loramux.engine.decoder.altup import AltUp
 from loramux.engine.decoder.attention import Attention
 from loramux.engine.decoder.decoder_step import DecoderStep
+from loramux.engine.decoder.delta_net import DeltaNet
 from loramux.engine.decoder.kv_layout import kv_layout
 from loramux.engine.decoder.layer_adapters import LayerAdapters
 from loramux.engine.decoder.layer_inputs import LayerInputs
@@ -34,7 +35,7 @@ from loramux.engine.sequences.batch import StepInputs
 from loramux.engine.sequences.cache_groups import narrow_windows
 from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.dispatch import Kernels, KernelShapes
-from loramux.kernels.tables import AdapterTables, LoraCall, Segments
+from loramux.kernels.tables import AdapterTables, AttentionBatch, LoraCall, Segments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,6 +198,16 @@ class Decoder:
         # The final norm has added the output of the last block to the residual.
         return residual.total, normed
 
+    @torch.inference_mode()
+    def advance_states(self, delta_inputs: list[torch.Tensor], batch: AttentionBatch, kernels: Kernels) -> None:
+        """Apply only the delta rules to the states of `batch`. `delta_inputs` has the input of each layer with a delta
+        rule, as in `StepInputs`.
+        """
+        mixers = [layer.attention.mixer for layer in self._layers]
+        rules = [mixer for mixer in mixers if isinstance(mixer, DeltaNet)]
+        for rule, projected in zip(rules, delta_inputs, strict=True):
+            rule.advance(projected, batch, kernels)
+
     def base_embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings of tokens without adapters, `[num_tokens, hidden_size]`. A token beyond the base's vocabulary has
         that of the base's last token.
@@ -276,6 +287,7 @@ class Decoder:
                 for head_dim in (self._head_dims if has_outputs else ())
             },
             states=inputs.states,
+            delta_inputs=inputs.delta_inputs,
             layer_inputs=None if self._layer_inputs is None else self._layer_inputs(inputs.tokens, embedded, kernels),
         )
 

@@ -19,7 +19,7 @@ class DecoderStep:
     each of `CacheLayout.groups`. `outputs` maps each `head_dim` to a zeroed buffer `[num_tokens, num_heads, head_dim]`.
     Attention skips padding rows, which belong to no sequence, so they stay zero. `states` lists the pages of the
     sequences' states if layers have a delta rule. `layer_inputs` `[num_tokens, num_layers, size]` are the layers' own
-    input embeddings, or None.
+    input embeddings, or None. `delta_inputs` is that of `StepInputs`.
     """
 
     activate: Callable[[torch.Tensor], torch.Tensor]
@@ -29,3 +29,4 @@ class DecoderStep:
     outputs: dict[int, torch.Tensor]
     states: AttentionBatch | None
     layer_inputs: torch.Tensor | None
+    delta_inputs: list[torch.Tensor] | None

@@ -9,7 +9,8 @@ from loramux.engine.architectures.delta_config import DeltaConfig
 from loramux.engine.decoder.decoder_step import DecoderStep
 from loramux.engine.decoder.layer_adapters import LayerAdapters
 from loramux.engine.decoder.placement import Placement
-from loramux.kernels.tables import ModuleGroup
+from loramux.kernels.dispatch import Kernels
+from loramux.kernels.tables import AttentionBatch, ModuleGroup
 
 
 class DeltaNet:
@@ -44,10 +45,21 @@ class DeltaNet:
     def __call__(self, projected: torch.Tensor, step: DecoderStep, adapters: LayerAdapters) -> torch.Tensor:
         """The input of the output projection. `projected` is the output of the fused input projections."""
         assert step.states is not None
-        spec, kernels, batch = self._spec, adapters.kernels, step.states
-        qkv, z, gates = torch.split(projected, [spec.channels, spec.matrix_rows, 2 * spec.num_v_heads], dim=1)
-        mixed = kernels.convolve(qkv, self._weight, self._layer, batch, spec)
-        y = kernels.delta_rule(mixed, gates, self._rates, self._layer, batch, spec)
+        spec, kernels = self._spec, adapters.kernels
+        if step.delta_inputs is not None:
+            step.delta_inputs.append(projected)
+        y, z = self.advance(projected, step.states, kernels)
         y = kernels.rms_norm(y.view(-1, spec.num_v_heads, spec.v_dim), self._norm_weight, self._eps)
         adapters.replace_norm(y, self._norm_group)
         return (y.view_as(z) * functional.silu(z.float())).to(projected.dtype)
+
+    def advance(
+        self, projected: torch.Tensor, batch: AttentionBatch, kernels: Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply the rule, which changes the states of `batch`. Returns its output and the part of `projected` that
+        gates the output, `[num_tokens, matrix_rows]` each.
+        """
+        spec = self._spec
+        qkv, z, gates = torch.split(projected, [spec.channels, spec.matrix_rows, 2 * spec.num_v_heads], dim=1)
+        mixed = kernels.convolve(qkv, self._weight, self._layer, batch, spec)
+        return kernels.delta_rule(mixed, gates, self._rates, self._layer, batch, spec), z

@@ -28,7 +28,7 @@ class Draft:
 
 
 class DraftRoom(Protocol):
-    """Finds pages for the K and V of drafts: see `Scheduler.room_for_drafts`."""
+    """Finds pages for the K and V of drafts, and for a copy of a state: see `Scheduler.room_for_drafts`."""
 
     def __call__(self, sequence: Sequence, num_drafts: int) -> int: ...
 
@@ -36,10 +36,9 @@ class DraftRoom(Protocol):
 def max_drafts(sequence: Sequence) -> int:
     """Maximum number of tokens of a sequence that a step can verify after the sequence's next token.
 
-    It is 0 if the request does not want drafts, and unless the next row is the sequence's last. It is also 0 in a
-    hybrid decoder, whose state cannot go back to an earlier token.
+    It is 0 if the request does not want drafts, and unless the next row is the sequence's last.
     """
-    if not sequence.add.speculates or sequence.is_pooled or sequence.state_pages or sequence.num_unscored:
+    if not sequence.add.speculates or sequence.is_pooled or sequence.num_unscored:
         return 0
     # A row of a prompt's chunk can be followed by a known token.
     if sequence.num_pending != 1:

@@ -33,3 +33,13 @@ def forced_drafts(forced: Mapping[Sequence, tuple[int, ...]], room: DraftRoom, n
             drafts[sequence] = Draft(tokens[:count], "grammar")
             num_rows -= count
     return drafts
+
+
+def worth_copies(
+    forced: Mapping[Sequence, tuple[int, ...]], num_least: int, max_copies: int
+) -> dict[Sequence, tuple[int, ...]]:
+    """The sequences of a hybrid decoder whose states a step copies: those with the most forced tokens, and each with at
+    least `num_least`.
+    """
+    by_length = sorted(forced.items(), key=lambda item: len(item[1]), reverse=True)
+    return {one: tokens for one, tokens in by_length[:max_copies] if len(tokens) >= num_least}

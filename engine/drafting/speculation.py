@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from loramux.engine.drafting.draft import Draft, DraftRoom, DraftSource, max_drafts
 from loramux.engine.drafting.drafter import Drafter, Proposal
-from loramux.engine.drafting.forced_tokens import forced_drafts, forced_tokens
+from loramux.engine.drafting.forced_tokens import forced_drafts, forced_tokens, worth_copies
 from loramux.engine.drafting.head_drafter import BEST_RATE, PROBE_STEPS, HeadDrafter
-from loramux.engine.drafting.step_times import StepTimes
+from loramux.engine.drafting.step_times import MAX_AGE, StepTimes, updated
 from loramux.engine.protocol.messages import DraftCounts
 from loramux.engine.sequences.batch import ScheduledSequence
 from loramux.engine.sequences.sequence import Sequence
@@ -32,6 +35,20 @@ A step with drafts is committed before the next one is submitted, and often subm
 The device is idle meanwhile, which costs each sequence a part of a step. Each forced row saves a step of one sequence.
 """
 
+MAX_SEQUENCES_PER_COPIED = 4
+"""Maximum number of sequences in a step for each forced token of a copied state.
+
+Copying 20 MB, the state of a base with 0.8 billion parameters, takes two milliseconds. Reading its weights in 4 bits
+takes a step of two cores an estimated 20. A copy delays each sequence of the step, and each forced token saves one
+sequence a step, so the copies take at most two fifths of what the tokens save.
+"""
+
+MAX_LOOKUP_PART = 0.01
+"""Maximum part of the time of steps that is spent on looking for drafts without success."""
+
+MAX_PAUSE = 8
+"""Maximum number of steps after an unsuccessful lookup in which no drafts are looked for."""
+
 MIN_GAIN = 1.1
 """Drafts are verified if the step then probably yields this many times the tokens in the same time."""
 
@@ -45,13 +62,23 @@ class Speculation:
     token where no prediction does, and the text is not read.
 
     It compares how long steps with and without the additional rows have taken with how often each sequence's drafts
-    are accepted. Beside a sequence without drafts, or with rejected drafts, only rows that take no time are added.
+    are accepted. Beside a sequence without drafts, or with rejected drafts, only rows that take no time are added. In a
+    hybrid decoder, a step also copies the state of each sequence with drafts, and repeats rows after rejected drafts.
+
+    `clock` returns seconds.
     """
 
     def __init__(
-        self, max_rows: int = MAX_ROWS, *, guesses: bool = True, lookahead: bool = False, has_head: bool = False
+        self,
+        max_rows: int = MAX_ROWS,
+        *,
+        guesses: bool = True,
+        lookahead: bool = False,
+        has_head: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_rows = max_rows
+        self._clock = clock
         self._lookahead = lookahead
         self.guesses = guesses
         self.has_head = has_head
@@ -67,6 +94,15 @@ class Speculation:
         self._num_without_head = 0
         # True if the last step would have had drafts if the sequences' newest tokens had been known.
         self._is_promising = False
+        # The time that a sequence's drafts take for copies and repeated rows. The times of steps are without these.
+        self._copy_s = 0.0
+        # Of the step with the newest drafts: this time, and the number of copies.
+        self._state_s = 0.0
+        self._num_copies = 0
+        # Number of steps of the same sequences in which no drafts are looked for, because steps are short and the last
+        # lookup found nothing.
+        self._num_paused = 0
+        self._looked_for: list[Sequence] = []
         self._num_drafted: Counter[DraftSource] = Counter()
         self._num_accepted: Counter[DraftSource] = Counter()
         self._wasted_s = 0.0
@@ -88,6 +124,8 @@ class Speculation:
     ) -> tuple[list[ScheduledSequence], dict[Sequence, Draft]]:
         """Add drafts to a step that has only decode rows. Without `others_wait`, no sequence waits to begin."""
         self._is_promising = False
+        self._state_s, self._num_copies = 0.0, 0
+        room = self._measured(room)
         self._wants_head = self.has_head and not others_wait and self._head_pays(scheduled)
         drafts = self._forced(scheduled, room)
         if not drafts and self.guesses and not others_wait:
@@ -99,17 +137,41 @@ class Speculation:
             for item in scheduled
         ], drafts
 
+    @contextmanager
+    def measuring_states(self) -> Iterator[None]:
+        """Count the time of copies of states, and of repeated rows, apart from that of the step's rows."""
+        started_s = self._clock()
+        yield
+        self._state_s += self._clock() - started_s
+
+    def _measured(self, room: DraftRoom) -> DraftRoom:
+        def find_room(sequence: Sequence, num_drafts: int) -> int:
+            if not sequence.state_pages:
+                return room(sequence, num_drafts)
+            with self.measuring_states():
+                num_drafts = room(sequence, num_drafts)
+            self._num_copies += num_drafts > 0
+            return num_drafts
+
+        return find_room
+
     def _forced(self, scheduled: list[ScheduledSequence], room: DraftRoom) -> dict[Sequence, Draft]:
         num_rows = self._max_rows - len(scheduled)
+        if num_rows <= 0:
+            return {}
         # Most sequences have no grammar.
         constrained = [item.sequence for item in scheduled if item.sequence.grammar is not None]
         forced = {one: tokens for one in constrained if (tokens := forced_tokens(one))}
-        if not forced or num_rows <= 0 or any(item.num_tokens != 1 for item in scheduled):
+        if not forced or any(item.num_tokens != 1 for item in scheduled):
             return {}
         if not all(item.sequence.is_background for item in scheduled):
             forced = {one: tokens for one, tokens in forced.items() if not one.is_background}
-        if len({item.sequence.share_key for item in scheduled}) > 1:
+        is_shared = len({item.sequence.share_key for item in scheduled}) > 1
+        if is_shared:
             num_rows = min(num_rows, MAX_FORCED_BESIDE_OTHERS)
+        if any(one.state_pages for one in forced):
+            num_least = -(-len(scheduled) // MAX_SEQUENCES_PER_COPIED)
+            forced = worth_copies(forced, num_least, min(1 if is_shared else num_rows, num_rows // num_least))
         # If a token is in flight, this step chooses the first forced token, and the next step can have the others.
         num_forced = sum(len(tokens) - one.num_in_flight for one, tokens in forced.items())
         if self._lookahead and min(num_rows, num_forced) < MIN_FORCED_GAIN * len(scheduled):
@@ -123,13 +185,19 @@ class Speculation:
         num_rows = num_decode_rows(scheduled)
         if not num_rows:
             return {}
-        proposals: dict[Sequence, Proposal] = {}
-        for item in scheduled:
-            proposal = self._propose(item.sequence)
-            if proposal is not None:
-                proposals[item.sequence] = proposal
-        length = self._best_length(num_rows, list(proposals.values()))
+        sequences = [item.sequence for item in scheduled]
+        if self._num_paused and sequences == self._looked_for:
+            self._num_paused -= 1
+            return {}
+        self._num_paused, self._looked_for = 0, sequences
+        started_s = self._clock()
+        proposals = self._proposals(scheduled)
+        lookup_s = self._clock() - started_s
+        length = self._best_length(num_rows, list(proposals.values())) if proposals else 0
         if not length:
+            step_s = self._times.seconds(num_rows)
+            if step_s and not self.has_head:
+                self._num_paused = min(MAX_PAUSE, int(lookup_s / (MAX_LOOKUP_PART * step_s)))
             return {}
         if any(one.num_tokens > len(one.tokens) for one in proposals):
             self._is_promising = True
@@ -140,6 +208,19 @@ class Speculation:
             if tokens:
                 drafts[sequence] = Draft(tokens, proposal.source)
         return drafts
+
+    def _proposals(self, scheduled: list[ScheduledSequence]) -> dict[Sequence, Proposal]:
+        """The proposals for the sequences of a step, or none if the step cannot have drafts."""
+        # Rows beside a sequence without drafts must take no time.
+        is_free = len(scheduled) == 1 or self._ratio(len(scheduled), 1, 1) <= 1
+        proposals: dict[Sequence, Proposal] = {}
+        for item in scheduled:
+            proposal = self._propose(item.sequence)
+            if proposal is not None:
+                proposals[item.sequence] = proposal
+            elif not is_free:
+                return {}
+        return proposals
 
     def _head_pays(self, scheduled: list[ScheduledSequence]) -> bool:
         """True if drafts of the head for these sequences probably gain more time than they take.
@@ -205,12 +286,20 @@ class Speculation:
             usual = self._times.seconds(num_sequences) or seconds
             self._wasted_s += max(0.0, seconds - usual) * self._num_rejected / (num_rows - num_sequences)
             self._num_rejected = 0
+        if num_rows > num_sequences and self._num_copies:
+            seconds = max(0.0, seconds - self._state_s)
+            new = self._state_s / self._num_copies
+            self._copy_s = updated(self._copy_s, new) if self._copy_s else new
+        else:
+            # If drafts do not pay because copies took long, the time is measured again at some point.
+            self._copy_s *= 1 - 1 / MAX_AGE
         self._times.note(num_rows, seconds)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._drafters.pop(sequence, None)
         self._heads.pop(sequence, None)
+        self._looked_for = []
 
     def counts(self) -> DraftCounts:
         drafted, accepted = self._num_drafted, self._num_accepted
@@ -254,13 +343,18 @@ class Speculation:
             if not num_more or num_sequences + num_more > self._max_rows:
                 continue
             expected = [one.expected(count) for one, count in zip(proposals, counts, strict=True)]
-            ratio = self._times.ratio(num_sequences, num_more)
+            ratio = self._ratio(num_sequences, num_more, len(proposals))
             least = min(expected) if len(proposals) == num_sequences else 0.0
             gain = (1 + sum(expected) / num_sequences) / ratio
             # No sequence may become slower, whatever the others gain.
             if gain > best_gain and ratio <= 1 + least:
                 best, best_gain = length, gain
         return best
+
+    def _ratio(self, num_sequences: int, num_more: int, num_drafting: int) -> float:
+        """How much longer a step takes with `num_more` rows for drafts of `num_drafting` sequences."""
+        ratio, usual = self._times.ratio(num_sequences, num_more), self._times.seconds(num_sequences)
+        return ratio + num_drafting * self._copy_s / usual if usual > 0 else ratio
 
 
 def num_decode_rows(scheduled: list[ScheduledSequence]) -> int:

@@ -31,9 +31,12 @@ class StepTimes:
         self._averages: dict[int, _Average] = {}
         self._has_run: set[int] = set()
         self._num_steps = 0
+        # The recent averages by number of rows, or None after a step. A decision reads them several times.
+        self._known: list[tuple[int, float]] | None = None
 
     def note(self, num_rows: int, seconds: float) -> None:
         self._num_steps += 1
+        self._known = None
         if num_rows not in self._has_run:
             # The first step also records a program, or captures a graph.
             self._has_run.add(num_rows)
@@ -42,8 +45,7 @@ class StepTimes:
         if found is None:
             self._averages[num_rows] = _Average(seconds, self._num_steps)
             return
-        new = min(seconds, MOST_OF_OLD * found.seconds)
-        found.seconds += PART_OF_NEW * (new - found.seconds)
+        found.seconds = updated(found.seconds, seconds)
         found.step = self._num_steps
 
     def ratio(self, num_rows: int, num_more: int) -> float:
@@ -62,10 +64,18 @@ class StepTimes:
         return _estimate(self._recent(), num_rows)
 
     def _recent(self) -> list[tuple[int, float]]:
+        if self._known is not None:
+            return self._known
         oldest = self._num_steps - MAX_AGE
         for num_rows in [num_rows for num_rows, one in self._averages.items() if one.step < oldest]:
             del self._averages[num_rows]
-        return sorted((num_rows, one.seconds) for num_rows, one in self._averages.items())
+        self._known = sorted((num_rows, one.seconds) for num_rows, one in self._averages.items())
+        return self._known
+
+
+def updated(average: float, new: float) -> float:
+    """The moving average of times after a new one."""
+    return average + PART_OF_NEW * (min(new, MOST_OF_OLD * average) - average)
 
 
 def _estimate(known: list[tuple[int, float]], num_rows: int) -> float:

@@ -89,6 +89,9 @@ class SampledStep:
     def head_drafts(self) -> HeadDrafts | None:
         return None if self.head is None else self.head.drafts()
 
+    def repeat_rows(self) -> None:
+        """Hybrid decoders have no drafts on a GPU."""
+
 
 class DeviceSampler:
     """Samples tokens, and keeps the latest step's tokens on the device for the next step."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,15 @@ from loramux.engine.execution.head_drafts import HeadRunner
 from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, HeadDrafts, SampledToken, sample
-from loramux.engine.sequences.batch import Batch, OuterSlots, SamplingRow, StepInputs, samples_without
+from loramux.engine.sequences.batch import (
+    Batch,
+    OuterSlots,
+    RepeatedRows,
+    RepeatRows,
+    SamplingRow,
+    StepInputs,
+    samples_without,
+)
 from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import build_segments
@@ -32,7 +41,8 @@ from loramux.kernels.tables import AttentionBatch, Segments
 class DirectForward:
     """A step whose logits, float32 `[num_samples, vocab_size]`, prompt scores and pooled prompts are complete.
 
-    `run_head` runs the base's own head for drafts once the tokens are chosen. It is None without one.
+    `run_head` runs the base's own head for drafts once the tokens are chosen. It is None without one. `repeat` is
+    `StepResult.repeat_rows`.
     """
 
     logits: torch.Tensor
@@ -41,11 +51,12 @@ class DirectForward:
     scored: ScoredPrompts | None = None
     pools: PooledPrompts | None = None
     run_head: Callable[[Sequence[SampledToken]], HeadDrafts] | None = None
+    repeat: RepeatRows | None = None
 
     def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> FinishedStep:
         sampled = sample(self.logits, samples_without(self.samples, unused), self.eos_token_ids, masks)
         head = None if self.run_head is None else self.run_head(sampled)
-        return FinishedStep(sampled, self.scored, self.pools, head)
+        return FinishedStep(sampled, self.scored, self.pools, head, self.repeat)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +100,8 @@ class DirectExecutor:
         inputs = self._inputs(batch, batch.sample_rows, outer)
         found = self._compute(batch, inputs)
         logits = self._logits_of(found.hidden, found.product, None if outer is None else outer.head)
-        return DirectForward(logits, batch.samples, self._eos_token_ids, run_head=self._head_of(batch, inputs, found))
+        run_head, repeat = self._head_of(batch, inputs, found), self._repeat_of(batch, inputs)
+        return DirectForward(logits, batch.samples, self._eos_token_ids, run_head=run_head, repeat=repeat)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Logits of the batch's sample rows, float32 `[num_samples, vocab_size]`."""
@@ -124,6 +136,28 @@ class DirectExecutor:
 
         return run_head
 
+    def _repeat_of(self, batch: Batch, inputs: StepInputs) -> RepeatRows | None:
+        delta_inputs = inputs.delta_inputs
+        if delta_inputs is None:
+            return None
+
+        def repeat(repeated: list[RepeatedRows]) -> None:
+            rows: list[int] = []
+            for one in repeated:
+                first = int(batch.sample_rows[one.begin])
+                rows += range(first, first + one.num_rows)
+            states = AttentionBatch(
+                cu_q=_running_sum(one.num_rows for one in repeated),
+                seq_lens=torch.tensor([one.seq_len for one in repeated], dtype=torch.int32),
+                pages=torch.tensor([page for one in repeated for page in one.pages], dtype=torch.int32),
+                page_starts=_running_sum(len(one.pages) for one in repeated)[:-1],
+                kv_slots=torch.from_numpy(batch.kv_slots[0, rows]),
+                max_q=max(one.num_rows for one in repeated),
+            )
+            self._decoder.advance_states([one[rows] for one in delta_inputs], states, self._kernels)
+
+        return repeat
+
     def _with_prompt_rows(self, batch: Batch) -> DirectForward:
         """A step that also scores and pools prompt rows."""
         scored_rows, pooled_rows = batch.scored_rows, batch.pooled_rows
@@ -152,8 +186,15 @@ class DirectExecutor:
         pools = None
         if batch.pooled:
             pools = pool_prompts(batch.pooled, pooled_hidden, class_logits, self._accelerator)
-        run_head = self._head_of(batch, inputs, found)
-        return DirectForward(logits_of(0, num_samples), batch.samples, self._eos_token_ids, scored, pools, run_head)
+        return DirectForward(
+            logits_of(0, num_samples),
+            batch.samples,
+            self._eos_token_ids,
+            scored,
+            pools,
+            self._head_of(batch, inputs, found),
+            self._repeat_of(batch, inputs),
+        )
 
     def _logits_of(
         self, hidden: torch.Tensor, product: torch.Tensor | None, head_slots: npt.NDArray[np.int32] | None
@@ -178,6 +219,7 @@ class DirectExecutor:
                 max_q=batch.max_q,
             )
 
+        states = states_of(batch)
         return StepInputs(
             tokens=torch.from_numpy(batch.tokens),
             positions=torch.from_numpy(batch.positions),
@@ -186,9 +228,32 @@ class DirectExecutor:
             segments=self._segments(batch.slots),
             sample_rows=torch.from_numpy(rows),
             embedding_segments=None if outer is None else self._segments(outer.embedding),
-            states=batch_of(batch.state_starts, batch.kv_slots[0]) if len(batch.state_starts) else None,
+            states=states,
+            delta_inputs=[] if states is not None and len(states.seq_lens) < batch.num_sequences else None,
             groups=LayerGroups.holding(self._tables.modules(batch.slots), self._decoder.module_groups),
         )
 
     def _segments(self, slots: npt.NDArray[np.int32]) -> Segments:
         return build_segments(slots, self._kernels.segment_rows, max(1, self._tables.max_rank(slots)))
+
+
+def states_of(batch: Batch) -> AttentionBatch | None:
+    """The states of a hybrid decoder's sequences. The drafts of a sequence, whose entries follow it, are its rows."""
+    if not len(batch.state_starts):
+        return None
+    first = np.flatnonzero(np.diff(batch.state_starts, prepend=-1))
+    end = np.append(first[1:], batch.num_sequences)
+    cu_q = np.append(batch.cu_q[first], batch.cu_q[-1])
+    return AttentionBatch(
+        cu_q=torch.from_numpy(cu_q),
+        seq_lens=torch.from_numpy(batch.seq_lens[end - 1]),
+        pages=torch.from_numpy(batch.blocks),
+        page_starts=torch.from_numpy(batch.state_starts[first]),
+        kv_slots=torch.from_numpy(batch.kv_slots[0]),
+        max_q=int(np.diff(cu_q).max()),
+    )
+
+
+def _running_sum(counts: Iterable[int]) -> torch.Tensor:
+    """`[0, counts[0], counts[0] + counts[1], ...]`, int32."""
+    return torch.tensor(list(accumulate(counts, initial=0)), dtype=torch.int32)

@@ -13,7 +13,7 @@ from loramux.engine.constraints.grammar import NO_MASKS, Masks
 from loramux.engine.drafting.draft import Draft
 from loramux.engine.execution.sampler import HeadDrafts, SampledToken
 from loramux.engine.protocol.messages import PromptLogprob
-from loramux.engine.sequences.batch import Batch
+from loramux.engine.sequences.batch import Batch, RepeatRows
 from loramux.engine.sequences.sequence import Sequence
 
 
@@ -36,6 +36,10 @@ class StepResult(Protocol):
         """What the base's own head has done, or None if it has not run, or on a GPU has only stored its K and V. Call
         `tokens` first.
         """
+        ...
+
+    def repeat_rows(self) -> RepeatRows | None:
+        """The call that repeats rows of this step. None unless the step has drafts and the decoder is hybrid."""
         ...
 
 

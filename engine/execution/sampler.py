@@ -14,7 +14,7 @@ from loramux.engine.constraints.grammar import NO_MASKS, Masks
 from loramux.engine.execution.pooled_prompts import PooledPrompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts
 from loramux.engine.protocol.messages import PromptLogprob, SamplingParams, TokenLogprobs
-from loramux.engine.sequences.batch import SamplingRow
+from loramux.engine.sequences.batch import RepeatRows, SamplingRow
 
 NUM_LIKELIEST = 1024
 """Number of most likely tokens to sort for top_k, top_p and min_p. The whole vocabulary is sorted only if these tokens
@@ -64,6 +64,7 @@ class FinishedStep:
     scored: ScoredPrompts | None = None
     pools: PooledPrompts | None = None
     head: HeadDrafts | None = None
+    repeat: RepeatRows | None = None
 
     def tokens(self) -> list[SampledToken]:
         return self.sampled
@@ -76,6 +77,9 @@ class FinishedStep:
 
     def head_drafts(self) -> HeadDrafts | None:
         return self.head
+
+    def repeat_rows(self) -> RepeatRows | None:
+        return self.repeat
 
 
 def sample(

@@ -395,15 +395,15 @@ def _stats(parts: EngineParts, stager: Stager, page_bytes: int, reads: ReadsPerS
 
 def _speculation(base: LoadedBase) -> Speculation:
     return Speculation(
-        max_draft_rows(base.config, base.backend),
-        guesses=base.config.speculate != "off",
+        max_draft_rows(base.config, base.model, base.backend),
+        guesses=_guesses(base) is not None,
         lookahead=base.backend.runs_ahead,
         has_head=base.head is not None,
     )
 
 
 def _guesses(base: LoadedBase) -> str | None:
-    if base.config.speculate == "off":
+    if base.config.speculate == "off" or not max_draft_rows(base.config, base.model, base.backend):
         return None
     return "text" if base.head is None else "head"
 

@@ -29,6 +29,9 @@ decodes for long.
 
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
+DEFAULT_SPECULATE: dict[str, Speculate] = {"cpu": "text", "cuda": "off"}
+"""Default of `speculate` of servers and of `LLM`. Drafts have not been measured on a GPU."""
+
 DEFAULT_HOST_TIER_BYTES = 1 << 30
 
 MOST_PINNED_SHARE = 0.9

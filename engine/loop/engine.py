@@ -394,6 +394,7 @@ class Engine:
                 if not sequence.is_pooled:
                     sampling.append(sequence)
                     if item.drafts:
+                        sequence.num_drafted = len(item.drafts)
                         sampling += [None] * len(item.drafts)
         return forward, sampling, scoring, pooling
 

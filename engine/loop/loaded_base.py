@@ -170,11 +170,16 @@ def _load_head(
     contain tensors of the head that `config.json` names.
 
     If the head cannot be used, `auto` prints the reason on standard error. `head` raises ConfigNotUsable, or
-    ModelNotSupported if the tensors do not fit the base.
+    ModelNotSupported if the tensors do not fit the base. If there can be no drafts at all, `text` and `auto` print why.
     """
+    max_rows = max_draft_rows(config, decoder.config, backend)
+    if config.speculate in ("text", "auto") and not max_rows:
+        reason = f"{decoder.config.architecture} has layers with a recurrent state"
+        print(f"--speculate {config.speculate} has no effect on a GPU, because {reason}", file=sys.stderr)
+        return None
     if config.speculate not in ("head", "auto"):
         return None
-    problem = _head_problem(decoder.config, max_draft_rows(config, backend), has_tensors=has_tensors)
+    problem = _head_problem(decoder.config, max_rows, has_tensors=has_tensors)
     if problem is None:
         try:
             return DraftHead(decoder, weights, DTYPES[dtype], backend, kv_itemsize)
@@ -188,8 +193,11 @@ def _load_head(
     return None
 
 
-def max_draft_rows(config: EngineConfig, backend: Backend) -> int:
-    """Maximum number of rows of a step with drafts."""
+def max_draft_rows(config: EngineConfig, model: ModelConfig, backend: Backend) -> int:
+    """Maximum number of rows of a step with drafts, or 0 if steps have no drafts."""
+    if model.delta is not None and backend.sample_tokens is not None:
+        # Captured steps do not keep what a state needs to go back.
+        return 0
     # On a GPU, a step samples at most one token for each sequence that can run.
     most = MAX_ROWS if backend.sample_tokens is None else config.max_sequences
     return min(MAX_ROWS, most, config.max_batch_tokens)
@@ -198,7 +206,7 @@ def max_draft_rows(config: EngineConfig, backend: Backend) -> int:
 def _head_problem(model: ModelConfig, max_rows: int, *, has_tensors: bool) -> str | None:
     """Why the base's own head for drafts cannot be used, or None. A step with drafts has at most `max_rows`."""
     if model.delta is not None:
-        return f"{model.architecture} has layers with a recurrent state, which have no drafts"
+        return f"{model.architecture} has layers with a recurrent state, and the head's drafts do not support them"
     if any(window is not None for window in model.attention.windows):
         return "its layers have windows"
     if model.draft_head is None:

@@ -18,6 +18,7 @@ from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.protocol.messages import FromEngine, SequenceOutput, StepOutput, TokenLogprobs
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.token_grants import TokenGrants
+from loramux.engine.sequences.batch import RepeatedRows
 from loramux.engine.sequences.sequence import Sequence, SequenceState
 from loramux.engine.tracing.sequence_traces import SequenceTraces
 
@@ -54,6 +55,7 @@ class StepCommits:
         tokens = step.result.tokens()
         head = step.result.head_drafts()
         drafted = None if head is None else head.tokens
+        repeated: list[RepeatedRows] = []
         broken_prompts = self._take_scores(step, outputs) if step.scoring else set()
         if step.pooling:
             ended += self._take_pooled(step, outputs)
@@ -81,11 +83,20 @@ class StepCommits:
             if draft is not None:
                 chosen = tokens[row : row + 1 + len(draft.tokens)]
                 reason = self._accept(sequence, draft, chosen, reason, outputs, committed)
+                num_accepted = len(sequence.tokens) - num_first
+                if reason is None and self._scheduler.settle_state(sequence, num_accepted):
+                    pages = sequence.state_pages
+                    repeated.append(RepeatedRows(row, 1 + num_accepted, sequence.num_computed, pages))
             if reason is not None:
                 ended.append((sequence, reason))
             elif drafted is not None:
                 # The row after which the last committed token was sampled.
                 self._speculation.note_head(sequence, drafted[row + len(sequence.tokens) - num_first])
+        if repeated:
+            repeat = step.result.repeat_rows()
+            assert repeat is not None
+            with self._speculation.measuring_states():
+                repeat(repeated)
         ended += [
             (sequence, "not_finite")
             for sequence in step.scoring
@@ -203,12 +214,16 @@ class StepCommits:
 
 
 def _joined(outputs: list[SequenceOutput]) -> tuple[SequenceOutput, ...]:
-    """One output per sequence, as other servers expect. The outputs of a sequence are adjacent, and consist of new
-    tokens, because a step with drafts computes no prompts.
+    """One output per sequence, as other servers expect, for a step with drafts. Only a sequence with drafts has several
+    outputs. They are adjacent, and consist of new tokens.
     """
     joined: list[SequenceOutput] = []
     for sequence_id, group in groupby(outputs, key=attrgetter("sequence_id")):
         parts = list(group)
+        if len(parts) == 1:
+            # It can be the result of a prompt's last row.
+            joined += parts
+            continue
         token_ids = tuple(chain.from_iterable(part.token_ids for part in parts))
         logprobs = tuple(chain.from_iterable(part.logprobs for part in parts))
         joined.append(SequenceOutput(sequence_id=sequence_id, token_ids=token_ids, logprobs=logprobs))

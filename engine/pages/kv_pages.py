@@ -85,6 +85,7 @@ class KvPages:
         self._max_step_tokens = max_step_tokens
         self._block_tokens = layout.block_tokens
         self._shared_tokens = layout.shared_tokens
+        self._copy_page = copy_page
         self._checkpoints: StateCheckpoints | None = None
         if layout.num_state_pages:
             assert copy_page is not None
@@ -290,6 +291,32 @@ class KvPages:
         sequence.num_room = min([table.end_block for table in sequence.tables]) * self._block_tokens
         return True
 
+    def save_state(self, sequence: Sequence) -> bool:
+        """Copy a hybrid decoder's state before a step with drafts. Cached prefixes are evicted if necessary, but no
+        adapter is. Returns False if there is no room.
+        """
+        num_pages = self._layout.num_state_pages
+        if self._checkpoints is None:
+            return True
+        # Only a prompt leaves checkpoints, so none contains the state after rows that may be rejected.
+        assert not sequence.checkpoints
+        if not self._checkpoints.make_room(num_pages):
+            return False
+        assert self._copy_page is not None
+        sequence.saved_state = block_list(self._pages.alloc(num_pages, PageOwner.KV))
+        for source, target in zip(sequence.state_pages, sequence.saved_state, strict=True):
+            self._copy_page(source, target)
+        return True
+
+    def settle_state(self, sequence: Sequence, *, has_rejected: bool) -> None:
+        """Free the copy of `save_state`. With `has_rejected`, the copy becomes the state, which lacks the rows of the
+        step, and the state with rejected positions is freed.
+        """
+        if has_rejected:
+            sequence.state_pages, sequence.saved_state = sequence.saved_state, sequence.state_pages
+        self._pages.free(sequence.saved_state)
+        sequence.saved_state = block_list()
+
     def offer(self, sequence: Sequence) -> None:
         """Add to the prefix cache the pages that this sequence has filled since the last call. Free the pages that no
         later token sees.
@@ -331,8 +358,8 @@ class KvPages:
                 self._checkpoints.touch(key)
         for group, table in zip(self._groups, sequence.tables, strict=True):
             self._pages.free(self._pages_of(table.blocks, group))
-        self._pages.free(sequence.state_pages)
-        sequence.state_pages = block_list()
+        self._pages.free([*sequence.state_pages, *sequence.saved_state])
+        sequence.state_pages, sequence.saved_state = block_list(), block_list()
         sequence.checkpoints = []
         sequence.used_checkpoints = []
         sequence.tables = [PageTable() for _ in self._groups]

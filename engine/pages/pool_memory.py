@@ -81,4 +81,10 @@ def copy_page(views: PoolViews, source: int, target: int) -> None:
     """Copy a page after the steps submitted so far. The scales of 8-bit K and V, which states do not have, are not
     copied.
     """
-    views.raw[target].copy_(views.raw[source])
+    raw = views.raw
+    if raw.is_cpu:
+        # torch would use all threads for each page, and wait for those that a busy machine has delayed.
+        pages = raw.numpy()
+        pages[target] = pages[source]
+    else:
+        raw[target].copy_(raw[source])

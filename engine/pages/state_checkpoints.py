@@ -77,13 +77,13 @@ class StateCheckpoints:
         """Copy a sequence's state into a checkpoint, unless there is one already. `digest` is that of the adapter on
         which the state depends, and `owner` the sequence's isolation key.
 
-        Returns False if there is no room: see `_make_room`.
+        Returns False if there is no room: see `make_room`.
         """
         if self.find(key, self._cache.find_anywhere):
             return True
         # The rest of an incomplete checkpoint comes from another computation, and rounding can differ between the two.
         self.forget(key)
-        if not self._make_room():
+        if not self.make_room(self._num_pages):
             return False
         targets = self._pages.alloc(self._num_pages, PageOwner.KV)
         for index, (source, target) in enumerate(zip(state_pages, targets, strict=True)):
@@ -122,15 +122,15 @@ class StateCheckpoints:
         for index in range(self._num_pages):
             self._cache.forget(_key(key, index))
 
-    def _make_room(self) -> bool:
-        """Evict cached prefixes and other checkpoints until the pages of a checkpoint are free. If they cannot be freed
-        without evicting an adapter, evict nothing and return False.
+    def make_room(self, num_pages: int) -> bool:
+        """Evict cached prefixes and checkpoints until `num_pages` pages are free. If they cannot be freed without
+        evicting an adapter, evict nothing and return False.
         """
-        if self._pages.can_alloc(self._num_pages):
+        if self._pages.can_alloc(num_pages):
             return True
-        if self._pages.num_free + self._cache.num_idle < self._num_pages:
+        if self._pages.num_free + self._cache.num_idle < num_pages:
             return False
-        while not self._pages.can_alloc(self._num_pages):
+        while not self._pages.can_alloc(num_pages):
             item = self._policy.take(lambda one: not one.has_slot)
             if item is None:
                 return False

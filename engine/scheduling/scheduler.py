@@ -203,16 +203,30 @@ class Scheduler:
         """Find pages for drafts after a decode row of this step. Returns the number of drafts with room.
 
         Drafts never take a page that another sequence has to wait for, or whose contents may be needed again: new pages
-        are free pages, and leave one of each group of layers to each running sequence.
+        are free pages, and leave one of each group of layers to each running sequence. In a hybrid decoder, the state
+        is copied, and only this copy may take the pages of cached prefixes.
         """
-        if self._kv.grow(sequence, 1 + num_drafts, num_kept=len(self.running) * self._kv.num_groups):
-            return num_drafts
-        return sequence.num_room - sequence.num_computed - 1
+        num_kept = len(self.running) * self._kv.num_groups
+        if not self._kv.grow(sequence, 1 + num_drafts, num_kept=num_kept):
+            num_drafts = sequence.num_room - sequence.num_computed - 1
+        return num_drafts if num_drafts > 0 and self._kv.save_state(sequence) else 0
 
     def note_accepted(self, sequence: Sequence) -> None:
         """The K and V of accepted drafts count as computed."""
         if sequence.num_computed >= sequence.next_offer:
             self._kv.offer(sequence)
+
+    def settle_state(self, sequence: Sequence, num_accepted: int) -> bool:
+        """Free the copy of a hybrid decoder's state after a step with drafts.
+
+        Returns True if the state has gone back to before the step, because some drafts were rejected. The rows of the
+        sequence's own token and of the accepted drafts must then be repeated.
+        """
+        if not sequence.saved_state:
+            return False
+        has_rejected = num_accepted < sequence.num_drafted
+        self._kv.settle_state(sequence, has_rejected=has_rejected)
+        return has_rejected
 
     def set_limit(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.state is SequenceState.WAITING:

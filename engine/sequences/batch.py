@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -91,6 +91,24 @@ class PooledRows(msgspec.Struct, frozen=True, gc=False):
     num_labels: int | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RepeatedRows:
+    """Adjacent rows of one sequence in a finished step, whose effect on a state is repeated.
+
+    `begin` is the index of the first row among the step's sample rows. `pages` contain the state before the first row.
+    `seq_len` is the length of the context with the last row.
+    """
+
+    begin: int
+    num_rows: int
+    seq_len: int
+    pages: array[int]
+
+
+RepeatRows = Callable[[list[RepeatedRows]], None]
+"""Repeats rows of a finished step. Call this before the next step is submitted."""
+
+
 class HeadRows(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What the base's own head for drafts reads at the end of a step, besides the states of the step's rows.
 
@@ -114,7 +132,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     `g` of the layers, block `blocks[block_starts[g, i] + p // block_tokens]` stores the K and V of each position `p`
     that a row sees. `kv_slots` int64 `[num_groups, num_tokens]` contains `block * block_tokens + p % block_tokens` for
     each row's own position. `state_starts` `[num_sequences]` contains the index in `blocks` of each sequence's first
-    state page. It is empty unless the decoder is hybrid. All other arrays are int32.
+    state page, which a draft shares with its sequence. It is empty unless the decoder is hybrid. All other arrays are
+    int32.
 
     `tokens` `[num_tokens]`: an entry `-1 - k` stands for token `k` chosen by the previous step, which may so far exist
     only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot, -1 for the base.
@@ -181,6 +200,8 @@ class StepInputs:
     In each layer, adapters modify only modules in `groups`. With `expands_first`, the outputs of adapters of linear
     layers are computed before the base's product, which adds to them, and no adapter has affines. In a hybrid decoder,
     `states` lists the pages of the sequences' states instead of the pages of their K and V. Otherwise, it is None.
+    Drafts are rows of their sequence there. `delta_inputs` is a list to which each layer with a delta rule adds its
+    input, or None if the inputs are not needed after the step.
     """
 
     tokens: torch.Tensor
@@ -193,6 +214,7 @@ class StepInputs:
     groups: LayerGroups = ALL_GROUPS
     expands_first: bool = False
     states: AttentionBatch | None = None
+    delta_inputs: list[torch.Tensor] | None = None
 
 
 def _no_rows() -> Batch:
@@ -259,7 +281,12 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
                 tokens += drafts
     blocks, block_starts, state_starts = _listed_blocks(sequences)
     if any(all_drafts):
-        counts, begins, slots, block_starts = _with_drafts(scheduled, counts, begins, slots, block_starts)
+        entries = [(index, place) for index, item in enumerate(scheduled) for place in range(1 + len(item.drafts))]
+        counts, begins, slots = _with_drafts(entries, counts, begins, slots)
+        indices = [index for index, _ in entries]
+        block_starts = block_starts.take(indices, axis=1)
+        if len(state_starts):
+            state_starts = state_starts.take(indices)
     first_positions, cu_q = np.asarray(begins), _running_sum(counts)
     positions, row_slots, row_starts = first_positions, np.asarray(slots), block_starts
     max_q = max(counts)
@@ -316,20 +343,16 @@ def _draft_samples(sequence: Sequence, drafts: tuple[int, ...], num_chosen: int)
 
 
 def _with_drafts(
-    scheduled: list[ScheduledSequence],
-    counts: array[int],
-    begins: array[int],
-    slots: array[int],
-    block_starts: npt.NDArray[np.int32],
-) -> tuple[array[int], array[int], array[int], npt.NDArray[np.int32]]:
-    """Repeat the entries of each sequence for its drafts, which begin one position later each."""
-    entries = [(index, place) for index, item in enumerate(scheduled) for place in range(1 + len(item.drafts))]
+    entries: list[tuple[int, int]], counts: array[int], begins: array[int], slots: array[int]
+) -> tuple[array[int], array[int], array[int]]:
+    """Repeat the entries of each sequence for its drafts, which begin one position later each. `entries` are pairs of
+    a sequence's index and a number of positions.
+    """
     indices = [index for index, _ in entries]
     return (
         array("i", [counts[index] for index in indices]),
         array("i", [begins[index] + place for index, place in entries]),
         array("i", [slots[index] for index in indices]),
-        block_starts.take(indices, axis=1),
     )
 
 

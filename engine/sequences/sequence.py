@@ -84,6 +84,12 @@ class Sequence:
     state_pages: array[int] = field(default_factory=block_list)
     """The pages of a hybrid decoder's state after the first `num_computed` tokens. Their number does not depend on the
     sequence's length. The first step ignores their contents unless the sequence starts with a cached prefix."""
+    saved_state: array[int] = field(default_factory=block_list)
+    """Pages with a copy of a hybrid decoder's state before the step in flight. Empty unless that step has drafts of the
+    sequence.
+    """
+    num_drafted: int = 0
+    """Number of rows for drafts in the sequence's last step."""
     checkpoints: list[int] = field(default_factory=list)
     """The positions, in ascending order, at which steps must end because a checkpoint of the state is wanted there: see
     `StateCheckpoints`. Empty unless the decoder is hybrid.

@@ -371,7 +371,7 @@ def test_a_head_that_does_not_fit_the_base_is_refused(
 def test_a_hybrid_base_is_refused_by_name(tmp_path: Path) -> None:
     make_base("qwen3_5", tmp_path, SMALL_SHAPE)
     subject = Subject(tmp_path, None, {}, {}, {})
-    with pytest.raises(ConfigNotUsable, match=r"Qwen3_5ForCausalLM has layers with a recurrent state, which have no"):
+    with pytest.raises(ConfigNotUsable, match=r"Qwen3_5ForCausalLM has layers with a recurrent state, and the head"):
         subject.assemble(speculate="head")
 
 

@@ -11,6 +11,7 @@ from functools import cache
 from itertools import islice
 
 import msgspec
+import numpy as np
 import pytest
 
 from loramux.engine.architectures.model_config import ModelConfig
@@ -18,6 +19,7 @@ from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend
 from loramux.engine.drafting.step_times import StepTimes
+from loramux.engine.execution.direct_executor import DirectExecutor, DirectForward
 from loramux.engine.loop import assembly
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.messages import (
@@ -25,11 +27,13 @@ from loramux.engine.protocol.messages import (
     Add,
     DraftCounts,
     Finished,
+    PromptLogprob,
     SamplingParams,
     StatsRequest,
     StepOutput,
     TokenLogprobs,
 )
+from loramux.engine.sequences.batch import Batch
 from loramux.platform.grammars.check import checked_grammar
 from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool
 from tests.conformance.parity import Subject, make_subject
@@ -76,6 +80,8 @@ def grammars() -> list[str]:
 class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: list[PromptLogprob] = field(default_factory=list)
+    pooled: bytes = b""
     end: Finished | None = None
 
 
@@ -86,8 +92,9 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(autouse=True)
 def free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts do not depend on how long steps take on this machine: more rows count as free."""
+    """Drafts do not depend on how long steps take on this machine: more rows count as free, and lookups too."""
     monkeypatch.setattr(StepTimes, "ratio", lambda times, num_rows, num_more: 1.0)
+    monkeypatch.setattr(StepTimes, "seconds", lambda times, num_rows: 0.0)
 
 
 def drawn(subject: Subject, number: int) -> Add:
@@ -127,7 +134,12 @@ def aborted_at(number: int) -> int:
 
 
 def run(
-    subject: Subject, adds: Sequence[Add], backend: Backend | None, speculate: str, num_kv_pages: int
+    subject: Subject,
+    adds: Sequence[Add],
+    backend: Backend | None,
+    speculate: str,
+    num_kv_pages: int,
+    max_batch_tokens: int = 64,
 ) -> tuple[dict[str, Answer], DraftCounts, int]:
     """The answers, the counts of drafts, and the number of preemptions."""
     model = ModelConfig.load(subject.directory)
@@ -135,7 +147,13 @@ def run(
     if speculate == "head":
         page_bytes += model.draft_layer.geometry(4, 4).total_page_bytes
     num_pages = sum(subject.num_pages.values()) + num_kv_pages
-    assembled = subject.assemble(backend, speculate=speculate, pool_bytes=num_pages * page_bytes, max_sequences=8)
+    assembled = subject.assemble(
+        backend,
+        speculate=speculate,
+        pool_bytes=num_pages * page_bytes,
+        max_sequences=8,
+        max_batch_tokens=max_batch_tokens,
+    )
     # All bits are set, which is NaN, so that reads of unwritten memory are noticed.
     assembled.views.raw.fill_(0xFF)
     if assembled.head_views is not None:
@@ -158,6 +176,8 @@ def run(
                         answer = answers[output.sequence_id]
                         answer.tokens += output.token_ids
                         answer.logprobs += output.logprobs
+                        answer.scores += output.prompt_logprobs
+                        answer.pooled += output.pooled
                 case Finished() as end:
                     answers[end.sequence_id].end = end
         for name in [name for name, one in answers.items() if one.end is None]:
@@ -199,6 +219,12 @@ def check(adds: Sequence[Add], found: dict[str, Answer], plain: dict[str, Answer
             assert one.token_id == other.token_id
             assert one.logprob == pytest.approx(other.logprob, rel=1e-5, abs=1e-5)
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
+        if not is_aborted:
+            assert [one.token_id for one in ours.scores] == [one.token_id for one in theirs.scores]
+            found_logprobs = [one.logprob for one in ours.scores]
+            assert found_logprobs == pytest.approx([one.logprob for one in theirs.scores], rel=1e-5, abs=1e-5)
+            pooled, expected = (np.frombuffer(one.pooled, "<f4") for one in (ours, theirs))
+            assert pooled == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def compare(
@@ -212,10 +238,41 @@ def compare(
     return drafts, num_preemptions
 
 
-@pytest.mark.parametrize("subject", ["llama", "gemma3"], indirect=True)
+@pytest.mark.parametrize("subject", ["llama", "gemma3", "qwen3_5"], indirect=True)
 def test_answers_are_the_same_with_drafts(subject: Subject) -> None:
     drafts, _ = compare(subject, None, 12)
     assert 0 < drafts.accepted_prediction_tokens < drafts.prediction_tokens
+
+
+@pytest.mark.parametrize("subject", ["llama", "qwen3_5"], indirect=True)
+def test_steps_with_drafts_also_score_and_pool_prompts(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with drafts has at most one row of each prompt. Background prompts get one row of a step at a time."""
+    drafted = {"scored": 0, "pooled": 0}
+    submit = DirectExecutor.submit
+
+    def watched(executor: DirectExecutor, batch: Batch) -> DirectForward:
+        if len(batch.sample_rows) > len({*batch.block_starts[0].tolist()}):
+            drafted["scored"] += bool(batch.scores)
+            drafted["pooled"] += bool(batch.pooled)
+        return submit(executor, batch)
+
+    alone = SamplingParams(temperature=0.0, ignore_eos=True)
+    scoring = msgspec.structs.replace(alone, num_prompt_logprobs=1)
+    adds: list[Add] = []
+    for number in [number for number in range(30) if aborted_at(number) > 100][:14]:
+        prompt = tuple(random.Random(number).choices(range(2, VOCAB_SIZE), k=8))
+        add = msgspec.structs.replace(drawn(subject, number), prompt=prompt[:3], max_tokens=60, sampling=alone)
+        if len(adds) in range(2, 14, 2):
+            add = msgspec.structs.replace(add, prompt=prompt, max_tokens=1, sampling=scoring, is_background=True)
+        elif len(adds) > 2:
+            add = msgspec.structs.replace(add, prompt=prompt[:1], max_tokens=0, pooling="last")
+        adds.append(add)
+    plain, _, _ = run(subject, adds, None, "off", 60, max_batch_tokens=16)
+    monkeypatch.setattr(DirectExecutor, "submit", watched)
+    predictions = [add if add.pooling else predicting(add, plain[add.sequence_id]) for add in adds]
+    found, _, _ = run(subject, predictions, None, "text", 60, max_batch_tokens=16)
+    check(adds, found, plain)
+    assert min(drafted.values()) > 0
 
 
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
@@ -223,6 +280,14 @@ def test_answers_are_the_same_with_drafts_on_the_gpu_path(subject: Subject) -> N
     """The stand-in for the GPU's sampling always takes the most likely token."""
     drafts, _ = compare(subject, plain_backend(HostAccelerator()), 3)
     assert 0 < drafts.accepted_prediction_tokens < drafts.prediction_tokens
+
+
+@pytest.mark.parametrize("subject", ["qwen3_5"], indirect=True)
+def test_states_have_no_drafts_on_the_gpu_path(subject: Subject, capsys: pytest.CaptureFixture[str]) -> None:
+    drafts, _ = compare(subject, plain_backend(HostAccelerator()), 3)
+    assert drafts == DraftCounts()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("--speculate text has no effect on a GPU, because Qwen3_5")
 
 
 def constrained(subject: Subject, number: int) -> Add:
@@ -259,7 +324,7 @@ def compare_forced(
     return num_preemptions
 
 
-@pytest.mark.parametrize("subject", ["llama", "gemma3"], indirect=True)
+@pytest.mark.parametrize("subject", ["llama", "gemma3", "qwen3_5"], indirect=True)
 def test_answers_are_the_same_with_forced_tokens(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     compare_forced(subject, monkeypatch, None, len(grammars()), 60)
 
@@ -272,7 +337,7 @@ def test_answers_are_the_same_with_forced_tokens_on_the_gpu_path(
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("subject", ["llama", "gemma3", "qwen3-moe"], indirect=True)
+@pytest.mark.parametrize("subject", ["llama", "gemma3", "qwen3-moe", "qwen3_5"], indirect=True)
 def test_many_answers_are_the_same_with_forced_tokens(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare_forced(subject, monkeypatch, None, NUM_REQUESTS, 14) > 0
 
@@ -286,9 +351,5 @@ def test_many_answers_are_the_same_with_forced_tokens(subject: Subject, monkeypa
 )
 def test_many_answers_are_the_same_with_drafts(subject: Subject, is_short_of_pages: bool) -> None:
     drafts, num_preemptions = compare(subject, None, NUM_REQUESTS, num_kv_pages=8 if is_short_of_pages else 60)
-    if ModelConfig.load(subject.directory).delta is not None:
-        # Hybrid decoders have no drafts.
-        assert drafts == DraftCounts()
-    else:
-        assert drafts.accepted_prediction_tokens > NUM_REQUESTS
+    assert drafts.accepted_prediction_tokens > NUM_REQUESTS
     assert num_preemptions > 0 or not is_short_of_pages

@@ -20,7 +20,7 @@ from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, HeadDrafts, SampledToken, sample
 from loramux.engine.protocol.messages import SamplingParams
-from loramux.engine.sequences.batch import Batch, samples_without
+from loramux.engine.sequences.batch import Batch, RepeatedRows, samples_without
 from loramux.engine.sequences.cache_groups import CacheLayout
 from loramux.kernels.layout import AdapterLayout, RowCounts
 
@@ -56,7 +56,7 @@ class SimulatedExecutor:
     modulo a prime, where the salt depends on the row's adapter. The next token is the sum of the states that windowed
     layers see (the last state if no layer has a window) plus the salt, modulo the size of the adapter's vocabulary. A
     wrong page, a wrongly shared page, a stale position or a wrong adapter changes the output. In a hybrid decoder, each
-    sequence also keeps the state of its last position in its state pages.
+    sequence also keeps the state of its last position in its state pages. Drafts of a sequence change it one by one.
 
     If a batch has rows for the base's own head, the head stores at each position the token there and the one after it.
     Four times of five, it drafts the most likely token. The position before a page can have another sequence's token
@@ -129,7 +129,21 @@ class SimulatedExecutor:
         else:
             sampled = sample(self._logits(chosen, forward.slots), samples, self._eos_token_ids, masks)
         self._chosen = [one.token_id for one in sampled]
-        return FinishedStep(sampled, forward.scored, forward.pools, self._run_head(forward, self._chosen))
+        head, repeat = self._run_head(forward, self._chosen), functools.partial(self._repeat, forward.batch)
+        return FinishedStep(sampled, forward.scored, forward.pools, head, repeat)
+
+    def _repeat(self, batch: Batch, repeated: list[RepeatedRows]) -> None:
+        """Turn each state, which must be that before the first row, into that after the last row."""
+        for one in repeated:
+            row = int(batch.sample_rows[one.begin])
+            position = int(batch.positions[row])
+            assert one.seq_len == position + one.num_rows
+            places = [page * self._page_places for page in one.pages]
+            if position:
+                before = self._state_at(batch.blocks.tolist(), int(batch.block_starts[0, row]), position - 1)
+                assert {self._states[place] for place in places} == {before}, "the state is not that before the rows"
+            for place in places:
+                self._states[place] = self._states[int(batch.kv_slots[0, row + one.num_rows - 1])]
 
     def _run_head(self, forward: SimulatedForward, chosen: list[int | None]) -> HeadDrafts | None:
         batch = forward.batch

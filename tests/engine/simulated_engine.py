@@ -188,7 +188,11 @@ def simulate_engine(
     clock = Clock()
     grammars = Grammars(grammar_process, os.environ, vocab_size, clock if grammar_clock is None else grammar_clock)
     speculation = Speculation(
-        min(MAX_ROWS, max_batch_tokens), guesses=speculates or has_head, lookahead=lookahead, has_head=has_head
+        min(MAX_ROWS, max_batch_tokens),
+        guesses=speculates or has_head,
+        lookahead=lookahead,
+        has_head=has_head,
+        clock=clock,
     )
     parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars, speculation)
     observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads, drafts=speculation.counts))

@@ -59,6 +59,18 @@ _ALL = (
         test="tests/simulation/test_known_faults.py::test_unload_completes_after_a_request_with_several_choices",
     ),
     Mutant(
+        name="state-keeps-rejected-drafts",
+        fault="after a step with rejected drafts, the recurrent state of a hybrid decoder included them",
+        path="engine/scheduling/scheduler.py",
+        changes=(
+            (
+                "        has_rejected = num_accepted < sequence.num_drafted\n",
+                "        has_rejected = False\n",
+            ),
+        ),
+        test="tests/engine/loop/test_states.py::test_rejected_drafts_leave_no_trace_in_a_state",
+    ),
+    Mutant(
         name="unload-keeps-prefixes",
         fault="after an unload, cached K and V of the adapter stayed in the pool",
         path="engine/adapters/adapter_calls.py",

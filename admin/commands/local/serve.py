@@ -83,7 +83,7 @@ def serve(
         typer.Option(
             help="off; text: draft tokens from the text of each request, and verify several in one step; head: with "
             "the base's own head for drafts; auto: with the head if there is one, otherwise from the text "
-            "(default: off)."
+            "(default: text on a CPU, off on a GPU)."
         ),
     ] = None,
     kv_dtype: Annotated[

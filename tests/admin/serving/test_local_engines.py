@@ -49,6 +49,22 @@ def plan(model: Path, **more: Any) -> Sequence[EngineConfig]:
     return plan_engines(settings, read_model(settings)[1])
 
 
+@pytest.mark.parametrize(
+    ("settings", "speculate"),
+    [
+        ({"device": "cpu"}, "text"),
+        ({"device": "cuda"}, "off"),
+        ({"device": "cpu", "speculate": "off"}, "off"),
+        ({"device": "cuda", "speculate": "text"}, "text"),
+    ],
+    ids=["cpu", "gpu", "off", "text"],
+)
+def test_drafts_come_from_the_text_on_a_cpu_by_default(
+    demo_base: Path, settings: dict[str, Any], speculate: str
+) -> None:
+    assert read_model(settings_of(demo_base, **settings), runs_here=False)[1].speculate == speculate
+
+
 def plan_on_gpus(model: Path, **more: Any) -> Sequence[EngineConfig]:
     config = EngineConfig(model_dir=str(model), blob_url="", cache_dir="", device="cuda", num_threads=8)
     return plan_engines(settings_of(model, **{**more, "device": "cuda"}), config)

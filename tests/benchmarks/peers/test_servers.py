@@ -219,7 +219,7 @@ def test_loramux_runs_with_this_interpreter_on_loopback(files: ModelFiles, tmp_p
         "8123",
         "8124",
     )
-    assert flag(command, "--dtype") == "bfloat16"
+    assert (flag(command, "--dtype"), flag(command, "--speculate")) == ("bfloat16", "off")
     assert "--quantization" not in command
     quantized = loramux_command(files, tmp_path, "bfloat16", 8123, 8124, "int4", "int8")
     assert (flag(quantized, "--quantization"), flag(quantized, "--activations")) == ("int4", "int8")

@@ -11,9 +11,9 @@ from loramux.engine.drafting.forced_tokens import forced_drafts, forced_tokens
 from loramux.engine.drafting.speculation import MAX_FORCED_BESIDE_OTHERS, MAX_SEQUENCES, Speculation
 from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.sequences.batch import ScheduledSequence
-from loramux.engine.sequences.sequence import Sequence, block_list
+from loramux.engine.sequences.sequence import Sequence
 from tests.engine.constraints.test_grammar import ALLOWED, VOCAB_SIZE, Followed
-from tests.engine.drafting.test_speculation import NEW, decoding, measured, much_room, rows
+from tests.engine.drafting.test_speculation import NEW, decoding, measured, much_room, rows, with_state
 
 
 def forcing(*tokens: int, **fields: Any) -> Sequence:
@@ -66,6 +66,35 @@ def test_beside_other_shares_forced_tokens_get_few_rows() -> None:
     assert [len(tokens) for tokens in drafted(Speculation(), one, decoding(NEW, share_key="one"))] == [9, 0]
 
 
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([1], [1]),
+        ([1, 1, 1, 2], [1, 1, 1, 2]),
+        ([1, 1, 1, 2, 1], [0, 0, 0, 2, 0]),
+        ([1] * 16, [0] * 16),
+        ([3] * 15 + [4], [0] * 15 + [4]),
+        ([5, 9] * 8, [0, 4] * 4 + [0, 0] * 4),
+    ],
+)
+def test_a_state_is_copied_only_for_several_forced_tokens_of_a_large_step(
+    counts: list[int], expected: list[int]
+) -> None:
+    sequences = [with_state(forcing(*range(1, count + 1))) for count in counts]
+    assert [len(tokens) for tokens in drafted(Speculation(), *sequences)] == expected
+
+
+def test_beside_other_shares_one_state_is_copied() -> None:
+    sequences = [with_state(forcing(*range(1, count + 1), share_key=str(count))) for count in (3, 4, 9)]
+    assert [len(tokens) for tokens in drafted(Speculation(), *sequences)] == [0, 0, MAX_FORCED_BESIDE_OTHERS]
+
+
+def test_a_full_step_does_not_look_for_forced_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = [forcing(1, 2, 3) for _ in range(4)]
+    monkeypatch.setattr(Grammar, "forced", None)
+    assert drafted(Speculation(4), *sequences) == [()] * 4
+
+
 def test_background_sequences_have_no_forced_rows_beside_others() -> None:
     background = forcing(1, 2, is_background=True)
     assert drafted(Speculation(), background, decoding(NEW, is_background=True)) == [(1, 2), ()]
@@ -99,10 +128,9 @@ def test_forced_tokens_leave_room_for_the_steps_own_token() -> None:
 
 
 def test_sequences_without_forced_tokens() -> None:
-    hybrid, scored = forcing(1, 2), forcing(1, 2)
-    hybrid.state_pages = block_list([3])
+    scored = forcing(1, 2)
     scored.num_unscored = 1
-    assert [forced_tokens(one) for one in (hybrid, scored, forcing(1, 2, speculates=False), decoding())] == [()] * 4
+    assert [forced_tokens(one) for one in (scored, forcing(1, 2, speculates=False), decoding())] == [()] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 
 from loramux.engine.drafting.draft import Draft
-from loramux.engine.drafting.speculation import LENGTHS, MAX_SEQUENCES, Speculation
+from loramux.engine.drafting.speculation import (
+    LENGTHS,
+    MAX_LOOKUP_PART,
+    MAX_PAUSE,
+    MAX_SEQUENCES,
+    Speculation,
+)
+from loramux.engine.drafting.step_times import MAX_AGE
 from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.sequences.batch import ScheduledSequence
-from loramux.engine.sequences.sequence import Sequence
+from loramux.engine.sequences.sequence import Sequence, block_list
 
 REPEATING = (1, 2, 3, 4, 5, 6, 7, 8) * 6
 NEW = tuple(range(100, 148))
@@ -19,6 +28,12 @@ def decoding(prompt: tuple[int, ...] = REPEATING, max_tokens: int = 100, **field
     add = Add(sequence_id="", prompt=prompt, max_tokens=max_tokens, sampling=SamplingParams(), **fields)
     sequence = Sequence(add=add, owner=b"", arrival=0, seed=0)
     sequence.num_computed = sequence.num_tokens - 1
+    return sequence
+
+
+def with_state(sequence: Sequence) -> Sequence:
+    """The sequence on a hybrid decoder."""
+    sequence.state_pages = block_list([7])
     return sequence
 
 
@@ -52,6 +67,84 @@ def measured(seconds_of_row: float) -> Speculation:
 
 def test_a_repeating_text_gets_long_drafts_if_rows_are_cheap() -> None:
     assert lengths(measured(0.01), decoding()) == [LENGTHS[0]]
+
+
+LOOKUP_S = 2**-14
+
+
+def ticking() -> Speculation:
+    """Speculation whose lookups take LOOKUP_S."""
+    return Speculation(clock=partial(next, count(step=LOOKUP_S)))
+
+
+def steps_until_drafts(step_s: float) -> int:
+    """Number of steps until a text that begins to repeat itself after a lookup gets drafts."""
+    speculation, sequence = ticking(), decoding(NEW)
+    for _ in range(2):
+        speculation.note_time(1, 1, step_s)
+        speculation.note_time(16, 16, step_s)
+    assert lengths(speculation, sequence) == [0]
+    sequence.tokens += NEW[:9]
+    sequence.num_tokens += 9
+    sequence.num_computed += 9
+    return next(number for number in range(99) if lengths(speculation, sequence) != [0])
+
+
+def test_short_steps_look_for_drafts_less_often() -> None:
+    steps_s = [factor * LOOKUP_S / MAX_LOOKUP_PART for factor in (100, 1.1, 0.19, 0.001)]
+    assert [steps_until_drafts(step_s) for step_s in steps_s] == [0, 0, 5, MAX_PAUSE]
+
+
+def test_another_sequence_is_looked_up_at_once() -> None:
+    speculation = ticking()
+    for num_rows in (1, 1, 16, 16):
+        speculation.note_time(num_rows, num_rows, LOOKUP_S)
+    assert lengths(speculation, decoding(NEW)) == [0]
+    assert lengths(speculation, decoding(NEW, prediction=REPEATING)) != [0]
+
+
+@pytest.mark.parametrize(("copy_s", "is_drafting"), [(6.0, False), (0.3, True)])
+def test_each_copied_state_takes_time(copy_s: float, *, is_drafting: bool) -> None:
+    """A step of one sequence with 15 drafts and a copy tells little about eight sequences with copies."""
+    now_s = 0.0
+
+    def copies(sequence: Sequence, num_drafts: int) -> int:
+        nonlocal now_s
+        now_s += copy_s
+        return num_drafts
+
+    speculation = Speculation(clock=lambda: now_s)
+    for _ in range(4):
+        assert lengths(speculation, with_state(decoding()), room=copies) == [15]
+        speculation.note_time(1, 16, 20 + 0.1 * 16 + copy_s)
+        assert lengths(speculation, with_state(decoding(NEW))) == [0]
+        speculation.note_time(8, 8, 20 + 0.1 * 8)
+    sequences = [with_state(decoding()) for _ in range(8)]
+    assert any(lengths(speculation, *sequences)) is is_drafting
+    # No copy may delay a sequence without drafts.
+    assert not any(lengths(speculation, *sequences[:7], with_state(decoding(NEW))))
+
+
+def test_slow_copies_are_tried_again() -> None:
+    now_s = 0.0
+
+    def copies(sequence: Sequence, num_drafts: int) -> int:
+        nonlocal now_s
+        now_s += 50.0
+        return num_drafts
+
+    speculation, sequence = Speculation(clock=lambda: now_s), with_state(decoding())
+    for _ in range(2):
+        speculation.note_time(1, 1, 1.0)
+        speculation.note_time(16, 16, 1.0)
+    assert lengths(speculation, sequence, room=copies) != [0]
+    speculation.note_time(1, 16, 51.0)
+    assert lengths(speculation, sequence) == [0]
+    for _ in range(4 * MAX_AGE):
+        speculation.note_time(1, 1, 1.0)
+        if lengths(speculation, sequence) != [0]:
+            return
+    raise AssertionError("no drafts")
 
 
 def test_drafts_are_shorter_if_rows_take_time_and_absent_if_they_do_not_pay() -> None:

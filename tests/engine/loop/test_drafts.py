@@ -225,6 +225,31 @@ def test_drafts_take_no_page_from_the_prefix_cache(simulate: Simulate) -> None:
     assert stats_of(simulation).drafts.accepted_prediction_tokens > 0
 
 
+def test_single_rows_of_prompts_beside_drafts_are_scored_and_pooled(simulate: Simulate) -> None:
+    tokens = run(simulate(), [request("one", GREEDY)])["one"].tokens
+    # With lookahead, a step after a prompt has no drafts.
+    simulation = simulate(max_batch_tokens=80, num_state_pages=2, lookahead=False, speculates=True)
+    engine, outputs = simulation.engine, []
+    engine.add(b"gateway", request("one", GREEDY, prediction=tuple(tokens)))
+    engine.step()
+    scoring = SamplingParams(temperature=0.0, ignore_eos=True, num_prompt_logprobs=0)
+    # The first sequence takes a row of the step, and a row is left before the checkpoint after 80 tokens.
+    prompt = tuple(range(100))
+    scored = Add(sequence_id="scored", prompt=prompt, max_tokens=1, sampling=scoring, isolation_key=b"y")
+    engine.add(b"gateway", scored)
+    engine.step()
+    engine.add(b"gateway", Add(sequence_id="pooled", prompt=(5,), max_tokens=0, sampling=GREEDY, pooling="last"))
+    engine.step()
+    assert stats_of(simulation).drafts.accepted_prediction_tokens > 0
+    while engine.has_work:
+        engine.step()
+    for outbound in engine.take_outbox():
+        if isinstance(outbound.message, StepOutput):
+            outputs += outbound.message.outputs
+    assert [one.token_id for output in outputs for one in output.prompt_logprobs] == list(prompt[1:])
+    assert [output.sequence_id for output in outputs if output.pooled] == ["pooled"]
+
+
 def test_large_batches_have_no_drafts(simulate: Simulate) -> None:
     adds = [request(f"{index}", GREEDY) for index in range(MAX_SEQUENCES + 1)]
     plain = run(simulate(max_batch_tokens=512), adds)

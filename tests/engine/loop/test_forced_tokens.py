@@ -78,6 +78,19 @@ def test_answers_are_the_same_with_forced_tokens(simulate: Simulate) -> None:
     )
 
 
+def test_answers_are_the_same_with_states_and_forced_tokens(simulate: Simulate) -> None:
+    """The settings shorten drafts of rows that the step has already computed."""
+    simulation = simulate(eos=(EOS,), num_pages=400, num_state_pages=2, max_sequences=12)
+    adds = [
+        request(f"{setting}, {kind}", grammar, SETTINGS[setting])
+        for kind, grammar in FORCING.items()
+        for setting in ("greedy", "held back", "bad words")
+    ]
+    found, expected = run_twice(simulation, adds)
+    assert found == expected
+    assert stats_of(simulation).drafts.accepted_grammar_tokens > 100
+
+
 @pytest.mark.parametrize("windows", [(None,), (20, 20), (20, None)], ids=["whole", "sliding", "mixed"])
 def test_forced_tokens_take_fewer_steps(simulate: Simulate, lookahead: bool, windows: tuple[int | None, ...]) -> None:
     simulation = simulate(eos=(EOS,), windows=windows)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import msgspec
 import pytest
 
+from loramux.engine.execution.direct_executor import states_of
 from loramux.engine.pages import state_checkpoints
 from loramux.engine.pages.host_pages import AnyPage
 from loramux.engine.pages.kv_pages import FindPage
@@ -104,6 +106,82 @@ def test_pages_hold_more_tokens_if_few_layers_have_attention() -> None:
     assert layout.max_pages(65, 512) == 26 + 2
     assert layout.max_blocks(65, 512) == 26 + 8
     assert layout.max_tokens(27, 512) == 64
+
+
+def test_drafts_are_rows_of_their_sequences_state() -> None:
+    def sequence(state_page: int, block: int, drafts: tuple[int, ...] = ()) -> ScheduledSequence:
+        add = Add(sequence_id="s", prompt=(1,) * 5, max_tokens=9, sampling=GREEDY)
+        tables = [PageTable(block_list([block]))]
+        made = Sequence(add, b"", 0, 0, num_computed=4, tables=tables, state_pages=block_list([state_page]))
+        return ScheduledSequence(made, 1, drafts)
+
+    batch = build_batch([sequence(7, 1, (8, 9)), sequence(5, 2), sequence(4, 3, (6,))], 16)
+    assert batch.seq_lens.tolist() == [5, 6, 7, 5, 5, 6]
+    assert batch.state_starts.tolist() == [3, 3, 3, 4, 5, 5]
+    states = states_of(batch)
+    assert states is not None
+    assert states.cu_q.tolist() == [0, 3, 4, 6]
+    assert states.seq_lens.tolist() == [7, 5, 6]
+    assert [batch.blocks[start] for start in states.page_starts] == [7, 5, 4]
+    assert states.max_q == 3
+
+
+def with_prediction(simulation: Simulation, name: str, num_prompt: int, **fields: Any) -> Add:
+    """A request with 60 tokens. Every tenth token of its prediction is wrong."""
+    add = simulation.make_add(name, tokens(num_prompt, len(name)), 60, **fields)
+    predicted = [(one + (place % 10 == 9)) % VOCAB_SIZE for place, one in enumerate(simulation.expected(add))]
+    return msgspec.structs.replace(add, prediction=tuple(predicted))
+
+
+def test_rejected_drafts_leave_no_trace_in_a_state(lookahead: bool) -> None:
+    simulation = simulate_engine(adapters={"a": 2}, num_state_pages=3, lookahead=lookahead, speculates=True)
+    ask(simulation, with_prediction(simulation, "one", 20), with_prediction(simulation, "other", 20, digest="a"))
+    drafts = stats_of(simulation).drafts
+    assert 40 < drafts.accepted_prediction_tokens < drafts.prediction_tokens
+    # Copies of states are kept for one step only.
+    assert simulation.pages.num_owned(PageOwner.KV) == 0
+
+
+def test_a_copy_of_a_state_evicts_cached_prefixes(lookahead: bool) -> None:
+    simulation = simulate_engine(num_pages=24, num_state_pages=5, lookahead=lookahead, speculates=True)
+    for number in range(3):
+        ask(simulation, simulation.make_add(str(number), tokens(100, number), 4, isolation_key=OWNER))
+    # The first step of the request takes 5 pages for the state and 3 for K and V. No page is left for a copy.
+    assert simulation.pages.num_free <= 8
+    ask(simulation, with_prediction(simulation, "one", 40))
+    assert stats_of(simulation).drafts.accepted_prediction_tokens > 20
+
+
+def test_a_copy_of_a_state_evicts_no_page_more_than_it_takes() -> None:
+    num_pages: list[int] = []
+    for speculates in (False, True):
+        simulation = simulate_engine(num_pages=120, num_state_pages=3, speculates=speculates)
+        for number in range(16):
+            ask(simulation, simulation.make_add(str(number), tokens(100, number), 4, isolation_key=OWNER))
+        # They keep running, and need no pages.
+        for number in range(12):
+            simulation.engine.add(
+                b"gateway", simulation.make_add(f"paused {number}", tokens(5, number), 2, pause_s=1e6)
+            )
+        for _ in range(30):
+            simulation.step()
+        simulation.engine.add(b"gateway", with_prediction(simulation, "one", 20))
+        while "one" not in simulation.finished:
+            simulation.step()
+        assert (stats_of(simulation).drafts.accepted_prediction_tokens > 20) is speculates
+        num_pages.append(len(simulation.prefixes))
+    assert 0 < num_pages[0] - num_pages[1] <= 3
+
+
+def test_a_copy_of_a_state_evicts_no_adapter(lookahead: bool) -> None:
+    simulation = simulate_engine(
+        num_pages=24, adapters={"a": 10}, num_state_pages=5, lookahead=lookahead, speculates=True
+    )
+    ask(simulation, simulation.make_add("first", tokens(5), 4, "a"))
+    # The state and 9 pages of K and V leave too few pages for a copy beside the adapter, which is idle.
+    ask(simulation, with_prediction(simulation, "one", 80))
+    assert stats_of(simulation).drafts.prediction_tokens == 0
+    assert stats_of(simulation).num_adapter_evictions == 0
 
 
 def ask(simulation: Simulation, *adds: Add) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loramux.engine.device.accelerator import DeviceMemory, HostAccelerator
-from loramux.engine.pages.pool_memory import MIN_RESERVE_BYTES, allocate_pool, pool_bytes_of
+from loramux.engine.pages.pool_memory import MIN_RESERVE_BYTES, allocate_pool, copy_page, pool_bytes_of
 from loramux.engine.pages.pool_size import DEFAULT_BYTES
 from loramux.engine.protocol.errors import PoolTooSmall
 from loramux.kernels.layout import PageGeometry
@@ -45,6 +45,18 @@ def test_a_pool_larger_than_the_memory_of_the_machine_is_refused_with_a_remedy()
     dtypes = {"kv_dtype": torch.bfloat16, "adapter_dtype": torch.bfloat16}
     with pytest.raises(PoolTooSmall, match="does not fit next to the model: lower pool_bytes"):
         allocate_pool(geometry, 1 << 60, device=torch.device("cpu"), **dtypes)
+
+
+def test_a_page_is_copied_on_one_thread_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = PageGeometry(num_layers=2, num_kv_heads=2, head_dim=16, kv_itemsize=2, adapter_itemsize=2)
+    pool_bytes = 3 * geometry.pool_page_bytes
+    views = allocate_pool(geometry, pool_bytes, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+    for page in range(3):
+        views.raw[page] = page
+    # torch copies large tensors on all its threads.
+    monkeypatch.setattr(torch.Tensor, "copy_", None)
+    copy_page(views, 2, 0)
+    assert [one.unique().tolist() for one in views.raw] == [[2], [1], [2]]
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
