@@ -101,7 +101,7 @@ class Ingest:
         self._blobs = blobs
         self._scratch_dir = scratch_dir
         self._sources = sources or AdapterSources()
-        self._kept_files = KeptFiles(scratch_dir / "kept")
+        self._kept_files = KeptFiles(scratch_dir)
 
         def processor(validation: FileValidation) -> VersionProcessor:
             return VersionProcessor(

@@ -13,7 +13,7 @@ MAX_KEPT_BYTES = 1 << 30
 class KeptFiles:
     """The most recently received files, whose bytes are as declared and which the blob store has, too. Thread-safe.
 
-    `directory` belongs to this object.
+    In `directory`, their names begin with `kept-`.
     """
 
     def __init__(self, directory: Path, max_bytes: int = MAX_KEPT_BYTES) -> None:
@@ -33,9 +33,7 @@ class KeptFiles:
         if size > self._max_bytes:
             return
         with self._lock:
-            kept = self._path(upload_id, name)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(kept)
+            path.replace(self._path(upload_id, name))
             self._sizes[upload_id, name] = size
             self._sizes.move_to_end((upload_id, name))
             while sum(self._sizes.values()) > self._max_bytes:
@@ -67,4 +65,4 @@ class KeptFiles:
         self._path(upload_id, name).unlink(missing_ok=True)
 
     def _path(self, upload_id: str, name: str) -> Path:
-        return self._directory / f"{upload_id}-{name}"
+        return self._directory / f"kept-{upload_id}-{name}"

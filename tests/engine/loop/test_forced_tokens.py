@@ -176,7 +176,9 @@ def test_late_masks_delay_no_device_that_computes_nothing(
             select.select([simulation.grammars], [], [], 0.01)
     assert stats_of(simulation).drafts.accepted_grammar_tokens > 0
     idle = (False, FREE_WAIT_PART[False], not lookahead)
-    assert waits == ({idle, (True, FREE_WAIT_PART[True], True)} if lookahead else {idle})
+    # Whether a mask is late while no step computes depends on the speed of the process that computes it.
+    assert waits
+    assert waits <= ({idle, (True, FREE_WAIT_PART[True], True)} if lookahead else {idle})
 
 
 def test_a_stop_token_among_forced_tokens_ends_the_answer(simulate: Simulate) -> None:
