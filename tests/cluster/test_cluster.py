@@ -390,6 +390,8 @@ async def test_ray_builds_the_engines_from_its_own_configuration(stand: Stand) -
     command = [sys.executable, "-m", "tests.cluster.configured", head.address, document]
     await asyncio.to_thread(subprocess.run, command, env={**made.environment, **local.environment}, check=True)
     await asyncio.to_thread(until, lambda: len(stand.serving()) == 1 and not before & set(stand.serving()))
+    # Meanwhile, no replica may have served.
+    await asyncio.to_thread(until, lambda: stand.health()[0] == 200)
     streams = await stand.stream_many(8, seed=9)
     await asyncio.to_thread(stand.check_bills, streams)
     assert all(one.is_complete for one in streams)
