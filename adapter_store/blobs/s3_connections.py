@@ -122,7 +122,7 @@ class AttemptTimer:
 
 
 class _Watchdog:
-    """Fires the timers of all attempts from one thread, because a thread per attempt took a sixth of its CPU time."""
+    """Fires the timers of all attempts from one thread. A thread for each would take a sixth of a call's CPU time."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -20,6 +20,7 @@ class KeptFiles:
         self._directory = directory
         self._max_bytes = max_bytes
         self._sizes: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._num_bytes = 0
         self._lock = threading.Lock()
 
     @property
@@ -34,9 +35,10 @@ class KeptFiles:
             return
         with self._lock:
             path.replace(self._path(upload_id, name))
+            self._remove(upload_id, name)
             self._sizes[upload_id, name] = size
-            self._sizes.move_to_end((upload_id, name))
-            while sum(self._sizes.values()) > self._max_bytes:
+            self._num_bytes += size
+            while self._num_bytes > self._max_bytes:
                 self._delete(*next(iter(self._sizes)))
 
     def has(self, upload_id: str, name: str) -> bool:
@@ -46,7 +48,7 @@ class KeptFiles:
     def take(self, upload_id: str, name: str, destination: Path) -> bool:
         """Move a kept file to `destination`, or return False if it is not kept."""
         with self._lock:
-            if self._sizes.pop((upload_id, name), None) is None:
+            if not self._remove(upload_id, name):
                 return False
             try:
                 self._path(upload_id, name).replace(destination)
@@ -61,8 +63,13 @@ class KeptFiles:
                 self._delete(*key)
 
     def _delete(self, upload_id: str, name: str) -> None:
-        del self._sizes[upload_id, name]
+        self._remove(upload_id, name)
         self._path(upload_id, name).unlink(missing_ok=True)
+
+    def _remove(self, upload_id: str, name: str) -> bool:
+        size = self._sizes.pop((upload_id, name), 0)
+        self._num_bytes -= size
+        return size > 0
 
     def _path(self, upload_id: str, name: str) -> Path:
         return self._directory / f"kept-{upload_id}-{name}"

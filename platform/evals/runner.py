@@ -200,7 +200,7 @@ class EvalRunner:
                     )
         except (TimeoutError, ApiError) as error:
             return None, self._explained(error)
-        nats = mean_divergence(scores[0], scores[1])
+        nats = await self._services.compute(mean_divergence, scores[0], scores[1])
         return (None, "there is no text to score") if nats is None else (round(nats * PPM), "")
 
     async def _grades(self, found: Eval, case: Case, side: int, text: str, scores: ScoresBySide) -> list[Grade]:
