@@ -64,7 +64,6 @@ class Finding:
     """Number of requests that the polite tenant sent during the attack."""
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-
     first_token_ratio: float | None = None
     """Ratio of the polite tenant's p99 under attack to its p99 without, the median over the rounds."""
 
@@ -324,11 +323,12 @@ def main() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * NUM_SOCKETS)), hard))
     findings: list[Finding] = []
+    earlier = _earlier(arguments.out)
 
     def note(finding: Finding) -> None:
         findings.append(finding)
         if arguments.out is not None:
-            _write(arguments, findings)
+            _write(arguments, findings, earlier)
 
     for kind in track(arguments.databases, "attacking", console=open_console()):
         with (
@@ -343,16 +343,25 @@ def main() -> int:
     return 1 if any(finding.faults for finding in findings) else 0
 
 
-def _write(arguments: argparse.Namespace, findings: Sequence[Finding]) -> None:
+def _earlier(out: Path | None) -> list[dict[str, Any]]:
+    """The findings of earlier runs in the file, because the whole campaign takes hours and can run in parts."""
+    return msgspec.json.decode(out.read_bytes())["findings"] if out is not None and out.exists() else []
+
+
+def _write(arguments: argparse.Namespace, findings: Sequence[Finding], earlier: Sequence[dict[str, Any]]) -> None:
+    """Write the findings, and those of earlier runs for other attacks. Each names its commit."""
+    machine = describe()
+    replaced = {(one.database, one.attack) for one in findings}
+    kept = [one for one in earlier if (one["database"], one["attack"]) not in replaced]
     document = {
-        "machine": describe(),
+        "machine": machine,
         "seed": arguments.seed,
         "calls": arguments.calls,
         "rounds": arguments.rounds,
         "stretch_s": arguments.stretch_s,
         "comparisons": arguments.comparisons,
         "comparison_s": arguments.comparison_s,
-        "findings": [asdict(finding) for finding in findings],
+        "findings": kept + [asdict(finding) | {"commit": machine["commit"]} for finding in findings],
     }
     arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
 
@@ -367,7 +376,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--comparisons", type=int, default=7, help="number of rounds per tenant flood")
     parser.add_argument("--comparison-s", type=float, default=8.0, help="length of each third of a round, in seconds")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--out", type=Path, help="write the figures here as JSON, beside those of earlier runs")
     add_allow_busy(parser)
     return parser.parse_args()
 
