@@ -104,14 +104,29 @@ def template_messages(
     """Convert messages to dicts for a chat template, with contents in the form that it reads, and with the arguments of
     tool calls as objects or as text.
 
-    Raises InvalidRequest for missing content, for fields that do not suit a message's role, and for tool messages that
-    answer no earlier call.
+    System messages at the start become one, because many templates allow only one. Raises InvalidRequest for missing
+    content, for fields that do not suit a message's role, and for tool messages that answer no earlier call.
     """
     names: dict[str, str] = {}
-    return [
+    shown = [
         _message(message, f"messages[{index}]", names, forms, arguments_as_text)
         for index, message in enumerate(messages)
     ]
+    num_leading = next((index for index, one in enumerate(shown) if one["role"] != "system"), len(shown))
+    if num_leading > 1:
+        contents = [message.content or "" for message in messages[:num_leading]]
+        texts = [text for one in contents for text in ((one,) if isinstance(one, str) else one)]
+        shown[:num_leading] = [{**shown[0], "content": formed_content(forms.of("system"), texts)}]
+    return shown
+
+
+def reminder(text: str) -> str:
+    """Return the text of a system message within a conversation as a part of the user's turn, because most chat
+    templates accept a system message only at the start.
+
+    Agents write instructions like this into messages of the user for models without such system messages.
+    """
+    return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
 def _message(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from loramux.platform.bodies.conversation import reminder
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.requests.answers import Document
 from loramux.platform.responses_api.input_items import (
@@ -44,9 +45,11 @@ def messages_of(
     """Return the conversation of a request that continues after the `earlier` items, which the field `earlier_place`
     names.
 
-    Instructions and the system messages directly after them become one message, because many chat templates allow only
-    one. Consecutive reasoning, text and calls of the model become one message too. Raises InvalidRequest for the output
-    of a call that does not exist.
+    Many chat templates allow only one system message, at the start, and require that the roles alternate. So
+    instructions and the system messages directly after them become one message. A later system message becomes a part
+    of the user's turn, and consecutive messages of the user become one. Consecutive reasoning, text and calls of the
+    model become one message too, up to the outputs of the calls. Raises InvalidRequest for the output of a call that
+    does not exist.
     """
     found = Messages()
     if instructions is not None:
@@ -62,9 +65,7 @@ def messages_of(
     for item, place in zip((*earlier, *given), places, strict=True):
         match item:
             case MessageItem(role="assistant", content=content):
-                if turn is None or "content" in turn or "tool_calls" in turn:
-                    turn = found.add({"role": "assistant"}, place)
-                turn["content"] = _shown(content)
+                turn = _add_text(found, turn, content, place)
             case MessageItem(role=role, content=content):
                 turn = None
                 _add_message(found, role, content, place)
@@ -88,18 +89,35 @@ def messages_of(
 
 
 def _add_message(found: Messages, role: str, content: Content, place: str) -> None:
-    is_system, documents = role in ("system", "developer"), found.documents
-    if is_system and documents and all(message["role"] == "system" for message in documents):
-        [first] = documents
-        first["content"] = [*_parts(first["content"]), *_parts(_shown(content))]
-        return
-    found.add({"role": "system" if is_system else role, "content": _shown(content)}, place)
+    """Add a message of the system or of the user, or make it a part of the last message."""
+    last = found.documents[-1] if found.documents else None
+    if role in ("system", "developer"):
+        is_leading = last is None or last["role"] == "system"
+        role = "system" if is_leading else "user"
+        if not is_leading:
+            texts = (content,) if isinstance(content, str) else content
+            content = tuple(map(reminder, texts))
+    if last is not None and last["role"] == role:
+        _extend(last, content)
+    else:
+        found.add({"role": role, "content": _shown(content)}, place)
+
+
+def _add_text(found: Messages, turn: Document | None, content: Content, place: str) -> Document:
+    # Text after calls belongs to their message, because many templates want outputs directly after the calls.
+    if turn is None or ("content" in turn and "tool_calls" not in turn):
+        turn = found.add({"role": "assistant"}, place)
+    if "content" in turn:
+        _extend(turn, content)
+    else:
+        turn["content"] = _shown(content)
+    return turn
 
 
 def _add_reasoning(found: Messages, turn: Document | None, text: str, place: str) -> Document | None:
     if not text:
         return turn
-    if turn is None or "content" in turn or "tool_calls" in turn:
+    if turn is None or ("content" in turn and "tool_calls" not in turn):
         turn = found.add({"role": "assistant"}, place)
     turn["reasoning_content"] = turn.get("reasoning_content", "") + text
     return turn
@@ -131,3 +149,9 @@ def _shown(content: Content) -> str | list[Document]:
 
 def _parts(content: str | list[Document]) -> list[Document]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _extend(message: Document, content: Content) -> None:
+    """Add content to a message, in parts of its own."""
+    message["content"] = parts = _parts(message["content"])
+    parts += _parts(_shown(content))

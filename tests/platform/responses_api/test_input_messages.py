@@ -4,13 +4,20 @@ from typing import Any
 
 import pytest
 
+from loramux.platform.bodies.conversation import ChatMessage, template_messages
 from loramux.platform.errors import ApiError
 from loramux.platform.responses_api.reasoning_text import opened, sealed
 from loramux.platform.responses_api.response_chat import chat_of, read_response_request
 from loramux.platform.responses_api.response_input import read_line
+from loramux.platform.tokenizer.chat_template import ChatTemplate
+from loramux.platform.tokenizer.content_form import ContentForms
 
 USER = {"role": "user", "content": "Hi"}
+PART = {"type": "input_text", "text": "Part"}
+PARTS: Any = [{"type": "text", "text": one} for one in "BC"]
+REMINDER = "<system-reminder>\nB\n</system-reminder>"
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "out"}
 CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
@@ -20,7 +27,7 @@ def conversation(given: Any, **fields: Any) -> list[dict[str, Any]]:
     return [message.model_dump(exclude_none=True) for message in body.messages]
 
 
-def assistant(content: str | None = "", **fields: Any) -> dict[str, Any]:
+def assistant(content: str | tuple[str, ...] | None = "", **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", **({} if content is None else {"content": content}), **fields}
 
 
@@ -43,7 +50,35 @@ def assistant(content: str | None = "", **fields: Any) -> dict[str, Any]:
             id="leading-system-messages-become-one",
         ),
         pytest.param(
-            [USER, {"role": "developer", "content": "B"}], [USER, {"role": "system", "content": "B"}], id="later-system"
+            [USER, {"role": "developer", "content": "B"}],
+            [{"role": "user", "content": ("Hi", REMINDER)}],
+            id="later-system",
+        ),
+        pytest.param(
+            [USER, {"role": "developer", "content": "B"}, {"role": "user", "content": [PART, PART]}],
+            [{"role": "user", "content": ("Hi", REMINDER, "Part", "Part")}],
+            id="turn-of-the-user",
+        ),
+        pytest.param(
+            [USER, CALL, OUTPUT, {"role": "system", "content": "B"}, USER, {"role": "assistant", "content": "A"}, USER],
+            [
+                USER,
+                assistant(None, tool_calls=[CHAT_CALL]),
+                {"role": "tool", "tool_call_id": "c1", "content": "out"},
+                {"role": "user", "content": (REMINDER, "Hi")},
+                assistant("A"),
+                USER,
+            ],
+            id="system-message-after-an-output",
+        ),
+        pytest.param(
+            [USER, {"role": "assistant", "content": "A"}, CALL, {"role": "assistant", "content": "B"}, OUTPUT],
+            [
+                USER,
+                assistant(("A", "B"), tool_calls=[CHAT_CALL]),
+                {"role": "tool", "tool_call_id": "c1", "content": "out"},
+            ],
+            id="text-after-a-call",
         ),
         pytest.param(
             [
@@ -119,6 +154,33 @@ def test_instructions_come_first() -> None:
     assert conversation(given, instructions="A")[0] == {"role": "system", "content": ("A", "B")}
 
 
+STRICT = """\
+{%- for message in messages %}
+    {%- if message.role == 'system' and not loop.first %}
+        {{- raise_exception('System message must be at the beginning.') }}
+    {%- elif not loop.first and message.role == loop.previtem.role %}
+        {{- raise_exception('Roles must alternate.') }}
+    {%- endif %}
+    {{- message.role ~ ': ' ~ message.content ~ '\\n' }}
+{%- endfor %}"""
+
+
+def test_strict_template_renders_the_conversation_of_an_agent() -> None:
+    given = [{"role": "developer", "content": "A"}, USER, {"role": "developer", "content": "B"}, USER]
+    body = chat_of(read_response_request({"model": "base", "input": given, "instructions": "I"}))
+    text = ChatTemplate({"default": STRICT}, {}).render(template_messages(body.messages, ContentForms()))
+    assert text == f"system: I\nA\nuser: Hi\n{REMINDER}\nHi\n"
+
+
+def test_leading_system_messages_of_a_chat_become_one() -> None:
+    system = ChatMessage(role="system", content="A"), ChatMessage(role="developer", content=PARTS)
+    user = ChatMessage(role="user", content="Hi")
+    shown = template_messages([*system, user, system[0]], ContentForms())
+    assert shown == [{"role": "system", "content": "A\nB\nC"}, USER, {"role": "system", "content": "A"}]
+    parts = template_messages([*system, user], ContentForms(system="parts"))[0]["content"]
+    assert [part["text"] for part in parts] == ["A", "B", "C"]
+
+
 @pytest.mark.parametrize("sent", ["", "lmxr1.", "lmxr1.%%%", "lmxr1.gICA", "lmxr1.abc", "other"])
 def test_forged_reasoning_is_no_text(sent: str) -> None:
     assert opened(sent) == ""
@@ -140,7 +202,7 @@ MESSAGE = {"type": "message", "role": "user"}
         ([{"type": "computer_call_output", "call_id": "c"}], "input[0].type", "unsupported_item"),
         ([{"type": 5}], "input[0].type", "invalid_value"),
         ([5], "input[0]", "invalid_type"),
-        ([], "input", "invalid_value"),
+        ([], "input", "missing_required_parameter"),
         ({"role": "user"}, "input", "invalid_type"),
         (None, "input", "invalid_type"),
         ([{**MESSAGE, "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content", "invalid_value"),
