@@ -10,6 +10,7 @@ import msgspec
 
 from loramux.platform.tokenizer.content_form import ContentForm, ContentForms, formed_content
 from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused
+from loramux.platform.tokenizer.reasoning_effort import ReasoningEffort, known_efforts
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names that templates use for the variable that turns thinking on and off."""
@@ -47,8 +48,8 @@ class TemplateFeatures(msgspec.Struct, frozen=True, kw_only=True):
     """True if calls appear only if their arguments are JSON text, as in the OpenAI API. Most templates read objects."""
     thinking_switch: str | None
     """The variable that turns thinking on and off, one of THINKING_SWITCHES, if there is one."""
-    reasoning_effort: bool
-    """True if the variable `reasoning_effort` changes the prompt."""
+    reasoning_efforts: tuple[ReasoningEffort, ...]
+    """The values of the variable `reasoning_effort` that the template knows, if they change the prompt."""
     content: ContentForms
     """The form in which each role's content appears in the prompt."""
 
@@ -89,6 +90,12 @@ def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
             return "text"
         return "one_part" if reads(_parts(text), text) else None
 
+    def with_effort(effort: str | None) -> str | None:
+        try:
+            return prompt(user, **({} if effort is None else {"reasoning_effort": effort}))
+        except TemplateRefused:
+            return None
+
     def changes(name: str, message: Mapping[str, Any], values: tuple[Any, ...]) -> bool:
         try:
             return len({prompt(message, **{name: value}) for value in values}) > 1
@@ -128,7 +135,7 @@ def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
         tool_results=reads_objects or reads_text,
         arguments_as_text=reads_text,
         thinking_switch=next((one for one in THINKING_SWITCHES if changes(one, user, (True, False))), None),
-        reasoning_effort=changes("reasoning_effort", user, ("low", "high")),
+        reasoning_efforts=known_efforts(with_effort),
         content=ContentForms(system=system_form, user=user_form, assistant=assistant_form, tool=tool_form),
     )
 

@@ -1,0 +1,49 @@
+"""The reasoning efforts that requests can ask for, and those that a chat template knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, TypeAlias, get_args
+
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: Final[tuple[ReasoningEffort, ...]] = get_args(ReasoningEffort)
+"""From the least reasoning to the most."""
+
+_TRAINED: Final[frozenset[ReasoningEffort]] = frozenset({"low", "medium", "high"})
+"""The efforts of models whose templates print any effort, such as gpt-oss."""
+
+_UNKNOWN = "effort_6153"
+
+
+def known_efforts(render: Callable[[str | None], str | None]) -> tuple[ReasoningEffort, ...]:
+    """Return the efforts that a template knows, or nothing if they do not change its prompt.
+
+    `render` returns the prompt with an effort, or without any, or None if the template refuses it.
+    """
+
+    def rendered(effort: str | None) -> str | None:
+        text = render(effort)
+        return None if text is None else text.lower()
+
+    prompts = {effort: text for effort in EFFORTS if (text := rendered(effort)) is not None}
+    if len({rendered(None), *prompts.values()}) == 1:
+        return ()
+    unknown = rendered(_UNKNOWN)
+    if unknown is None:
+        return tuple(prompts)
+    known = {effort for effort, text in prompts.items() if text != unknown.replace(_UNKNOWN, effort)}
+    if _UNKNOWN in unknown:
+        known |= _TRAINED
+    elif known:
+        # The template has the same prompt for this effort as for those that it does not know.
+        known.add("medium")
+    return tuple(effort for effort in prompts if effort in known)
+
+
+def nearest_effort(known: Sequence[ReasoningEffort], asked: ReasoningEffort) -> ReasoningEffort | None:
+    """Return the effort among `known` that is nearest to `asked`, the lower of two, or None if there is none.
+
+    A request for reasoning never gets `none`.
+    """
+    allowed = [effort for effort in known if asked == "none" or effort != "none"]
+    return min(allowed, key=lambda effort: abs(EFFORTS.index(effort) - EFFORTS.index(asked)), default=None)
