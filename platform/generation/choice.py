@@ -29,6 +29,10 @@ class ChoiceDelta:
     """The stop string, or the ID of the stop token in `TextRules.stop_token_ids`, that ended the choice."""
     pooled: bytes = b""
     """The prompt's pooled state if the request asks for it: see `SequenceOutput.pooled`."""
+    text_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Log-probabilities of the tokens of `text`, which can be tokens of earlier deltas. Unlike `logprobs`, they leave
+    out the reasoning, markers, and the token that ended the choice.
+    """
 
 
 class Choice:
@@ -47,6 +51,8 @@ class Choice:
         self._min_tokens = add.sampling.min_tokens
         # Tokens that are in no delta yet, because their text was held back.
         self._unreported: list[int] = []
+        self._text_logprobs: list[TokenLogprobs] = []
+        """Log-probabilities of tokens whose text is in no delta yet."""
         self.num_received = 0
         self.keep: int | None = 0 if rules.only_prompt else None
         """Maximum number of tokens to bill, or None for all.
@@ -76,11 +82,18 @@ class Choice:
             self.num_received += len(output.token_ids)
             self._unreported += output.token_ids
             answer.feed_all(output.token_ids)
+            self._text_logprobs += output.logprobs
             return self._delta(output.logprobs, None) if answer.text or output.logprobs else None
         for position, token_id in enumerate(output.token_ids):
             self.num_received += 1
             self._unreported.append(token_id)
+            num_hidden = answer.num_hidden
             answer.feed(token_id, self.num_received > self._min_tokens)
+            if output.logprobs:
+                self._text_logprobs += output.logprobs[position : position + 1]
+                # A marker of several tokens is known only when it is complete.
+                if answer.num_hidden > num_hidden:
+                    del self._text_logprobs[num_hidden - answer.num_hidden :]
             if answer.is_stopped:
                 self.keep = self.num_received
                 return self._last(output.logprobs[: position + 1], "stop", answer.stopped_by)
@@ -106,6 +119,8 @@ class Choice:
         if token_id is not None:
             self._unreported.append(token_id)
         logprobs = () if finished.stop_logprobs is None else (finished.stop_logprobs,)
+        if self._shows_stop:
+            self._text_logprobs += logprobs
         return self._last(logprobs, finished.reason, token_id if token_id in self._stop_token_ids else None)
 
     def give_up(self) -> None:
@@ -183,6 +198,10 @@ class Choice:
         self._unreported.clear()
         prompt_logprobs = tuple(self._prompt_logprobs)
         self._prompt_logprobs.clear()
+        text_logprobs: tuple[TokenLogprobs, ...] = ()
+        if self._text_logprobs and (self._answer.text or finish_reason is not None):
+            text_logprobs = tuple(self._text_logprobs)
+            self._text_logprobs.clear()
         answer = self._answer
         delta = ChoiceDelta(
             self.index,
@@ -195,6 +214,7 @@ class Choice:
             tuple(answer.calls),
             stop_reason,
             self._pooled,
+            text_logprobs,
         )
         answer.clear()
         return delta

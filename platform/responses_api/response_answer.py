@@ -66,6 +66,8 @@ class ResponseAnswer:
         self._num_events = 0
         self._has_begun = False
         """True if the stream has said that the response is in progress."""
+        self._held_logprobs: list[Document] = []
+        """Log-probabilities of tokens whose text the parser of tool calls holds back."""
         self._finish_reason: str | None = None
         self._kept: Document | None = None
         """The complete response object, once `keep` has been called."""
@@ -126,18 +128,21 @@ class ResponseAnswer:
         return self._finished(usage)
 
     def _feed(self, delta: ChoiceDelta) -> Iterator[Event]:
-        # Log-probabilities are sent once, with the first text of their delta.
-        logprobs = self._logprobs(delta.logprobs) if self._rules.has_logprobs else []
+        # Log-probabilities are sent once, with the first text that follows. Those of calls are never sent.
+        if self._rules.has_logprobs:
+            self._held_logprobs += self._logprobs(delta.text_logprobs)
         for part in self._reader.feed(delta):
             match part:
                 case ReasoningEvent(text):
                     yield from self._write(ReasoningTextItem, text)
                 case TextEvent(text):
+                    logprobs, self._held_logprobs = self._held_logprobs, []
                     yield from self._write(TextItem, text, logprobs)
-                    logprobs = []
                 case CallBegun(_, name):
+                    self._held_logprobs.clear()
                     yield from self._begin(self._call(name))
                 case ArgumentsEvent(_, text):
+                    self._held_logprobs.clear()
                     yield from self._items[-1].add(text)
                 case CallEnded():
                     yield from self._close()
@@ -148,6 +153,8 @@ class ResponseAnswer:
     def _last(self) -> Iterator[Event]:
         if not self._items:
             yield from self._write(TextItem, "")
+        if self._held_logprobs and self._is_open and isinstance(self._items[-1], TextItem):
+            yield from self._items[-1].add("", self._held_logprobs)
         is_cut_off = self._finish_reason != "stop" or (self._reader.has_calls and not self._reader.ends_with_calls)
         yield from self._close("incomplete" if is_cut_off else "completed")
 

@@ -112,6 +112,14 @@ async def test_each_token_has_its_log_probability(gateway: Gateway) -> None:
         assert completion.choices[0].message.content == "Yes."
 
 
+async def test_log_probabilities_of_a_response_are_those_of_its_text(gateway: Gateway) -> None:
+    answers(gateway, f"{THOUGHT}{FINAL}Yes.")
+    body = {"model": "base", "input": "Hi", "include": ["message.output_text.logprobs"]}
+    response = (await gateway.http.post("/v1/responses", json=body)).json()
+    [part] = response["output"][-1]["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "Yes."
+
+
 async def test_history_is_rendered_by_the_template(gateway: Gateway) -> None:
     answers(gateway, f"{THOUGHT}{CALL}", end="<|call|>")
     first = await gateway.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER])
