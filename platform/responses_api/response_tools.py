@@ -159,20 +159,21 @@ def refuse_built_in_tools(tools: Any) -> None:
             )
 
 
-def chat_tool_choice(value: Any) -> Any:
-    """Return a `tool_choice` in the form of a chat request. Raises ValueError."""
+def chat_tool_choice(value: Any, offered: Sequence[OfferedTool] = ()) -> Any:
+    """Return a `tool_choice` in the form of a chat request. `offered` are the request's tools. Raises ValueError."""
     match value:
         case None | "none" | "auto" | "required":
             return value
-        case {"type": "function" | "custom", "name": str(), **more} if not more:
-            return _named(value)
+        case _ if _is_named(value):
+            return _named(value, offered)
         case {
             "type": "allowed_tools",
             "mode": "auto" | "required" as mode,
             "tools": [_, *_] as tools,
             **more,
         } if not more and len(tools) <= MAX_TOOLS and all(map(_is_named, tools)):
-            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(map(_named, tools))}}
+            named = [_named(tool, offered) for tool in tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
         case _:
             raise ValueError(
                 'must be "none", "auto", "required", {"type": "function" or "custom", "name": ...} or '
@@ -183,12 +184,24 @@ def chat_tool_choice(value: Any) -> Any:
 def _is_named(tool: Any) -> bool:
     match tool:
         case {"type": "function" | "custom", "name": str(), **more}:
-            return not more
+            return not more or (more.keys() == {"namespace"} and isinstance(more["namespace"], str | None))
     return False
 
 
-def _named(tool: Document) -> Document:
-    return {"type": "function", "function": {"name": tool["name"]}}
+def _named(tool: Document, offered: Sequence[OfferedTool]) -> Document:
+    return {"type": "function", "function": {"name": _called_name(tool["name"], tool.get("namespace"), offered)}}
+
+
+def _called_name(name: str, namespace: str | None, offered: Sequence[OfferedTool]) -> str:
+    """Return the name by which the model calls the tool that a client names: with its namespace, as `namespace.name`,
+    or, if no other tool has the name, without its namespace.
+    """
+    joined = joined_name(namespace, name)
+    if namespace is not None or any(tool.called_name == joined for tool in offered):
+        return joined
+    dotted = joined_name(*name.split(".", 1)) if "." in name else None
+    found = [tool.called_name for tool in offered if tool.called_name == dotted or tool.tool.name == name]
+    return found[0] if len(found) == 1 else name
 
 
 def _checked(value: Any) -> Any:
