@@ -96,6 +96,7 @@ class BatchFiles:
         name = f"{batch.id}_{path.name}.jsonl"
         # The time orders the file behind older ones, and stays the same if the batch is interrupted now.
         assert batch.finalizing_us is not None
+        created_us, lifetime_us = batch.finalizing_us, batch.output_lifetime_us
         file = TenantFile(
             id=file_id,
             tenant_id=batch.tenant_id,
@@ -103,8 +104,8 @@ class BatchFiles:
             purpose="batch_output",
             name=name,
             num_bytes=num_bytes,
-            created_us=batch.finalizing_us,
-            expires_us=None,
+            created_us=created_us,
+            expires_us=None if lifetime_us is None else created_us + lifetime_us,
         )
         # A server that has lost its claim must not replace the file of the server that has it.
         self.claim.renew(batch.id)
