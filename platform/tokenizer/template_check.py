@@ -91,8 +91,9 @@ def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
         return "one_part" if reads(_parts(text), text) else None
 
     def with_effort(effort: str | None) -> str | None:
+        kwargs: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         try:
-            return prompt(user, **({} if effort is None else {"reasoning_effort": effort}))
+            return prompt(user, **kwargs)
         except TemplateRefused:
             return None
 
