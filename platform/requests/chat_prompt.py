@@ -136,8 +136,8 @@ def _thinking(features: TemplateFeatures, effort: ReasoningEffort | None, *, thi
     if features.thinking_switch is not None:
         variables[features.thinking_switch] = thinks
     efforts = features.reasoning_efforts
-    if effort is None and thinks and "none" in efforts:
-        # Such a template may not think by default. In Anthropic's API, the default is high.
+    if effort is None and thinks and features.is_off_by_default:
+        # In Anthropic's API, the default is high.
         effort = "high"
     if not thinks and variables and "none" not in efforts:
         return variables

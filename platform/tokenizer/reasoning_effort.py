@@ -11,12 +11,15 @@ EFFORTS: Final[tuple[ReasoningEffort, ...]] = get_args(ReasoningEffort)
 
 _TRAINED: Final[frozenset[ReasoningEffort]] = frozenset({"low", "medium", "high"})
 """The efforts of models whose templates print any effort, such as gpt-oss."""
+_COMMON: Final[frozenset[ReasoningEffort]] = _TRAINED | {"none"}
+"""The efforts that other templates get as they are, because they may have a default prompt for some of them."""
 
 _UNKNOWN = "effort_6153"
 
 
-def known_efforts(render: Callable[[str | None], str | None]) -> tuple[ReasoningEffort, ...]:
-    """Return the efforts that a template knows, or nothing if they do not change its prompt.
+def known_efforts(render: Callable[[str | None], str | None]) -> tuple[tuple[ReasoningEffort, ...], bool]:
+    """Return the efforts that a template can get, and whether it turns thinking off unless it gets one. It can get no
+    effort if they do not change its prompt.
 
     `render` returns the prompt with an effort, or without any, or None if the template refuses it.
     """
@@ -25,19 +28,20 @@ def known_efforts(render: Callable[[str | None], str | None]) -> tuple[Reasoning
         text = render(effort)
         return None if text is None else text.lower()
 
+    default = rendered(None)
     prompts = {effort: text for effort in EFFORTS if (text := rendered(effort)) is not None}
-    if len({rendered(None), *prompts.values()}) == 1:
-        return ()
+    if len({default, *prompts.values()}) == 1:
+        return (), False
+    off = prompts.get("none")
+    is_off = off is not None and off == default and off not in {prompts.get(effort) for effort in _TRAINED}
     unknown = rendered(_UNKNOWN)
     if unknown is None:
-        return tuple(prompts)
-    known = {effort for effort, text in prompts.items() if text != unknown.replace(_UNKNOWN, effort)}
-    if _UNKNOWN in unknown:
-        known |= _TRAINED
-    elif known:
-        # The template has the same prompt for this effort as for those that it does not know.
-        known.add("medium")
-    return tuple(effort for effort in prompts if effort in known)
+        return tuple(prompts), is_off
+    usual = _TRAINED if _UNKNOWN in unknown else _COMMON
+    known = [
+        effort for effort, text in prompts.items() if effort in usual or text != unknown.replace(_UNKNOWN, effort)
+    ]
+    return tuple(known), is_off
 
 
 def nearest_effort(known: Sequence[ReasoningEffort], asked: ReasoningEffort) -> ReasoningEffort | None:
