@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, PlainValidator
@@ -114,10 +114,24 @@ def template_messages(
     ]
     num_leading = next((index for index, one in enumerate(shown) if one["role"] != "system"), len(shown))
     if num_leading > 1:
-        contents = [message.content or "" for message in messages[:num_leading]]
-        texts = [text for one in contents for text in ((one,) if isinstance(one, str) else one)]
-        shown[:num_leading] = [{**shown[0], "content": formed_content(forms.of("system"), texts)}]
+        content = joined_content(message.content or "" for message in messages[:num_leading])
+        shown[:num_leading] = [{**shown[0], "content": formed_content(forms.of("system"), content)}]
     return shown
+
+
+def joined_content(contents: Iterable[Content]) -> Content:
+    """Return the content of messages that become one, with a blank line between them and without empty texts.
+
+    Many templates put nothing between the parts of a message, so the blank line is within a part.
+    """
+    parts: list[list[str]] = []
+    for content in contents:
+        texts = [text for text in ((content,) if isinstance(content, str) else content) if text]
+        if parts and texts:
+            parts[-1] += ("\n\n", texts.pop(0))
+        parts += [[text] for text in texts]
+    joined = tuple(map("".join, parts))
+    return joined if len(joined) > 1 else "".join(joined)
 
 
 def reminder(text: str) -> str:
