@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.responses_api import response_tools
 from loramux.platform.responses_api.response_chat import chat_of, read_response_request
 from tests.platform.gateways import Gateway
 from tests.platform.openai_api.test_bad_input import refused
@@ -125,13 +126,43 @@ def test_tool_choice_that_names_no_single_tool_is_refused(named: dict[str, Any])
     assert caught.value.param == "tool_choice"
 
 
+def namespace(name: str, num_tools: int) -> dict[str, Any]:
+    tools = [{**WEATHER, "name": f"tool_{number}"} for number in range(num_tools)]
+    return {"type": "namespace", "name": name, "tools": tools}
+
+
 def test_namespaces_can_have_the_tools_of_several_servers() -> None:
     def offered(count: int) -> int:
-        named = [{**WEATHER, "name": f"tool_{number}"} for number in range(count)]
-        tools = [{"type": "namespace", "name": name, "tools": named} for name in ("one", "two")]
+        tools = [namespace(name, count) for name in ("one", "two")]
         return len(chat_of(read_response_request({"model": "base", "input": "Hi", "tools": tools})).offered_tools)
 
     assert offered(512) == 1024
     with pytest.raises(InvalidRequest, match="at most 1024 items") as caught:
         offered(513)
     assert caught.value.param == "tools"
+
+
+def test_tools_are_counted_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = [namespace(f"n{number}", 200) for number in range(10)]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "tool_1"}] * 1024}
+    asked = read_response_request({"model": "base", "input": "Hi", "tools": tools, "tool_choice": allowed})
+    monkeypatch.delattr(response_tools.OfferedTool, "called_name")
+    with pytest.raises(InvalidRequest, match="at most 1024 items"):
+        chat_of(asked)
+
+
+def test_time_of_a_tool_choice_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count how often the names of tools are joined."""
+    num_joined = 0
+    join = response_tools.joined_name
+
+    def counted(namespace: str | None, name: str) -> str:
+        nonlocal num_joined
+        num_joined += 1
+        return join(namespace, name)
+
+    monkeypatch.setattr(response_tools, "joined_name", counted)
+    listed = [{"type": "function", "name": f"n.tool_{number}"} for number in range(1000)]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": listed}
+    assert len(chosen([namespace("n", 1000)], allowed) or ()) == 1000
+    assert num_joined <= 10_000
