@@ -88,11 +88,11 @@ class Batches:
 
     def create(self, owner: Owner, new: NewBatch) -> Batch:
         """Queue a batch. Raises NotFound or InvalidRequest for its file or labels, RateLimited, or Unauthenticated."""
-        labels: dict[str, Any] = dict(new.labels)
+        labels = dict(new.labels)
         if OUTPUT_LIFETIME in labels:
             raise InvalidRequest(f"metadata cannot have the key {OUTPUT_LIFETIME}", param="metadata")
         if new.output_lifetime_us is not None:
-            labels[OUTPUT_LIFETIME] = new.output_lifetime_us
+            labels[OUTPUT_LIFETIME] = str(new.output_lifetime_us)
         file = self._files.get(owner, new.input_file_id)
         if file.purpose != "batch":
             raise InvalidRequest("the file's purpose must be 'batch'", param="input_file_id")
@@ -174,5 +174,6 @@ def batch_of(row: Row[Any]) -> Batch:
     facts = dict(row._mapping)
     del facts["claimed_by"], facts["claim_expires_us"]
     labels = dict(facts["labels"])
-    facts |= {"labels": labels, "output_lifetime_us": labels.pop(OUTPUT_LIFETIME, None)}
+    lifetime_us = labels.pop(OUTPUT_LIFETIME, None)
+    facts |= {"labels": labels, "output_lifetime_us": None if lifetime_us is None else int(lifetime_us)}
     return Batch(**{**facts, "errors": [BatchError(**one) for one in facts["errors"]]})

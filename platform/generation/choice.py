@@ -12,6 +12,17 @@ from loramux.platform.tool_calls.events import CallEvent
 
 
 @dataclass(frozen=True, slots=True)
+class TextToken:
+    """The text that became certain with a token, and the token's log-probabilities.
+
+    These are None for text that came with the reasoning, with markers, or at the end of the choice.
+    """
+
+    text: str
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceDelta:
     index: int
     text: str
@@ -29,9 +40,9 @@ class ChoiceDelta:
     """The stop string, or the ID of the stop token in `TextRules.stop_token_ids`, that ended the choice."""
     pooled: bytes = b""
     """The prompt's pooled state if the request asks for it: see `SequenceOutput.pooled`."""
-    text_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Log-probabilities of the tokens of `text`, which can be tokens of earlier deltas. Unlike `logprobs`, they leave
-    out the reasoning, markers, and the token that ended the choice.
+    text_tokens: tuple[TextToken, ...] = ()
+    """The tokens of `text`, which can be tokens of earlier deltas, if log-probabilities were requested. Unlike
+    `logprobs`, they leave out the reasoning, markers, and a stop token that is not shown.
     """
 
 
@@ -51,8 +62,8 @@ class Choice:
         self._min_tokens = add.sampling.min_tokens
         # Tokens that are in no delta yet, because their text was held back.
         self._unreported: list[int] = []
-        self._text_logprobs: list[TokenLogprobs] = []
-        """Log-probabilities of tokens whose text is in no delta yet."""
+        self._text_tokens: list[TextToken] = []
+        """Tokens of the text that are in no delta yet, because their text was held back."""
         self.num_received = 0
         self.keep: int | None = 0 if rules.only_prompt else None
         """Maximum number of tokens to bill, or None for all.
@@ -78,22 +89,23 @@ class Choice:
             self.num_received += len(output.token_ids)
             return self._last((), "length")
         answer = self._answer
-        if isinstance(answer, PlainText):
+        if isinstance(answer, PlainText) and not output.logprobs:
             self.num_received += len(output.token_ids)
             self._unreported += output.token_ids
             answer.feed_all(output.token_ids)
-            self._text_logprobs += output.logprobs
-            return self._delta(output.logprobs, None) if answer.text or output.logprobs else None
+            return self._delta((), None) if answer.text else None
         for position, token_id in enumerate(output.token_ids):
             self.num_received += 1
             self._unreported.append(token_id)
-            num_hidden = answer.num_hidden
+            num_hidden, num_characters = answer.num_hidden, len(answer.text)
             answer.feed(token_id, self.num_received > self._min_tokens)
             if output.logprobs:
-                self._text_logprobs += output.logprobs[position : position + 1]
+                self._text_tokens.append(TextToken(answer.text[num_characters:], output.logprobs[position]))
                 # A marker of several tokens is known only when it is complete.
                 if answer.num_hidden > num_hidden:
-                    del self._text_logprobs[num_hidden - answer.num_hidden :]
+                    hidden = slice(num_hidden - answer.num_hidden, None)
+                    shown = [TextToken(one.text, None) for one in self._text_tokens[hidden] if one.text]
+                    self._text_tokens[hidden] = shown
             if answer.is_stopped:
                 self.keep = self.num_received
                 return self._last(output.logprobs[: position + 1], "stop", answer.stopped_by)
@@ -119,8 +131,8 @@ class Choice:
         if token_id is not None:
             self._unreported.append(token_id)
         logprobs = () if finished.stop_logprobs is None else (finished.stop_logprobs,)
-        if self._shows_stop:
-            self._text_logprobs += logprobs
+        if self._shows_stop and finished.stop_logprobs is not None:
+            self._text_tokens.append(TextToken("", finished.stop_logprobs))
         return self._last(logprobs, finished.reason, token_id if token_id in self._stop_token_ids else None)
 
     def give_up(self) -> None:
@@ -198,11 +210,12 @@ class Choice:
         self._unreported.clear()
         prompt_logprobs = tuple(self._prompt_logprobs)
         self._prompt_logprobs.clear()
-        text_logprobs: tuple[TokenLogprobs, ...] = ()
-        if self._text_logprobs and (self._answer.text or finish_reason is not None):
-            text_logprobs = tuple(self._text_logprobs)
-            self._text_logprobs.clear()
         answer = self._answer
+        text_tokens: tuple[TextToken, ...] = ()
+        if self._text_tokens and (answer.text or finish_reason is not None):
+            rest = answer.text[sum(len(token.text) for token in self._text_tokens) :]
+            text_tokens = (*self._text_tokens, *([TextToken(rest, None)] if rest else ()))
+            self._text_tokens.clear()
         delta = ChoiceDelta(
             self.index,
             answer.text,
@@ -214,7 +227,7 @@ class Choice:
             tuple(answer.calls),
             stop_reason,
             self._pooled,
-            text_logprobs,
+            text_tokens,
         )
         answer.clear()
         return delta

@@ -161,8 +161,8 @@ async def _stored_items(services: GatewayServices, caller: Principal, home: str,
 
 def _no_item(index: int) -> NotFound:
     return NotFound(
-        "no stored response or conversation has such an item: send the item itself. A client that sends references for "
-        "all earlier items sends the items with store: false",
+        "no stored response or conversation has such an item: send the item itself. Set store: false in clients that "
+        "refer to all earlier items, such as Vercel's AI SDK",
         param=f"input[{index}].id",
         code="item_not_found",
     )

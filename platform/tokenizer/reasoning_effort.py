@@ -38,9 +38,7 @@ def known_efforts(render: Callable[[str | None], str | None]) -> tuple[tuple[Rea
     if unknown is None:
         return tuple(prompts), is_off
     usual = _TRAINED if _UNKNOWN in unknown else _COMMON
-    known = [
-        effort for effort, text in prompts.items() if effort in usual or text != unknown.replace(_UNKNOWN, effort)
-    ]
+    known = [effort for effort, text in prompts.items() if effort in usual or text != unknown.replace(_UNKNOWN, effort)]
     return tuple(known), is_off
 
 

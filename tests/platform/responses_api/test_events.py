@@ -68,11 +68,19 @@ async def test_each_token_of_the_text_has_its_log_probability(
     assert [entry for event in deltas for entry in event["logprobs"]] == part["logprobs"]
 
 
-async def test_tokens_of_a_call_are_not_those_of_a_text(tools: Gateway) -> None:
-    answers(tools, f"Look.\n{CALL}")
+@pytest.mark.parametrize("tokens_per_output", [1, 3, 64])
+@pytest.mark.parametrize("reasoning", ["", "<think>\nWell</think>"])
+async def test_tokens_of_a_call_are_not_those_of_a_text(tools: Gateway, reasoning: str, tokens_per_output: int) -> None:
+    answers(tools, f"{reasoning}Look.\n{CALL}\n{CALL}\nDone 🦊.\n{CALL}", tokens_per_output=tokens_per_output)
     events = await events_of(tools, include=["message.output_text.logprobs"], tools=[WEATHER])
-    [part] = events[-1]["response"]["output"][0]["content"]
-    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "Look."
+    items = [item for item in events[-1]["response"]["output"] if item["type"] != "reasoning"]
+    assert [item["type"] for item in items] == [
+        *("message", "function_call", "function_call", "message", "function_call"),
+    ]
+    parts = [part for item in items if item["type"] == "message" for part in item["content"]]
+    assert [part["text"] for part in parts] == ["Look.", "Done 🦊."]
+    for part in parts:
+        assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode() == part["text"]
 
 
 async def test_stream_ends_with_the_response_that_is_returned_whole(tools: Gateway) -> None:

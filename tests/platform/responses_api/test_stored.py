@@ -196,8 +196,8 @@ async def test_streams_cannot_be_resumed(storing: Gateway) -> None:
 NO_ITEM = (
     404,
     {
-        "message": "no stored response or conversation has such an item: send the item itself. A client that sends "
-        "references for all earlier items sends the items with store: false",
+        "message": "no stored response or conversation has such an item: send the item itself. Set store: false in "
+        "clients that refer to all earlier items, such as Vercel's AI SDK",
         "type": "invalid_request_error",
         "param": "input[0].id",
         "code": "item_not_found",
