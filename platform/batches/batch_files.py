@@ -96,7 +96,6 @@ class BatchFiles:
         name = f"{batch.id}_{path.name}.jsonl"
         # The time orders the file behind older ones, and stays the same if the batch is interrupted now.
         assert batch.finalizing_us is not None
-        created_us, lifetime_us = batch.finalizing_us, batch.output_lifetime_us
         file = TenantFile(
             id=file_id,
             tenant_id=batch.tenant_id,
@@ -104,12 +103,12 @@ class BatchFiles:
             purpose="batch_output",
             name=name,
             num_bytes=num_bytes,
-            created_us=created_us,
-            expires_us=None if lifetime_us is None else created_us + lifetime_us,
+            created_us=batch.finalizing_us,
+            expires_us=None,
         )
         # A server that has lost its claim must not replace the file of the server that has it.
         self.claim.renew(batch.id)
-        self.files.put_output(file, path)
+        self.files.put_output(file, path, batch.output_lifetime_us)
         return file_id
 
     @property
