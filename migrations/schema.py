@@ -472,6 +472,7 @@ batches = Table(
     Column("input_file_id", ID, nullable=False),
     Column("output_file_id", ID, nullable=True),
     Column("error_file_id", ID, nullable=True),
+    # OpenAI's metadata, and the lifetime of the output files: see OUTPUT_LIFETIME in platform/batches/batch_rows.py.
     Column("labels", JSON, nullable=False),
     Column("state", String(16), nullable=False),
     # [{"code", "message", "param", "line"}]: why the batch failed.

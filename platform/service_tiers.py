@@ -11,8 +11,11 @@ from loramux.platform.errors import InvalidRequest
 
 ServiceTier: TypeAlias = Literal["priority", "default", "flex"]
 
-AskedTier: TypeAlias = Literal["auto", "default", "flex", "priority", "scale"]
-"""The values of OpenAI's field. `scale` is a tier that OpenAI sells in advance, and means `default` here."""
+AskedTier: TypeAlias = Literal["auto", "default", "fast", "flex", "priority", "scale", "ultrafast"]
+"""The values of OpenAI's field."""
+
+_OTHER_NAMES = {"fast": "priority", "ultrafast": "priority", "scale": DEFAULT_TIER}
+"""What values mean that are no tier here. `scale` is a tier that OpenAI sells in advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class TierRights:
         """Return the tier of a request whose `service_tier` is `asked`. As in the OpenAI API, a request for a tier that
         it may not have is not refused. It gets the nearest tier that it may have.
         """
-        wanted = self.default if asked in (None, "auto") else DEFAULT_TIER if asked == "scale" else asked
+        wanted = self.default if asked is None or asked == "auto" else _OTHER_NAMES.get(asked, asked)
         return better(self.lowest, worse(self.highest, wanted or DEFAULT_TIER))
 
 

@@ -108,7 +108,7 @@ class BatchFiles:
         )
         # A server that has lost its claim must not replace the file of the server that has it.
         self.claim.renew(batch.id)
-        self.files.put_output(file, path)
+        self.files.put_output(file, path, batch.output_lifetime_us)
         return file_id
 
     @property

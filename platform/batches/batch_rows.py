@@ -27,6 +27,8 @@ WINDOW_US = 24 * 3_600_000_000
 MAX_OPEN_BATCHES = 50
 """Maximum number of a tenant's unfinished batches."""
 RETRY_S = 60.0
+OUTPUT_LIFETIME = "loramux.output_lifetime_us"
+"""Key in the column `labels` under which the lifetime of a batch's output files is stored. Clients cannot use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class NewBatch:
     input_file_id: str
     labels: Mapping[str, str]
     """OpenAI's `metadata`."""
+    output_lifetime_us: int | None = None
+    """How long the output and error files are kept, in microseconds. None means until they are deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class Batch:
     output_file_id: str | None
     error_file_id: str | None
     labels: Mapping[str, str]
+    output_lifetime_us: int | None
     state: BatchState
     errors: Sequence[BatchError]
     num_lines: int
@@ -82,7 +87,12 @@ class Batches:
         self._files = files
 
     def create(self, owner: Owner, new: NewBatch) -> Batch:
-        """Queue a batch. Raises NotFound or InvalidRequest for its file, RateLimited, or Unauthenticated."""
+        """Queue a batch. Raises NotFound or InvalidRequest for its file or labels, RateLimited, or Unauthenticated."""
+        labels = dict(new.labels)
+        if OUTPUT_LIFETIME in labels:
+            raise InvalidRequest(f"metadata cannot have the key {OUTPUT_LIFETIME}", param="metadata")
+        if new.output_lifetime_us is not None:
+            labels[OUTPUT_LIFETIME] = str(new.output_lifetime_us)
         file = self._files.get(owner, new.input_file_id)
         if file.purpose != "batch":
             raise InvalidRequest("the file's purpose must be 'batch'", param="input_file_id")
@@ -105,7 +115,7 @@ class Batches:
                     api_key_id=owner.api_key_id,
                     endpoint=new.endpoint,
                     input_file_id=file.id,
-                    labels=dict(new.labels),
+                    labels=labels,
                     state="validating",
                     errors=[],
                     num_lines=0,
@@ -163,4 +173,7 @@ def _visible(connection: Connection, owner: Owner, batch_id: str) -> Batch:
 def batch_of(row: Row[Any]) -> Batch:
     facts = dict(row._mapping)
     del facts["claimed_by"], facts["claim_expires_us"]
+    labels = dict(facts["labels"])
+    lifetime_us = labels.pop(OUTPUT_LIFETIME, None)
+    facts |= {"labels": labels, "output_lifetime_us": None if lifetime_us is None else int(lifetime_us)}
     return Batch(**{**facts, "errors": [BatchError(**one) for one in facts["errors"]]})

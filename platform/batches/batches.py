@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from loramux.platform.batches.batch_rows import Batch, NewBatch
 from loramux.platform.batches.documents import BatchDocument, BatchList
-from loramux.platform.batches.files import ListedAfter
+from loramux.platform.batches.files import MAX_LIFETIME_S, MIN_LIFETIME_S, ListedAfter
 from loramux.platform.batches.services import Kept, OwnerOfKey
 from loramux.platform.batches.tenant_files import Listing
 from loramux.platform.bodies.request_body import parse_body, read_body
@@ -30,6 +30,13 @@ BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddin
 Label = Annotated[str, Field(max_length=64)]
 
 
+class OutputExpiry(StrictModel):
+    """How long the output and error files are kept after they have been written, in seconds."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)
+
+
 class CreateBatch(StrictModel):
     """`metadata` has up to 16 labels for the caller's own use."""
 
@@ -37,13 +44,16 @@ class CreateBatch(StrictModel):
     endpoint: BatchEndpoint
     completion_window: Literal["24h"]
     metadata: dict[Label, Annotated[str, Field(max_length=512)]] | None = Field(default=None, max_length=16)
+    output_expires_after: OutputExpiry | None = None
 
 
 @router.post("/v1/batches", openapi_extra=takes(CreateBatch), response_model=BatchDocument, responses=errors(404))
 async def create_batch(request: Request, owner: OwnerOfKey, services: Services, kept: Kept) -> Response:
     """Run the requests of a file when the engine has room. The answers are in the batch's output file."""
     body = parse_body(await read_body(request, MAX_BODY_BYTES), CreateBatch)
-    new = NewBatch(body.endpoint, body.input_file_id, body.metadata or {})
+    expiry = body.output_expires_after
+    lifetime_us = None if expiry is None else expiry.seconds * 1_000_000
+    new = NewBatch(body.endpoint, body.input_file_id, body.metadata or {}, lifetime_us)
     return json_response(describe_batch(await services.call(kept.batches.create, owner, new)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,9 +138,14 @@ class TenantFiles:
             mark_ready(connection, file.id)
         return file
 
-    def put_output(self, file: TenantFile, source: Path) -> None:
-        """Store the blob of a batch's file. `mark_ready` makes the file visible. Can be repeated after a crash."""
+    def put_output(self, file: TenantFile, source: Path, lifetime_us: int | None = None) -> None:
+        """Store the blob of a batch's file. `mark_ready` makes the file visible. Can be repeated after a crash.
+
+        With `lifetime_us`, the file expires this many microseconds from now.
+        """
         with self._database.write() as connection:
+            if lifetime_us is not None:
+                file = replace(file, expires_us=self._database.now_us(connection) + lifetime_us)
             connection.execute(delete(files).where(files.c.id == file.id, files.c.state == "uploading"))
             connection.execute(insert(files).values(_values(file, "uploading")))
         # An earlier attempt may have stored other bytes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
@@ -15,6 +15,7 @@ from loramux.platform.bodies.sampling_fields import INT64
 from loramux.platform.bodies.tools import AUTO, ToolChoice, ToolChoiceField, Tools
 from loramux.platform.bodies.unsupported_fields import Neutral
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.tokenizer.reasoning_effort import ReasoningEffort
 
 MAX_MESSAGES = 4096
 MAX_CHAT_LOGPROBS = 20
@@ -30,7 +31,6 @@ def _few_entries(value: Any) -> Any:
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 Metadata = Annotated[dict[str, str], BeforeValidator(_few_entries)]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatRequest(GenerationRequest):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, PlainValidator
@@ -104,14 +104,43 @@ def template_messages(
     """Convert messages to dicts for a chat template, with contents in the form that it reads, and with the arguments of
     tool calls as objects or as text.
 
-    Raises InvalidRequest for missing content, for fields that do not suit a message's role, and for tool messages that
-    answer no earlier call.
+    System messages at the start become one, because many templates allow only one. Raises InvalidRequest for missing
+    content, for fields that do not suit a message's role, and for tool messages that answer no earlier call.
     """
     names: dict[str, str] = {}
-    return [
+    shown = [
         _message(message, f"messages[{index}]", names, forms, arguments_as_text)
         for index, message in enumerate(messages)
     ]
+    num_leading = next((index for index, one in enumerate(shown) if one["role"] != "system"), len(shown))
+    if num_leading > 1:
+        content = joined_content(message.content or "" for message in messages[:num_leading])
+        shown[:num_leading] = [{**shown[0], "content": formed_content(forms.of("system"), content)}]
+    return shown
+
+
+def joined_content(contents: Iterable[Content]) -> Content:
+    """Return the content of messages that become one, with a blank line between them and without empty texts.
+
+    Many templates put nothing between the parts of a message, so the blank line is within a part.
+    """
+    parts: list[list[str]] = []
+    for content in contents:
+        texts = [text for text in ((content,) if isinstance(content, str) else content) if text]
+        if parts and texts:
+            parts[-1] += ("\n\n", texts.pop(0))
+        parts += [[text] for text in texts]
+    joined = tuple(map("".join, parts))
+    return joined if len(joined) > 1 else "".join(joined)
+
+
+def reminder(text: str) -> str:
+    """Return the text of a system message within a conversation as a part of the user's turn, because most chat
+    templates accept a system message only at the start.
+
+    Agents write instructions like this into messages of the user for models without such system messages.
+    """
+    return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
 def _message(

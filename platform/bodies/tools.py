@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field
 from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.bodies.unsupported_fields import FUNCTION, Neutral
 
-MAX_TOOLS = 128
-"""Maximum number of tools per request, as in the OpenAI API."""
+MAX_TOOLS = 1024
+"""Maximum number of tools per request. OpenAI's API allows 128, but agents with several MCP servers offer more."""
 
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 """Pattern of a function's name, as in the OpenAI API."""

@@ -23,6 +23,10 @@ class AnswerText(Protocol):
     """Number of reasoning tokens so far, including the markers. `clear` does not reset it."""
 
     @property
+    def num_hidden(self) -> int:
+        """Number of tokens so far that are not part of `text`: reasoning, markers, headers and `calls`."""
+
+    @property
     def is_stopped(self) -> bool:
         """True if a stop string was found. No text follows it."""
 
@@ -58,6 +62,7 @@ class PlainText:
 
     is_stopped = False
     stopped_by = None
+    num_hidden = 0
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self.text = self.reasoning = ""
@@ -99,6 +104,10 @@ class MarkedText:
     @property
     def stopped_by(self) -> str | None:
         return self._stops.found
+
+    @property
+    def num_hidden(self) -> int:
+        return self.num_reasoning
 
     def feed(self, token_id: int, can_stop: bool) -> None:
         text = self._detokenizer.feed(token_id)
@@ -147,6 +156,7 @@ class ChannelText:
         self.text = self.reasoning = ""
         self.calls: list[CallEvent] = []
         self.num_reasoning = 0
+        self.num_hidden = 0
         self.place = channels.place
         self._detokenizer = detokenizer
         self._stops = stops
@@ -175,7 +185,10 @@ class ChannelText:
             self._num_header += 1
         elif self._open is Destination.REASONING:
             self.num_reasoning += 1
-        if self._channels.format.is_text(self.place, token_id):
+        is_text = self._channels.format.is_text(self.place, token_id)
+        if not is_text or self._open is not Destination.CONTENT:
+            self.num_hidden += 1
+        if is_text:
             self._add(self._detokenizer.feed(token_id), can_stop)
             return
         before, self.place = self.place, self._channels.format.after(self.place, token_id)

@@ -12,6 +12,17 @@ from loramux.platform.tool_calls.events import CallEvent
 
 
 @dataclass(frozen=True, slots=True)
+class TextToken:
+    """The text that became certain with a token, and the token's log-probabilities.
+
+    These are None for text that came with the reasoning, with markers, or at the end of the choice.
+    """
+
+    text: str
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceDelta:
     index: int
     text: str
@@ -29,6 +40,10 @@ class ChoiceDelta:
     """The stop string, or the ID of the stop token in `TextRules.stop_token_ids`, that ended the choice."""
     pooled: bytes = b""
     """The prompt's pooled state if the request asks for it: see `SequenceOutput.pooled`."""
+    text_tokens: tuple[TextToken, ...] = ()
+    """The tokens of `text`, which can be tokens of earlier deltas, if log-probabilities were requested. Unlike
+    `logprobs`, they leave out the reasoning, markers, and a stop token that is not shown.
+    """
 
 
 class Choice:
@@ -47,6 +62,8 @@ class Choice:
         self._min_tokens = add.sampling.min_tokens
         # Tokens that are in no delta yet, because their text was held back.
         self._unreported: list[int] = []
+        self._text_tokens: list[TextToken] = []
+        """Tokens of the text that are in no delta yet, because their text was held back."""
         self.num_received = 0
         self.keep: int | None = 0 if rules.only_prompt else None
         """Maximum number of tokens to bill, or None for all.
@@ -72,15 +89,23 @@ class Choice:
             self.num_received += len(output.token_ids)
             return self._last((), "length")
         answer = self._answer
-        if isinstance(answer, PlainText):
+        if isinstance(answer, PlainText) and not output.logprobs:
             self.num_received += len(output.token_ids)
             self._unreported += output.token_ids
             answer.feed_all(output.token_ids)
-            return self._delta(output.logprobs, None) if answer.text or output.logprobs else None
+            return self._delta((), None) if answer.text else None
         for position, token_id in enumerate(output.token_ids):
             self.num_received += 1
             self._unreported.append(token_id)
+            num_hidden, num_characters = answer.num_hidden, len(answer.text)
             answer.feed(token_id, self.num_received > self._min_tokens)
+            if output.logprobs:
+                self._text_tokens.append(TextToken(answer.text[num_characters:], output.logprobs[position]))
+                # A marker of several tokens is known only when it is complete.
+                if answer.num_hidden > num_hidden:
+                    hidden = slice(num_hidden - answer.num_hidden, None)
+                    shown = [TextToken(one.text, None) for one in self._text_tokens[hidden] if one.text]
+                    self._text_tokens[hidden] = shown
             if answer.is_stopped:
                 self.keep = self.num_received
                 return self._last(output.logprobs[: position + 1], "stop", answer.stopped_by)
@@ -106,6 +131,8 @@ class Choice:
         if token_id is not None:
             self._unreported.append(token_id)
         logprobs = () if finished.stop_logprobs is None else (finished.stop_logprobs,)
+        if self._shows_stop and finished.stop_logprobs is not None:
+            self._text_tokens.append(TextToken("", finished.stop_logprobs))
         return self._last(logprobs, finished.reason, token_id if token_id in self._stop_token_ids else None)
 
     def give_up(self) -> None:
@@ -184,6 +211,11 @@ class Choice:
         prompt_logprobs = tuple(self._prompt_logprobs)
         self._prompt_logprobs.clear()
         answer = self._answer
+        text_tokens: tuple[TextToken, ...] = ()
+        if self._text_tokens and (answer.text or finish_reason is not None):
+            rest = answer.text[sum(len(token.text) for token in self._text_tokens) :]
+            text_tokens = (*self._text_tokens, *([TextToken(rest, None)] if rest else ()))
+            self._text_tokens.clear()
         delta = ChoiceDelta(
             self.index,
             answer.text,
@@ -195,6 +227,7 @@ class Choice:
             tuple(answer.calls),
             stop_reason,
             self._pooled,
+            text_tokens,
         )
         answer.clear()
         return delta

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 
 from loramux.engine.protocol.messages import PromptLogprob, TokenLogprobs
-from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.generation.choice import ChoiceDelta, TextToken
 from loramux.platform.tool_calls.events import CallEvent
 
 
@@ -63,6 +63,7 @@ class JoinedDeltas:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._text_tokens: list[TextToken] = []
         self._token_ids: list[int] = []
         self._prompt_logprobs: list[PromptLogprob] = []
         self._calls: list[CallEvent] = []
@@ -75,6 +76,7 @@ class JoinedDeltas:
         self._texts.append(delta.text)
         self._reasoning.append(delta.reasoning)
         self._logprobs.extend(delta.logprobs)
+        self._text_tokens.extend(delta.text_tokens)
         self._token_ids.extend(delta.token_ids)
         self._prompt_logprobs.extend(delta.prompt_logprobs)
         self._calls.extend(delta.calls)
@@ -94,4 +96,5 @@ class JoinedDeltas:
             tuple(self._calls),
             self._last.stop_reason,
             self._pooled,
+            tuple(self._text_tokens),
         )

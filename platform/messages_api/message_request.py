@@ -15,6 +15,7 @@ from loramux.platform.bodies.unsupported_fields import Neutral
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.messages_api.blocks import SentMessage, TextBlock, TextBlocks
+from loramux.platform.messages_api.context_management import ContextManagement
 from loramux.platform.messages_api.message_tools import MessageToolChoice, MessageTools, chat_choice, is_parallel
 from loramux.platform.messages_api.turns import chat_messages
 
@@ -55,6 +56,12 @@ class OutputConfig(StrictModel):
     effort: Effort | None = None
 
 
+class Diagnostics(StrictModel):
+    """Asks Anthropic's servers why a prompt was not cached. It has no effect."""
+
+    previous_message_id: str | None = None
+
+
 class RequestMetadata(StrictModel):
     user_id: str | None = None
 
@@ -92,8 +99,6 @@ class CountTokensRequest(StrictModel):
 
     NEUTRAL: ClassVar[Neutral] = {
         "container": (),
-        "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
-        "diagnostics": ({"previous_message_id": None},),
         "fallbacks": ([],),
         "inference_geo": ("global",),
         "mcp_servers": ([],),
@@ -111,6 +116,8 @@ class CountTokensRequest(StrictModel):
     output_format: JsonSchemaOutput | None = None
     """The older name of `output_config.format`."""
     cache_control: Any = None
+    context_management: ContextManagement | None = None
+    diagnostics: Diagnostics | None = None
 
     def chat(self) -> MessagesChat:
         """Return the chat request. Raises InvalidRequest if the messages or the tools do not fit together."""
@@ -121,8 +128,11 @@ class CountTokensRequest(StrictModel):
         if first is None:
             raise InvalidRequest("messages must contain a message of the user", param="messages")
         messages = [*self._system_message(first), *chat_messages(self.messages, first)]
+        if self.context_management is not None:
+            messages = self.context_management.edited(messages)
         continues = messages[-1].role == "assistant"
         thinks = isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive)
+        effort = None if self.output_config is None else self.output_config.effort
         if continues and thinks:
             raise InvalidRequest(
                 "the last message must be the user's: an answer that is already begun cannot start with thinking",
@@ -134,7 +144,7 @@ class CountTokensRequest(StrictModel):
             tools=None if self.tools is None else [tool.chat_tool() for tool in self.tools],
             tool_choice=chat_choice(self.tool_choice),
             parallel_tool_calls=is_parallel(self.tool_choice),
-            reasoning_effort=self._effort() if thinks else "none",
+            reasoning_effort=effort if thinks else "none",
             is_thinking=thinks,
             include_reasoning=thinks,
             thinking_token_budget=self.thinking.budget_tokens if isinstance(self.thinking, ThinkingEnabled) else None,
@@ -158,11 +168,6 @@ class CountTokensRequest(StrictModel):
             return []
         content = texts[0] if len(texts) == 1 else tuple(texts)
         return [ChatMessage.model_construct(role="system", content=content)]
-
-    def _effort(self) -> Literal["low", "medium", "high"] | None:
-        effort = None if self.output_config is None else self.output_config.effort
-        # Chat templates know no higher effort.
-        return "high" if effort == "xhigh" or effort == "max" else effort
 
     def _output_schema(self) -> Schema | None:
         wanted = self.output_config.format if self.output_config is not None else None

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from loramux.platform.bodies.conversation import CalledFunction, ChatMessage, ToolCall
+from loramux.platform.bodies.conversation import CalledFunction, ChatMessage, ToolCall, reminder
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.messages_api.blocks import (
     Block,
@@ -54,8 +54,7 @@ class PlacedBlock:
         """The text that a template shows, or None if the block is no text."""
         if not isinstance(self.block, TextBlock):
             return None
-        # Agents write instructions like this into messages of the user for models without such system messages.
-        return f"<system-reminder>\n{self.block.text}\n</system-reminder>" if self.is_system else self.block.text
+        return reminder(self.block.text) if self.is_system else self.block.text
 
 
 def chat_messages(messages: Sequence[SentMessage], first: int = 0) -> Iterator[ChatMessage]:

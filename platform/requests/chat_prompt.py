@@ -15,6 +15,7 @@ from loramux.platform.generation.plan import Reasoning
 from loramux.platform.tokenizer.chat_template import ChatTemplate
 from loramux.platform.tokenizer.content_form import ContentForms
 from loramux.platform.tokenizer.conversation import TemplateRefused
+from loramux.platform.tokenizer.reasoning_effort import ReasoningEffort, nearest_effort
 from loramux.platform.tokenizer.template_check import TemplateFeatures
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from loramux.platform.tool_calls.detection import chosen_markers, chosen_parser, last_marker
@@ -119,11 +120,7 @@ def _kwargs(body: ChatRequest, features: TemplateFeatures | None) -> Mapping[str
     effort, thinks, kwargs = body.reasoning_effort, body.thinks, body.chat_template_kwargs or {}
     if thinks is None:
         return kwargs
-    known: dict[str, Any] = {}
-    if features is not None and features.thinking_switch is not None:
-        known[features.thinking_switch] = thinks
-    if features is not None and features.reasoning_effort and effort is not None:
-        known["reasoning_effort"] = effort
+    known = {} if features is None else _thinking(features, effort, thinks=thinks)
     if not known and thinks and body.requires_reasoning:
         raise InvalidRequest(
             "this model's chat template does not use reasoning_effort",
@@ -131,3 +128,18 @@ def _kwargs(body: ChatRequest, features: TemplateFeatures | None) -> Mapping[str
             code="unsupported_parameter",
         )
     return {**known, **kwargs}
+
+
+def _thinking(features: TemplateFeatures, effort: ReasoningEffort | None, *, thinks: bool) -> dict[str, Any]:
+    """Return the variables that make the model think with this effort, as far as the template has them."""
+    variables: dict[str, Any] = {}
+    if features.thinking_switch is not None:
+        variables[features.thinking_switch] = thinks
+    efforts = features.reasoning_efforts
+    if effort is None and thinks and features.is_off_by_default:
+        # In Anthropic's API, the default is high.
+        effort = "high"
+    if not thinks and variables and "none" not in efforts:
+        return variables
+    chosen = None if effort is None else nearest_effort(efforts, effort)
+    return variables if chosen is None else {**variables, "reasoning_effort": chosen}

@@ -171,8 +171,7 @@ def _form_of(value: Any) -> str:
 
 
 Input = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS), Tag("items")],
+    Annotated[str, Tag("text")] | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_ITEMS), Tag("items")],
     Discriminator(_form_of),
 ]
 

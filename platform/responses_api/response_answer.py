@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loramux.engine.protocol.messages import TokenLogprobs
 from loramux.platform.errors import ApiError
@@ -66,6 +66,8 @@ class ResponseAnswer:
         self._num_events = 0
         self._has_begun = False
         """True if the stream has said that the response is in progress."""
+        self._held_logprobs: list[Document] = []
+        """Log-probabilities of tokens whose text the parser of tool calls holds back, or drops around a call."""
         self._finish_reason: str | None = None
         self._kept: Document | None = None
         """The complete response object, once `keep` has been called."""
@@ -126,28 +128,39 @@ class ResponseAnswer:
         return self._finished(usage)
 
     def _feed(self, delta: ChoiceDelta) -> Iterator[Event]:
-        # Log-probabilities are sent once, with the first text of their delta.
-        logprobs = self._logprobs(delta.logprobs) if self._rules.has_logprobs else []
+        # Log-probabilities are sent once, with the first text that follows. Those of calls are never sent.
+        for one in _by_token(delta):
+            if self._rules.has_logprobs:
+                self._held_logprobs += self._logprobs([token.logprobs for token in one.text_tokens if token.logprobs])
+            yield from self._read(one)
+        if delta.finish_reason is not None:
+            self._finish_reason = delta.finish_reason
+            yield from self._last()
+
+    def _read(self, delta: ChoiceDelta) -> Iterator[Event]:
         for part in self._reader.feed(delta):
             match part:
                 case ReasoningEvent(text):
                     yield from self._write(ReasoningTextItem, text)
                 case TextEvent(text):
+                    logprobs, self._held_logprobs = self._held_logprobs, []
+                    if self._items and isinstance(self._items[-1], FunctionItem | CustomItem):
+                        logprobs = _last_tokens(logprobs, text)
                     yield from self._write(TextItem, text, logprobs)
-                    logprobs = []
                 case CallBegun(_, name):
+                    self._held_logprobs.clear()
                     yield from self._begin(self._call(name))
                 case ArgumentsEvent(_, text):
+                    self._held_logprobs.clear()
                     yield from self._items[-1].add(text)
                 case CallEnded():
                     yield from self._close()
-        if delta.finish_reason is not None:
-            self._finish_reason = delta.finish_reason
-            yield from self._last()
 
     def _last(self) -> Iterator[Event]:
         if not self._items:
             yield from self._write(TextItem, "")
+        if self._held_logprobs and self._is_open and isinstance(self._items[-1], TextItem):
+            yield from self._items[-1].add("", self._held_logprobs)
         is_cut_off = self._finish_reason != "stop" or (self._reader.has_calls and not self._reader.ends_with_calls)
         yield from self._close("incomplete" if is_cut_off else "completed")
 
@@ -217,6 +230,24 @@ class ResponseAnswer:
         spelled = self._rules.tokenizer.token_bytes(token_id)
         token = spelled.decode("utf-8", "replace")
         return {"token": token, "logprob": shown_logprob(logprob), "bytes": list(spelled)}
+
+
+def _by_token(delta: ChoiceDelta) -> Iterator[ChoiceDelta]:
+    """Yield a delta for each token of the text, as if the engine had reported them singly."""
+    tokens = delta.text_tokens
+    for token in tokens[:-1]:
+        yield replace(delta, text=token.text, text_tokens=(token,), calls=(), finish_reason=None)
+        delta = replace(delta, reasoning="")
+    yield replace(delta, text=tokens[-1].text, text_tokens=tokens[-1:]) if tokens else delta
+
+
+def _last_tokens(logprobs: Sequence[Document], text: str) -> list[Document]:
+    """Return the last entries that spell a text after a call. Those before them are the end of the call."""
+    first, num_bytes = len(logprobs), len(text.encode())
+    while first and num_bytes > 0:
+        first -= 1
+        num_bytes -= len(logprobs[first]["bytes"])
+    return list(logprobs[first:])
 
 
 def numbered(events: Sequence[Event], first: int) -> list[bytes]:

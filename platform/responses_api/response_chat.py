@@ -52,6 +52,7 @@ def chat_of(asked: ResponseRequest, earlier: Sequence[InputItem] = ()) -> Respon
     """
     place = "previous_response_id" if asked.conversation is None else "conversation"
     messages = messages_of(asked.instructions, asked.input, earlier, place)
+    offered = offered_tools(asked.tools or ())
     chat = {
         **{name: getattr(asked, name) for name in SamplingFields.model_fields},
         "messages": messages.documents,
@@ -59,8 +60,8 @@ def chat_of(asked: ResponseRequest, earlier: Sequence[InputItem] = ()) -> Respon
         "stream": asked.stream,
         "user": asked.user,
         "service_tier": asked.service_tier,
-        "tools": None if asked.tools is None else [tool.as_chat_tool() for tool in offered_tools(asked.tools)],
-        "tool_choice": chat_tool_choice(asked.tool_choice),
+        "tools": None if asked.tools is None else [tool.as_chat_tool() for tool in offered],
+        "tool_choice": chat_tool_choice(asked.tool_choice, offered),
         "parallel_tool_calls": asked.parallel_tool_calls,
         "response_format": _response_format(asked),
         "structured_outputs": asked.structured_outputs,
@@ -75,7 +76,7 @@ def chat_of(asked: ResponseRequest, earlier: Sequence[InputItem] = ()) -> Respon
     try:
         return validated(chat, ResponseChat)
     except ApiError as error:
-        rename_fields(error, messages.places, offered_tools(asked.tools or ()))
+        rename_fields(error, messages.places, offered)
         raise
 
 

@@ -119,12 +119,17 @@ async def _with_items(
         return asked
     named = {reference.id for _, reference in references}
     found: dict[str | None, Any] = {item.id: item for item in earlier if item.id in named}
-    homes = {home_of(reference.id): index for index, reference in references if reference.id not in found}
-    if len(homes) > MAX_REFERENCED:
-        raise InvalidRequest(
-            f"the items must be those of at most {MAX_REFERENCED} responses and conversations", param="input"
-        )
-    for home, index in homes.items():
+    loaded: set[str] = set()
+    # A stored response has the items that it continued, so the newest usually has all items.
+    for index, reference in reversed(references):
+        home = home_of(reference.id)
+        if reference.id in found or home in loaded:
+            continue
+        if len(loaded) == MAX_REFERENCED:
+            raise InvalidRequest(
+                f"the items must be those of at most {MAX_REFERENCED} responses and conversations", param="input"
+            )
+        loaded.add(home)
         items = await _stored_items(services, caller, home, _no_item(index))
         for item in await services.compute(read_items, items):
             if item.id in named:
@@ -156,7 +161,8 @@ async def _stored_items(services: GatewayServices, caller: Principal, home: str,
 
 def _no_item(index: int) -> NotFound:
     return NotFound(
-        "no stored response or conversation has such an item: send the item itself",
+        "no stored response or conversation has such an item: send the item itself. Set store: false in clients that "
+        "refer to all earlier items, such as Vercel's AI SDK",
         param=f"input[{index}].id",
         code="item_not_found",
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from loramux.platform.bodies import unsupported_fields
-from loramux.platform.bodies.chat_request import MAX_CHAT_LOGPROBS, Metadata, ReasoningEffort
+from loramux.platform.bodies.chat_request import MAX_CHAT_LOGPROBS, Metadata
 from loramux.platform.bodies.response_formats import StructuredOutputs
 from loramux.platform.bodies.sampling_fields import INT64, SamplingFields
 from loramux.platform.bodies.strict_model import StrictModel
@@ -17,6 +17,7 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.responses_api.input_items import Input, ItemReference
 from loramux.platform.responses_api.response_tools import ToolChoiceField, Tools
 from loramux.platform.service_tiers import AskedTier
+from loramux.platform.tokenizer.reasoning_effort import ReasoningEffort
 
 LOGPROBS: Final = "message.output_text.logprobs"
 ENCRYPTED: Final = "reasoning.encrypted_content"
@@ -97,7 +98,7 @@ class ResponseRequest(SamplingFields):
     repeats some of them.
     """
 
-    input: Input
+    input: Input = Field(default_factory=list)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=INT64)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_CHAT_LOGPROBS)
@@ -144,6 +145,12 @@ class ResponseRequest(SamplingFields):
         if self.conversation is not None and self.previous_response_id is not None:
             raise InvalidRequest(
                 "a request continues either a conversation or a previous response", param="previous_response_id"
+            )
+        if self.input == [] and self.conversation is None and self.previous_response_id is None:
+            raise InvalidRequest(
+                "input is required in a request that continues no conversation and no response",
+                param="input",
+                code="missing_required_parameter",
             )
         if self.top_logprobs and not self.includes(LOGPROBS):
             raise InvalidRequest(f"top_logprobs needs {LOGPROBS} in include", param="top_logprobs")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -136,7 +137,14 @@ def joined_name(namespace: str | None, name: str) -> str:
 
 
 def offered_tools(tools: Sequence[FunctionTool | CustomTool | NamespaceTool]) -> list[OfferedTool]:
-    """Return all tools, including those in namespaces."""
+    """Return all tools, including those in namespaces. Raises InvalidRequest if there are too many."""
+    num_tools = sum(len(tool.tools) if isinstance(tool, NamespaceTool) else 1 for tool in tools)
+    if num_tools > MAX_TOOLS:
+        raise InvalidRequest(
+            f"tools must have at most {MAX_TOOLS} items, including the tools in namespaces",
+            param="tools",
+            code="invalid_value",
+        )
     found = []
     for index, tool in enumerate(tools):
         place = f"tools[{index}]"
@@ -159,20 +167,22 @@ def refuse_built_in_tools(tools: Any) -> None:
             )
 
 
-def chat_tool_choice(value: Any) -> Any:
-    """Return a `tool_choice` in the form of a chat request. Raises ValueError."""
+def chat_tool_choice(value: Any, offered: Sequence[OfferedTool] = ()) -> Any:
+    """Return a `tool_choice` in the form of a chat request. `offered` are the request's tools. Raises ValueError."""
     match value:
         case None | "none" | "auto" | "required":
             return value
-        case {"type": "function" | "custom", "name": str(), **more} if not more:
-            return _named(value)
+        case _ if _is_named(value):
+            return _named(value, _called_names(offered))
         case {
             "type": "allowed_tools",
             "mode": "auto" | "required" as mode,
             "tools": [_, *_] as tools,
             **more,
         } if not more and len(tools) <= MAX_TOOLS and all(map(_is_named, tools)):
-            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(map(_named, tools))}}
+            names = _called_names(offered)
+            named = [_named(tool, names) for tool in tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
         case _:
             raise ValueError(
                 'must be "none", "auto", "required", {"type": "function" or "custom", "name": ...} or '
@@ -183,12 +193,24 @@ def chat_tool_choice(value: Any) -> Any:
 def _is_named(tool: Any) -> bool:
     match tool:
         case {"type": "function" | "custom", "name": str(), **more}:
-            return not more
+            return not more or (more.keys() == {"namespace"} and isinstance(more["namespace"], str | None))
     return False
 
 
-def _named(tool: Document) -> Document:
-    return {"type": "function", "function": {"name": tool["name"]}}
+def _named(tool: Document, names: Mapping[str, str]) -> Document:
+    name, namespace = tool["name"], tool.get("namespace")
+    called = names.get(name, name) if namespace is None else joined_name(namespace, name)
+    return {"type": "function", "function": {"name": called}}
+
+
+def _called_names(offered: Sequence[OfferedTool]) -> dict[str, str]:
+    """Return the name by which the model calls each tool, by the names that clients can give it: that name,
+    `namespace.name`, and, if no other tool has the name, its name without the namespace.
+    """
+    counts = Counter(tool.tool.name for tool in offered)
+    names = {tool.tool.name: tool.called_name for tool in offered if counts[tool.tool.name] == 1}
+    names |= {f"{tool.namespace.name}.{tool.tool.name}": tool.called_name for tool in offered if tool.namespace}
+    return names | {tool.called_name: tool.called_name for tool in offered}
 
 
 def _checked(value: Any) -> Any:

@@ -99,7 +99,7 @@ class ChatTemplate:
         """Return the features that the templates support. Raises TemplateRefused if they do not render a plain
         conversation.
         """
-        return check_template(self._render)
+        return check_template(self._render, self._sources.get(DEFAULT, ""))
 
     def _render(self, conversation: Conversation) -> str:
         name = self._name(conversation.tools is not None)

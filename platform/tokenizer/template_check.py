@@ -10,6 +10,7 @@ import msgspec
 
 from loramux.platform.tokenizer.content_form import ContentForm, ContentForms, formed_content
 from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused
+from loramux.platform.tokenizer.reasoning_effort import ReasoningEffort, known_efforts
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names that templates use for the variable that turns thinking on and off."""
@@ -47,14 +48,16 @@ class TemplateFeatures(msgspec.Struct, frozen=True, kw_only=True):
     """True if calls appear only if their arguments are JSON text, as in the OpenAI API. Most templates read objects."""
     thinking_switch: str | None
     """The variable that turns thinking on and off, one of THINKING_SWITCHES, if there is one."""
-    reasoning_effort: bool
-    """True if the variable `reasoning_effort` changes the prompt."""
+    reasoning_efforts: tuple[ReasoningEffort, ...]
+    """The values of the variable `reasoning_effort` that the template can get, if they change the prompt."""
+    is_off_by_default: bool
+    """True if the template turns thinking off unless it gets an effort."""
     content: ContentForms
     """The form in which each role's content appears in the prompt."""
 
 
-def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
-    """Return the features of the template that `render` uses.
+def check_template(render: Callable[[Conversation], str], source: str) -> TemplateFeatures:
+    """Return the features of the template that `render` uses for conversations without tools.
 
     Raises TemplateRefused if a plain conversation is not rendered. `render` must raise TemplateRefused for a
     conversation that the template rejects.
@@ -89,6 +92,13 @@ def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
             return "text"
         return "one_part" if reads(_parts(text), text) else None
 
+    def with_effort(effort: str | None) -> str | None:
+        kwargs: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        try:
+            return prompt(user, **kwargs)
+        except TemplateRefused:
+            return None
+
     def changes(name: str, message: Mapping[str, Any], values: tuple[Any, ...]) -> bool:
         try:
             return len({prompt(message, **{name: value}) for value in values}) > 1
@@ -121,6 +131,8 @@ def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
     reads_objects = shows_call(objects)
     reads_text = not reads_objects and shows_call(text)
     system, answer = _formed(_SYSTEM, system_form), _formed(_ANSWER, assistant_form)
+    # Most templates do not read the variable. Rendering with each effort would take much of a check's time.
+    efforts, is_off = known_efforts(with_effort) if "reasoning_effort" in source else ((), False)
     return TemplateFeatures(
         system=shows([_SYSTEM["content"], _USER["content"]], system, user),
         several_turns=shows([one["content"] for one in (_USER, _ANSWER, _AGAIN)], user, answer, again),
@@ -128,7 +140,8 @@ def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
         tool_results=reads_objects or reads_text,
         arguments_as_text=reads_text,
         thinking_switch=next((one for one in THINKING_SWITCHES if changes(one, user, (True, False))), None),
-        reasoning_effort=changes("reasoning_effort", user, ("low", "high")),
+        reasoning_efforts=efforts,
+        is_off_by_default=is_off,
         content=ContentForms(system=system_form, user=user_form, assistant=assistant_form, tool=tool_form),
     )
 

@@ -68,7 +68,7 @@ def answer_to(request: TemplateRequest, environment: ChatEnvironment) -> Templat
     rendered = partial(render, environment, template, request.source, request.special_tokens)
     try:
         if request.conversation is None:
-            return TemplateAnswer(features=check_template(rendered), code=compiled)
+            return TemplateAnswer(features=check_template(rendered, request.source), code=compiled)
         return TemplateAnswer(text=rendered(request.conversation), code=compiled)
     except TemplateRefused as refused:
         return TemplateAnswer(refused=refused.message, param=refused.param, code=compiled)

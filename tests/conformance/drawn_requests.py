@@ -226,7 +226,7 @@ class RequestDraw:
             ("base", [{"role": "tool", "tool_call_id": "none", "content": "x"}], {}),
             ("caller", [question], {"chat_template_kwargs": {"messages": []}}),
             ("quiet", [question], {"tools": _TOOLS}),
-            ("strict", [question, question], {}),
+            ("strict", [question, {"role": "assistant", "content": "It is"}, question], {}),
             ("plain", [question], {"guided_json": {"type": "array", "contains": {"type": "null"}}}),
         ]
         model, messages, fields = self._dice.choice(refused)

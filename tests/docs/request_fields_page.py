@@ -120,7 +120,7 @@ MEANINGS = {
     "prompt_embeds": "prompts are text or token ids",
     "prompt_logprobs": "log-probabilities of the prompt's tokens, with up to 5 alternatives; cannot be streamed",
     "reasoning": "`effort`, as in `reasoning_effort`; there are no summaries",
-    "reasoning_effort": "how much the model thinks, if its chat template reads it; `none` turns thinking off",
+    "reasoning_effort": "how much the model thinks: the nearest effort that its chat template knows; `none` is off",
     "regex": "SGLang's name of `structured_outputs.regex`",
     "repetition_detection": "an answer does not end because it repeats itself; use `repetition_penalty`",
     "repetition_penalty": "lowers the probability of tokens that occur in the prompt or the answer",

@@ -50,6 +50,8 @@ async def sent(gateway: Gateway, path: str, body: dict[str, Any], **more: Any) -
         ("auto", "default"),
         ("default", "default"),
         ("scale", "default"),
+        ("fast", "priority"),
+        ("ultrafast", "priority"),
         ("flex", "flex"),
         ("priority", "priority"),
     ],

@@ -222,7 +222,9 @@ async def test_batch_of_embeddings_is_answered_and_charged(lab: BatchLab) -> Non
 
 
 async def test_batch_is_answered_and_charged(lab: BatchLab) -> None:
-    batch = await lab.create([line(f"line {number}") for number in range(30)], metadata={"job": "nightly"})
+    lines = [line(f"line {number}") for number in range(30)]
+    expiry: Any = {"anchor": "created_at", "seconds": 3600}
+    batch = await lab.create(lines, metadata={"job": "nightly"}, output_expires_after=expiry)
     assert (batch.status, batch.errors, batch.output_file_id) == ("validating", None, None)
     async with lab.running():
         batch = await lab.finished(batch)
@@ -247,6 +249,8 @@ async def test_batch_is_answered_and_charged(lab: BatchLab) -> None:
     assert {(add.is_background, add.priority) for add in lab.gateway.engine.adds} == {(True, 0)}
     file = await lab.gateway.openai.files.retrieve(batch.output_file_id or "")
     assert (file.purpose, file.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+    assert file.expires_at is not None
+    assert file.created_at + 3600 <= file.expires_at < file.created_at + 2 * 3600
 
 
 @pytest.mark.parametrize(
@@ -569,6 +573,10 @@ async def test_wrong_calls_are_refused(lab: BatchLab, monkeypatch: pytest.Monkey
         await lab.create([line("a")], endpoint="/v1/moderations")
     with pytest.raises(BadRequestError, match="metadata"):
         await lab.create([line("a")], metadata={f"{number}": "x" for number in range(17)})
+    with pytest.raises(BadRequestError, match="metadata cannot have the key"):
+        await lab.create([line("a")], metadata={batch_rows.OUTPUT_LIFETIME: "1"})
+    with pytest.raises(BadRequestError, match=r"output_expires_after\.seconds"):
+        await lab.create([line("a")], output_expires_after={"anchor": "created_at", "seconds": 60})
     batch = await lab.create([line("a")])
     with pytest.raises(ConflictError, match="has not finished needs the file"):
         await lab.gateway.openai.files.delete(batch.input_file_id)

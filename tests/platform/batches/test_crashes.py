@@ -63,9 +63,9 @@ class Dead:
         self.claim.record(self.batch_id, [(line, StoredAnswer(200, content, USAGE))])
 
 
-async def dead_server(lab: BatchLab, tmp_path: Path) -> Dead:
+async def dead_server(lab: BatchLab, tmp_path: Path, **options: Any) -> Dead:
     lines = [line("a"), line("b")]
-    batch = await lab.create(lines)
+    batch = await lab.create(lines, **options)
     claimed = BatchQueue(lab.gateway.database).claim()
     assert claimed is not None
     path = tmp_path / "input"
@@ -169,13 +169,15 @@ async def test_stalled_server_can_no_longer_store(gateway_on_each: Gateway, cloc
 
 async def test_interrupted_files_are_written_again(gateway_on_each: Gateway, clock: FakeClock, tmp_path: Path) -> None:
     lab = BatchLab(gateway_on_each)
-    dead = await dead_server(lab, tmp_path)
+    dead = await dead_server(lab, tmp_path, output_expires_after={"anchor": "created_at", "seconds": 3600})
     for one, custom_id in zip(dead.lines, "ab", strict=True):
         dead.store(one, custom_id)
     begun = dead.claim.begin_files(dead.batch_id)
     gateway_on_each.kept.files._blobs.put(f"files/{begun.tenant_id}/{begun.output_file_id}", b"half of it")
-    await continued(dead, clock)
+    await continued(dead, clock, after_s=2 * 3600)
     assert gateway_on_each.engine.adds == []
+    file = await gateway_on_each.openai.files.retrieve(begun.output_file_id or "")
+    assert file.expires_at == file.created_at + 3 * 3600, "the file must not expire before it is written"
 
 
 async def test_stopped_server_gives_its_batch_back(gateway: Gateway) -> None:

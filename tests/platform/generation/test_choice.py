@@ -39,6 +39,7 @@ def fed(tokenizer: Any, rules: TextRules, parts: list[list[int]], min_tokens: in
         "".join(delta.reasoning for delta in found),
         [token_id for delta in found for token_id in delta.token_ids],
         [entry.token_id for delta in found for entry in delta.logprobs],
+        [(one.text, one.logprobs) for delta in found for one in delta.text_tokens if one.logprobs],
         [delta.finish_reason for delta in found if delta.finish_reason],
         choice.completion_tokens,
         choice.num_reasoning,

@@ -34,6 +34,16 @@ def text(value: str) -> dict[str, Any]:
     return {"type": "text", "text": value}
 
 
+def edits(**edit: Any) -> dict[str, Any]:
+    return {"edits": [edit]}
+
+
+def clearing(num_turns: int | None) -> dict[str, Any]:
+    """Keep the thinking of the last turns. The default is one turn."""
+    keep = {} if num_turns is None else {"keep": {"type": "thinking_turns", "value": num_turns}}
+    return edits(type="clear_thinking_20251015", **keep)
+
+
 def test_every_field_reaches_the_chat_request() -> None:
     made = chat(
         system=[text("One."), text("Two.")],
@@ -55,7 +65,7 @@ def test_every_field_reaches_the_chat_request() -> None:
     [tool] = made.offered_tools
     assert (tool.name, tool.function.strict, tool.schema_of_arguments) == ("get_weather", True, WEATHER["input_schema"])
     assert (made.choice_of_tools.mode, made.parallel_tool_calls) == ("required", False)
-    assert (made.max_thinking_tokens, made.reasoning_effort, made.include_reasoning) == (100, "high", True)
+    assert (made.max_thinking_tokens, made.reasoning_effort, made.include_reasoning) == (100, "max", True)
     assert made.thinks
 
 
@@ -68,6 +78,10 @@ def test_every_field_reaches_the_chat_request() -> None:
         {"tools": [{**WEATHER, "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}]},
         {"tools": [{**WEATHER, "defer_loading": False, "input_examples": [], "allowed_callers": ["direct"]}]},
         {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]}},
+        {"context_management": {}},
+        {"diagnostics": {"previous_message_id": "msg_1"}},
+        {"diagnostics": {"previous_message_id": None}},
         {"service_tier": "auto", "inference_geo": None, "container": None, "speed": "standard", "mcp_servers": []},
         {"metadata": {}, "system": None, "stop_sequences": [], "tools": []},
     ],
@@ -126,7 +140,8 @@ def test_turns_become_chat_messages() -> None:
         ({"n": 2}, "n", "is not a parameter"),
         ({"container": "c"}, "container", "is not supported"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers", "is not supported"),
-        ({"context_management": {"edits": [{"type": "x"}]}}, "context_management", "is not supported"),
+        ({"context_management": edits(type="x")}, "context_management.edits[0].type", "'clear_thinking_20251015'"),
+        ({"context_management": clearing(0)}, "context_management.edits[0].keep.value", "greater than or equal to 1"),
         ({"speed": "fast"}, "speed", "is not supported"),
         ({"thinking": {"type": "between_tools"}}, "thinking", "between_tools"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "is required"),
@@ -192,6 +207,34 @@ def test_bad_input_is_named(change: dict[str, Any], param: str, message: str) ->
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(("num_turns", "kept"), [(1, "CD"), (2, "BCD"), (3, "ABCD"), (9, "ABCD"), (None, "CD")])
+def test_thinking_is_kept_of_as_many_turns_as_the_client_asks_for(num_turns: int | None, kept: str) -> None:
+    def thought(value: str) -> dict[str, Any]:
+        return {"type": "thinking", "thinking": value, "signature": sign(value)}
+
+    made = chat(
+        messages=[
+            of("user", "One."),
+            of("assistant", thought("A"), text("First.")),
+            of("user", "Two."),
+            of("assistant", thought("B"), text("Second.")),
+            of("user", "Three."),
+            # The calls, their results and the answer are one turn, although the client adds a reminder.
+            of("assistant", thought("C"), CALL),
+            of("user", RESULT, text("Be brief.")),
+            of("assistant", thought("D"), text("Third.")),
+            of("user", "Four."),
+            of("assistant", "No thinking."),
+            of("user", "Five."),
+        ],
+        context_management=clearing(num_turns),
+    )
+    assert "".join(one.reasoning_content or "" for one in made.messages) == kept
+    assert [one.content for one in made.messages if one.role == "assistant"] == [
+        *("First.", "Second.", None, "Third.", "No thinking."),
+    ]
+
+
 def test_many_unanswered_calls_give_a_short_error() -> None:
     calls = [{**CALL, "id": f"call-{number}"} for number in range(5000)]
     with pytest.raises(InvalidRequest, match="call-7 and 4992 more") as caught:
@@ -223,3 +266,11 @@ def test_names_of_128_characters_are_tools() -> None:
     name = "mcp__" + "x" * 123
     made = chat(tools=[{**WEATHER, "name": name}], tool_choice={"type": "tool", "name": name})
     assert made.choice_of_tools.names == {name}
+
+
+def test_agents_can_offer_the_tools_of_several_servers() -> None:
+    tools = [{**WEATHER, "name": f"mcp__{number}"} for number in range(1025)]
+    assert len(chat(tools=tools[:-1]).offered_tools) == 1024
+    with pytest.raises(InvalidRequest, match="at most 1024 items") as caught:
+        chat(tools=tools)
+    assert caught.value.param == "tools"

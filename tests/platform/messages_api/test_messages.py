@@ -184,7 +184,7 @@ async def test_effort_reaches_a_template_that_reads_it(harmony: Gateway) -> None
     await message(harmony, thinking={"type": "adaptive"}, output_config={"effort": "max"})
     assert effort() == "high"
     await message(harmony, output_config={"effort": "max"})
-    assert effort() == "none"
+    assert effort() == "low", "the least that the template knows"
 
 
 async def test_a_model_without_thinking_answers_without(gateway: Gateway) -> None:

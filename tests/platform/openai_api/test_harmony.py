@@ -48,10 +48,10 @@ async def gateway(with_parsers: WithParsers) -> AsyncIterator[Gateway]:
         yield gateway
 
 
-def answers(gateway: Gateway, text: str, end: str = "<|return|>") -> None:
+def answers(gateway: Gateway, text: str, end: str = "<|return|>", **fields: Any) -> None:
     tokenizer = gateway.services.prompts.tokenizer
     token_ids, [end_id] = tokens_of(tokenizer, text), tokens_of(tokenizer, end)
-    gateway.engine.script = lambda add: Script(token_ids=token_ids, stop_token_id=end_id)
+    gateway.engine.script = lambda add: Script(token_ids=token_ids, stop_token_id=end_id, **fields)
 
 
 def prompt_of(gateway: Gateway) -> str:
@@ -110,6 +110,15 @@ async def test_each_token_has_its_log_probability(gateway: Gateway) -> None:
         tokens = [entry.token for entry in completion.choices[0].logprobs.content]
         assert "".join(tokens) == f"{THOUGHT}{FINAL}Yes.<|return|>"
         assert completion.choices[0].message.content == "Yes."
+
+
+@pytest.mark.parametrize("tokens_per_output", [1, 64])
+async def test_log_probabilities_of_a_response_are_those_of_its_text(gateway: Gateway, tokens_per_output: int) -> None:
+    answers(gateway, f"{THOUGHT}{FINAL}Yes.", tokens_per_output=tokens_per_output)
+    body = {"model": "base", "input": "Hi", "include": ["message.output_text.logprobs"]}
+    response = (await gateway.http.post("/v1/responses", json=body)).json()
+    [part] = response["output"][-1]["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "Yes."
 
 
 async def test_history_is_rendered_by_the_template(gateway: Gateway) -> None:

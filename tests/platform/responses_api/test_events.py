@@ -46,6 +46,43 @@ async def test_log_probabilities_are_sent_with_the_text(tools: Gateway) -> None:
     assert transcript(await events_of(tools, **body)) == golden("logprobs")
 
 
+@pytest.mark.parametrize("tokens_per_output", [1, 3, 64])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("A 🦊 and 漢字", id="characters-of-several-tokens"),
+        pytest.param("<think>\nWell 🦊</think>\n\nHi there", id="reasoning"),
+        pytest.param("Look.\n\n \nNo call. <tool", id="text-like-the-start-of-a-call"),
+    ],
+)
+async def test_each_token_of_the_text_has_its_log_probability(
+    tools: Gateway, text: str, tokens_per_output: int
+) -> None:
+    answers(tools, text, tokens_per_output=tokens_per_output)
+    events = await events_of(tools, include=["message.output_text.logprobs"], tools=[WEATHER])
+    message = events[-1]["response"]["output"][-1]
+    [part] = message["content"]
+    spelled = b"".join(bytes(entry["bytes"]) for entry in part["logprobs"])
+    assert spelled.decode().lstrip("\n") == part["text"] == text.rpartition("</think>\n\n")[2]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [entry for event in deltas for entry in event["logprobs"]] == part["logprobs"]
+
+
+@pytest.mark.parametrize("tokens_per_output", [1, 3, 64])
+@pytest.mark.parametrize("reasoning", ["", "<think>\nWell</think>"])
+async def test_tokens_of_a_call_are_not_those_of_a_text(tools: Gateway, reasoning: str, tokens_per_output: int) -> None:
+    answers(tools, f"{reasoning}Look.\n{CALL}\n{CALL}\nDone 🦊.\n{CALL}", tokens_per_output=tokens_per_output)
+    events = await events_of(tools, include=["message.output_text.logprobs"], tools=[WEATHER])
+    items = [item for item in events[-1]["response"]["output"] if item["type"] != "reasoning"]
+    assert [item["type"] for item in items] == [
+        *("message", "function_call", "function_call", "message", "function_call"),
+    ]
+    parts = [part for item in items if item["type"] == "message" for part in item["content"]]
+    assert [part["text"] for part in parts] == ["Look.", "Done 🦊."]
+    for part in parts:
+        assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode() == part["text"]
+
+
 async def test_stream_ends_with_the_response_that_is_returned_whole(tools: Gateway) -> None:
     answers(tools, f"<think>\nWell</think>\n\nLook.\n{CALL}")
     body = {"model": "base", "input": "Hi", "tools": [WEATHER], "temperature": 0}

@@ -4,13 +4,22 @@ from typing import Any
 
 import pytest
 
+from loramux.platform.bodies.conversation import ChatMessage, template_messages
 from loramux.platform.errors import ApiError
 from loramux.platform.responses_api.reasoning_text import opened, sealed
 from loramux.platform.responses_api.response_chat import chat_of, read_response_request
 from loramux.platform.responses_api.response_input import read_line
+from loramux.platform.tokenizer.chat_template import ChatTemplate
+from loramux.platform.tokenizer.content_form import ContentForms
 
 USER = {"role": "user", "content": "Hi"}
+PART = {"type": "input_text", "text": "Part"}
+PARTS: Any = [{"type": "text", "text": one} for one in "BC"]
+REMINDER = "<system-reminder>\nB\n</system-reminder>"
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "out"}
+OTHER_OUTPUT = {**OUTPUT, "call_id": "c2"}
+THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "T"}]}
 CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
@@ -20,7 +29,7 @@ def conversation(given: Any, **fields: Any) -> list[dict[str, Any]]:
     return [message.model_dump(exclude_none=True) for message in body.messages]
 
 
-def assistant(content: str | None = "", **fields: Any) -> dict[str, Any]:
+def assistant(content: str | tuple[str, ...] | None = "", **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", **({} if content is None else {"content": content}), **fields}
 
 
@@ -39,11 +48,77 @@ def assistant(content: str | None = "", **fields: Any) -> dict[str, Any]:
         ),
         pytest.param(
             [{"role": "system", "content": "A"}, {"role": "developer", "content": "B"}, USER],
-            [{"role": "system", "content": ("A", "B")}, USER],
+            [{"role": "system", "content": "A\n\nB"}, USER],
             id="leading-system-messages-become-one",
         ),
         pytest.param(
-            [USER, {"role": "developer", "content": "B"}], [USER, {"role": "system", "content": "B"}], id="later-system"
+            [USER, {"role": "developer", "content": "B"}],
+            [{"role": "user", "content": f"Hi\n\n{REMINDER}"}],
+            id="later-system",
+        ),
+        pytest.param(
+            [
+                USER,
+                {"role": "system", "content": ""},
+                {"role": "user", "content": ""},
+                {"role": "developer", "content": [{**PART, "text": one} for one in ("B", "", "B")]},
+            ],
+            [{"role": "user", "content": f"Hi\n\n{REMINDER}\n\n{REMINDER}"}],
+            id="empty-texts",
+        ),
+        pytest.param(
+            [USER, {"role": "developer", "content": "B"}, {"role": "user", "content": [PART, PART]}],
+            [{"role": "user", "content": (f"Hi\n\n{REMINDER}\n\nPart", "Part")}],
+            id="turn-of-the-user",
+        ),
+        pytest.param(
+            [USER, CALL, OUTPUT, {"role": "system", "content": "B"}, USER, {"role": "assistant", "content": "A"}, USER],
+            [
+                USER,
+                assistant(None, tool_calls=[CHAT_CALL]),
+                {"role": "tool", "tool_call_id": "c1", "content": "out"},
+                {"role": "user", "content": f"{REMINDER}\n\nHi"},
+                assistant("A"),
+                USER,
+            ],
+            id="system-message-after-an-output",
+        ),
+        pytest.param(
+            [USER, CALL, {**CALL, "call_id": "c2"}, {"role": "developer", "content": "B"}, OUTPUT, USER, OTHER_OUTPUT],
+            [
+                USER,
+                assistant(None, tool_calls=[CHAT_CALL, {**CHAT_CALL, "id": "c2"}]),
+                {"role": "tool", "tool_call_id": "c1", "content": "out"},
+                {"role": "tool", "tool_call_id": "c2", "content": "out"},
+                {"role": "user", "content": f"{REMINDER}\n\nHi"},
+            ],
+            id="messages-between-calls-and-outputs",
+        ),
+        pytest.param(
+            [CALL, USER, {"role": "assistant", "content": "A"}, USER, OUTPUT],
+            [
+                assistant(None, tool_calls=[CHAT_CALL]),
+                USER,
+                assistant("A"),
+                USER,
+                {"role": "tool", "tool_call_id": "c1", "content": "out"},
+            ],
+            id="output-after-an-answer",
+        ),
+        pytest.param([CALL, USER], [assistant(None, tool_calls=[CHAT_CALL]), USER], id="call-without-output"),
+        pytest.param(
+            [THOUGHT, CALL, {"role": "assistant", "content": ""}, THOUGHT, {**CALL, "call_id": "c2"}],
+            [assistant("", reasoning_content="T\nT", tool_calls=[CHAT_CALL, {**CHAT_CALL, "id": "c2"}])],
+            id="reasoning-before-each-call",
+        ),
+        pytest.param(
+            [USER, {"role": "assistant", "content": "A"}, CALL, {"role": "assistant", "content": "B"}, OUTPUT],
+            [
+                USER,
+                assistant("A\n\nB", tool_calls=[CHAT_CALL]),
+                {"role": "tool", "tool_call_id": "c1", "content": "out"},
+            ],
+            id="text-after-a-call",
         ),
         pytest.param(
             [
@@ -55,12 +130,7 @@ def assistant(content: str | None = "", **fields: Any) -> dict[str, Any]:
         ),
         pytest.param(
             [
-                {
-                    "type": "reasoning",
-                    "id": "rs_1",
-                    "summary": [],
-                    "content": [{"type": "reasoning_text", "text": "T"}],
-                },
+                THOUGHT,
                 {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": "A"},
                 {**CALL, "id": "fc_1", "status": "completed"},
                 {"type": "function_call_output", "call_id": "c1", "output": "out"},
@@ -116,7 +186,34 @@ def test_items_become_messages(given: Any, messages: list[dict[str, Any]]) -> No
 def test_instructions_come_first() -> None:
     assert conversation("Hi", instructions="Be brief") == [{"role": "system", "content": "Be brief"}, USER]
     given = [{"role": "developer", "content": "B"}, USER]
-    assert conversation(given, instructions="A")[0] == {"role": "system", "content": ("A", "B")}
+    assert conversation(given, instructions="A")[0] == {"role": "system", "content": "A\n\nB"}
+
+
+STRICT = """\
+{%- for message in messages %}
+    {%- if message.role == 'system' and not loop.first %}
+        {{- raise_exception('System message must be at the beginning.') }}
+    {%- elif not loop.first and message.role == loop.previtem.role %}
+        {{- raise_exception('Roles must alternate.') }}
+    {%- endif %}
+    {{- message.role ~ ': ' ~ message.content ~ '\\n' }}
+{%- endfor %}"""
+
+
+def test_strict_template_renders_the_conversation_of_an_agent() -> None:
+    given = [{"role": "developer", "content": "A"}, USER, {"role": "developer", "content": "B"}, USER]
+    body = chat_of(read_response_request({"model": "base", "input": given, "instructions": "I"}))
+    text = ChatTemplate({"default": STRICT}, {}).render(template_messages(body.messages, ContentForms()))
+    assert text == f"system: I\n\nA\nuser: Hi\n\n{REMINDER}\n\nHi\n"
+
+
+def test_leading_system_messages_of_a_chat_become_one() -> None:
+    system = ChatMessage(role="system", content="A"), ChatMessage(role="developer", content=PARTS)
+    user = ChatMessage(role="user", content="Hi")
+    shown = template_messages([*system, user, system[0]], ContentForms())
+    assert shown == [{"role": "system", "content": "A\n\nB\nC"}, USER, {"role": "system", "content": "A"}]
+    parts = template_messages([*system, user], ContentForms(system="parts"))[0]["content"]
+    assert [part["text"] for part in parts] == ["A\n\nB", "C"]
 
 
 @pytest.mark.parametrize("sent", ["", "lmxr1.", "lmxr1.%%%", "lmxr1.gICA", "lmxr1.abc", "other"])
@@ -140,7 +237,7 @@ MESSAGE = {"type": "message", "role": "user"}
         ([{"type": "computer_call_output", "call_id": "c"}], "input[0].type", "unsupported_item"),
         ([{"type": 5}], "input[0].type", "invalid_value"),
         ([5], "input[0]", "invalid_type"),
-        ([], "input", "invalid_value"),
+        ([], "input", "missing_required_parameter"),
         ({"role": "user"}, "input", "invalid_type"),
         (None, "input", "invalid_type"),
         ([{**MESSAGE, "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content", "invalid_value"),
