@@ -48,6 +48,9 @@ from loramux.adapter_store.tiers.tier_figures import LoadCounts, PassedStage, Ti
 MAX_ASKED = 32
 """Maximum number of requests in flight to the staging process. Each may have a descriptor in transit."""
 
+REQUESTS_PER_THREAD = 2
+"""Number of requests per thread of the staging process at a time, so that no thread is idle until the next request."""
+
 MAX_TRIES = 2
 """A load fails once this many staging processes have died while loading the adapter."""
 
@@ -112,6 +115,9 @@ class StagingClient:
         self._host = host
         self._wake = wake
         self._clock = clock
+        # If the host tier is small, loads may use the part of the shared memory that is kept free for them.
+        self.max_bytes = max(host.max_bytes, memory.array.size - host.max_bytes)
+        self.max_requests = min(REQUESTS_PER_THREAD * num_threads, MAX_ASKED)
         self.figures = TierFigures(held=host.held)
         """Counts of this process. `counts` adds the staging processes' counts."""
         self._numbers = itertools.count()

@@ -16,7 +16,7 @@ COPY_COST = 0.5
 
 class AdapterPhase(Enum):
     REQUESTED = "requested"
-    """The stager is loading the adapter into host memory."""
+    """The adapter waits to be loaded into host memory, or the stager is loading it."""
     STAGED = "staged"
     """The adapter is in host memory, waiting for pages and a slot."""
     COPYING = "copying"
@@ -59,7 +59,7 @@ class AdapterLoad:
     used_s: float = 0.0
     """When the adapter last became resident, gained a user or lost its last user, on the pool's clock."""
     started_ns: int = field(default_factory=time.time_ns)
-    """When the adapter was requested, in nanoseconds since 1970."""
+    """When the adapter was first wanted, in nanoseconds since 1970."""
     stages: list[PassedStage] = field(default_factory=list)
 
     @property
@@ -80,6 +80,11 @@ class AdapterLoad:
 
     def evict(self) -> None:
         self.owner.forget(self)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the load holds."""
+        return 0 if self.staged is None else self.staged.packed.payload.nbytes
 
     def release(self) -> None:
         """Release the adapter's host memory, if it holds any."""

@@ -76,8 +76,14 @@ class AdapterPool:
         self._num_pages_of = num_pages_of
         self._loads: dict[str, AdapterLoad] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
+        # Loads that the stager has not been asked for, and those that it has.
+        self._queued: dict[str, AdapterLoad] = {}
+        self._loading: dict[str, AdapterLoad] = {}
         # Loads waiting for a slot and pages.
         self._staged: list[AdapterLoad] = []
+        self._copying: dict[str, AdapterLoad] = {}
+        # Size in bytes of the last staged adapter, the estimate for those that are not staged yet.
+        self._last_bytes = 0
         # The demand passed to the last `poll`.
         self._demand = PoolDemand()
         self.on_residency = on_residency
@@ -102,10 +108,10 @@ class AdapterPool:
         return 0.0 if load.num_users > load.is_pinned else self._clock() - load.used_s
 
     def prefetch(self, digest: str) -> AdapterLoad:
+        """Return the adapter's load. `poll` requests a new one from the stager."""
         load = self._loads.get(digest)
         if load is None:
-            load = self._loads[digest] = AdapterLoad(self, digest)
-            self._stager.request(digest)
+            load = self._loads[digest] = self._queued[digest] = AdapterLoad(self, digest)
         return load
 
     def find(self, digest: str) -> AdapterLoad | None:
@@ -131,7 +137,7 @@ class AdapterPool:
     @property
     def is_copying(self) -> bool:
         """True if an adapter is being copied. Its pages cannot be evicted until it is resident."""
-        return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
+        return bool(self._copying)
 
     @property
     def has_slot(self) -> bool:
@@ -163,26 +169,31 @@ class AdapterPool:
     def poll(self, demand: PoolDemand) -> list[AdapterLoad]:
         """Advance all loads and return the adapters that became resident or failed.
 
-        Staged adapters get room in queue order. A staged adapter never evicts an adapter that an earlier sequence is
-        waiting for, so the first sequence in the queue always makes progress. A failed load is removed, so the next
-        request tries again. Staged adapters that neither a sequence near the front of the queue nor a call needs are
-        removed too.
+        Adapters are requested and get room in queue order. A staged adapter never evicts an adapter that an earlier
+        sequence is waiting for, so the first sequence in the queue always makes progress. A failed load is removed, so
+        the next request tries again. Adapters that neither a sequence near the front of the queue nor a call needs are
+        not requested, and removed once they are staged.
         """
         self._demand = demand
         settled: list[AdapterLoad] = []
-        for staged in self._stager.poll():
-            load = self._loads[staged.digest]
-            load.stages += staged.stages
-            failure = staged.message if isinstance(staged, NotStaged) else self._take(load, staged)
-            if failure is not None:
-                self._fail(load, failure)
-                settled.append(load)
         for load, failure in self._copier.poll():
+            del self._copying[load.digest]
             if failure is None:
                 self._publish(load)
             else:
                 self._fail(load, failure)
             settled.append(load)
+        self._request()
+        # The stager answers requests for adapters in host memory at once. They do not delay others by a step.
+        while answers := self._stager.poll():
+            for staged in answers:
+                load = self._loading.pop(staged.digest)
+                load.stages += staged.stages
+                failure = staged.message if isinstance(staged, NotStaged) else self._take(load, staged)
+                if failure is not None:
+                    self._fail(load, failure)
+                    settled.append(load)
+            self._request()
         self._place()
         return settled
 
@@ -199,7 +210,9 @@ class AdapterPool:
         if load is None:
             return True
         if load.phase is AdapterPhase.REQUESTED:
-            self._stager.cancel(digest)
+            if self._queued.pop(digest, None) is None:
+                del self._loading[digest]
+                self._stager.cancel(digest)
             del self._loads[digest]
             return True
         if load.phase is AdapterPhase.STAGED:
@@ -264,6 +277,7 @@ class AdapterPool:
         """
         load.staged = staged
         packed = staged.packed
+        self._last_bytes = load.host_bytes
         load.num_pages = packed.num_pages if self._num_pages_of is None else self._num_pages_of(packed)
         load.vocab_size = packed.layout.rows.vocab_size
         load.num_labels = packed.layout.rows.num_labels
@@ -287,20 +301,43 @@ class AdapterPool:
         self.changes.note(load.digest, "loaded")
         self._rest(load)
 
-    def _place(self) -> None:
-        """Place staged adapters in queue order. The first adapter that does not fit blocks the rest.
+    def _request(self) -> None:
+        """Request the first adapters in queue order from the stager, as many as its limits allow.
 
-        A staged adapter that neither a sequence near the front of the queue nor a call needs is unloaded, because it
-        would be evicted before use.
+        A staged adapter behind them is unloaded and will be requested again. One that neither a sequence near the front
+        of the queue nor a call needs is unloaded, too, because it would be evicted before use. A request for such an
+        adapter is cancelled only to make room for another, because a small change of the order may bring it back.
         """
-        for load in [one for one in self._staged if one.digest not in self._demand.queue_positions]:
+        if not self._queued and not self._staged:
+            return
+        is_wanted = self._demand.queue_positions.__contains__
+        for load in [one for one in (*self._queued.values(), *self._staged) if not is_wanted(one.digest)]:
             self.unload(load.digest)
+        unwanted = [digest for digest in self._loading if not is_wanted(digest)]
+        num_bytes = sum(load.host_bytes for load in self._copying.values())
+        waiting = (*self._staged, *self._loading.values(), *self._queued.values())
+        for load in sorted(waiting, key=self.position_of):
+            num_before, num_bytes = num_bytes, num_bytes + (load.host_bytes or self._last_bytes)
+            # The first adapter must be loaded even if it is larger than the limit.
+            has_room = num_before == 0 or num_bytes <= self._stager.max_bytes
+            if load.phase is AdapterPhase.STAGED and not has_room:
+                self.unload(load.digest)
+            elif load.digest in self._queued and has_room:
+                if len(self._loading) >= self._stager.max_requests and unwanted:
+                    self.unload(unwanted.pop())
+                if len(self._loading) < self._stager.max_requests:
+                    self._loading[load.digest] = self._queued.pop(load.digest)
+                    self._stager.request(load.digest)
+
+    def _place(self) -> None:
+        """Place staged adapters in queue order. The first adapter that does not fit blocks the rest."""
         self._staged.sort(key=self.position_of)
         while self._staged and self._find_room(self._staged[0]):
             load = self._staged.pop(0)
             load.slot = self._free_slots.pop()
             load.pages = self._pages.alloc(load.num_pages, PageOwner.ADAPTER)
             load.phase = AdapterPhase.COPYING
+            self._copying[load.digest] = load
             self._copier.copy(load)
 
     def _find_room(self, load: AdapterLoad) -> bool:

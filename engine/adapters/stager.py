@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -14,6 +15,10 @@ from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierFigures
 class Stager(Protocol):
     """Loads adapters into host memory. Only the engine's thread calls it, and it never blocks. See `StagingClient`."""
 
+    max_requests: int
+    """Maximum number of requests at a time. More would not be faster, and could not be put in another order."""
+    max_bytes: int
+    """Maximum number of bytes of the adapters that are staged or requested at a time, unless it is only one adapter."""
     figures: TierFigures
     """Tier statistics of this process."""
 
@@ -51,7 +56,10 @@ class Stager(Protocol):
 
 
 class MemoryStager:
-    """Stages adapters from this process's memory. `adapters` is keyed by digest."""
+    """Stages adapters from this process's memory, without limits. `adapters` is keyed by digest."""
+
+    max_requests = sys.maxsize
+    max_bytes = sys.maxsize
 
     def __init__(self, adapters: Mapping[str, PackedAdapter]) -> None:
         self._adapters = adapters

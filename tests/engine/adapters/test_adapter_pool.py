@@ -4,11 +4,13 @@ import random
 
 import pytest
 
+from loramux.adapter_store.tiers.staged_adapter import NotStaged, StagedAdapter
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import AdapterPool, PoolDemand
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.protocol.messages import Abort
+from tests.adapter_store.tiers.lettered_adapters import adapter
 from tests.engine.simulated_device import SimulatedPages, simulated_adapters
 from tests.engine.simulated_engine import Clock, Simulate, Simulation, finishes, stats_of
 from tests.engine.watched_stager import WatchedStager
@@ -16,10 +18,41 @@ from tests.engine.watched_stager import WatchedStager
 SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}
 
 
+class OneByOne(WatchedStager):
+    """Finishes one request after each call of `finish_one`, in the order in which they were made. Adapters have as many
+    bytes as pages.
+    """
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__({digest: adapter(digest, size) for digest, size in sizes.items()})
+        self.finished: list[str] = []
+        self._num_finishing = 0
+
+    @property
+    def requested(self) -> list[str]:
+        return list(self._requested)
+
+    def finish_one(self) -> None:
+        self._num_finishing = 1
+
+    def poll(self) -> list[StagedAdapter | NotStaged]:
+        finished, self._requested = self._requested[: self._num_finishing], self._requested[self._num_finishing :]
+        self._num_finishing = 0
+        self.finished += finished
+        return [self._staged(digest) for digest in finished]
+
+
 class Bench:
-    def __init__(self, num_slots: int = 3, sizes: dict[str, int] = SIZES) -> None:
-        self.pages = PagePool(8)
-        self.stager, self.adapter_pages = WatchedStager(simulated_adapters(sizes)), SimulatedPages()
+    def __init__(
+        self,
+        num_slots: int = 3,
+        sizes: dict[str, int] = SIZES,
+        num_pages: int = 8,
+        stager: WatchedStager | None = None,
+    ) -> None:
+        self.pages = PagePool(num_pages)
+        self.stager = WatchedStager(simulated_adapters(sizes)) if stager is None else stager
+        self.adapter_pages = SimulatedPages()
         self.clock = Clock()
         self.residency: list[tuple[str, bool]] = []
         self.pool = AdapterPool(
@@ -179,6 +212,71 @@ def test_fetched_adapters_get_pages_in_queue_order() -> None:
     bench.pool.prefetch("b")
     bench.ask("a", "b")
     assert bench.phases == {"b": AdapterPhase.STAGED, "a": AdapterPhase.COPYING}
+
+
+def test_adapters_that_wait_for_a_slot_hold_a_limited_amount_of_host_memory() -> None:
+    names = [f"cold{number}" for number in range(20)]
+    stager = WatchedStager({name: adapter(name, 2) for name in ("used", *names)})
+    stager.max_bytes = 2 * 2
+    bench = Bench(num_slots=1, stager=stager)
+    bench.pool.acquire(*bench.bring("used"))
+    for order in (names, names, [names[-1], *names[:-1]]):
+        bench.ask(*order)
+        assert stager.num_held <= 2
+        staged = [digest for digest, phase in bench.phases.items() if phase is AdapterPhase.STAGED]
+        assert set(staged) == set(order[:2]), "the first adapters in queue order are kept"
+    bench.pool.release("used")
+    while order:
+        bench.ask(*order)
+        assert stager.num_held <= 2
+        assert bench.phases[order[0]] in (AdapterPhase.COPYING, AdapterPhase.RESIDENT)
+        if bench.phases[order[0]] is AdapterPhase.RESIDENT:
+            order = order[1:]
+    assert stager.num_requests <= len(names) + 3
+
+
+def test_adapter_larger_than_the_limit_of_host_memory_is_loaded_alone() -> None:
+    stager = WatchedStager({digest: adapter(digest, 2) for digest in "abc"})
+    stager.max_bytes = 1
+    bench = Bench(stager=stager)
+    bench.bring("c")
+    bench.ask("a", "b")
+    assert bench.phases == {"c": AdapterPhase.RESIDENT, "a": AdapterPhase.COPYING, "b": AdapterPhase.REQUESTED}
+    bench.ask("a", "b")
+    assert bench.phases["b"] is AdapterPhase.COPYING
+
+
+def test_adapters_are_loaded_in_queue_order_whenever_they_were_requested() -> None:
+    names = [f"early{number}" for number in range(40)]
+    stager = OneByOne(dict.fromkeys((*names, "urgent"), 1))
+    stager.max_requests = 2
+    bench = Bench(num_slots=41, num_pages=41, stager=stager)
+    bench.ask(*names)
+    while len(stager.finished) < 41:
+        stager.finish_one()
+        bench.ask("urgent", *names)
+        assert len(stager.requested) <= 2
+    assert stager.finished == [*names[:2], "urgent", *names[2:]]
+
+
+def test_unwanted_request_is_cancelled_for_a_wanted_one() -> None:
+    stager = OneByOne(dict.fromkeys("abcd", 1))
+    stager.max_requests = 2
+    bench = Bench(num_slots=4, stager=stager)
+    bench.ask("a", "b")
+    bench.ask("b")
+    assert stager.requested == ["a", "b"], "the order may bring it back"
+    bench.ask("c", "b", "d")
+    assert stager.requested == ["b", "c"]
+    bench.ask("c", "b")
+    assert set(bench.phases) == {"b", "c"}
+
+
+def test_adapters_in_host_memory_do_not_wait_for_each_other() -> None:
+    bench = Bench()
+    bench.stager.max_requests = 1
+    bench.ask("a", "b", "c")
+    assert bench.phases == dict.fromkeys("abc", AdapterPhase.COPYING)
 
 
 def test_adapter_without_room_blocks_later_adapters() -> None:
