@@ -4,10 +4,10 @@ from collections.abc import Collection
 
 import pytest
 
-from loramux.engine.adapters.host_floors import MAX_MEMBERS, HostFloors
+from loramux.engine.adapters.host_floors import IDLE_S, MAX_MEMBERS, HostFloors
 from loramux.engine.protocol.messages import Finished
 from tests.adapter_store.tiers.lettered_adapters import adapter, content, filled
-from tests.engine.simulated_engine import Simulation
+from tests.engine.simulated_engine import Clock, Simulation
 
 TIER_BYTES = 100
 
@@ -33,8 +33,13 @@ def tier() -> Tier:
 
 
 @pytest.fixture
-def floors(tier: Tier) -> HostFloors:
-    return HostFloors(tier.protect)
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def floors(tier: Tier, clock: Clock) -> HostFloors:
+    return HostFloors(tier.protect, clock)
 
 
 def test_requested_adapters_of_a_share_are_protected(tier: Tier, floors: HostFloors) -> None:
@@ -63,6 +68,36 @@ def test_oversized_floor_waits_without_affecting_others(tier: Tier, floors: Host
     assert tier.groups == {"acme": ({"a"}, 60), "umbrella": ({"b"}, 40)}
 
 
+def test_floors_of_idle_shares_make_room_for_others(tier: Tier, floors: HostFloors, clock: Clock) -> None:
+    floors.note("idle", "a", 50)
+    clock.now = 100.0
+    floors.note("acme", "a", 50)
+    clock.now = IDLE_S
+    floors.note("umbrella", "b", 10)
+    assert tier.groups == {"acme": ({"a"}, 50), "umbrella": ({"b"}, 10)}
+    floors.note("umbrella", "b", 60)
+    assert tier.groups == {"acme": ({"a"}, 50), "umbrella": ({"b"}, 10)}, "acme has not been idle for long enough"
+    floors.note("idle", "a", 40)
+    assert set(tier.groups) == {"acme", "umbrella", "idle"}
+
+
+def test_idle_share_keeps_its_floor_while_there_is_room(tier: Tier, floors: HostFloors, clock: Clock) -> None:
+    floors.note("idle", "a", 50)
+    clock.now = 10 * IDLE_S
+    floors.note("acme", "b", 50)
+    assert set(tier.groups) == {"idle", "acme"}
+
+
+def test_floor_that_does_not_fit_is_logged_once(floors: HostFloors, capfd: pytest.CaptureFixture[str]) -> None:
+    floors.note("acme", "a", 70)
+    for digest in "ab":
+        floors.note("umbrella", digest, 40)
+    assert capfd.readouterr().err == (
+        "the host memory floor of 40 bytes of the tenant umbrella does not fit beside the floors of other tenants: "
+        "lower one of them or raise host_tier_bytes\n"
+    )
+
+
 def test_number_of_protected_adapters_per_share_is_limited(tier: Tier, floors: HostFloors) -> None:
     for number in range(MAX_MEMBERS + 2):
         floors.note("acme", str(number), 10)
@@ -72,7 +107,7 @@ def test_number_of_protected_adapters_per_share_is_limited(tier: Tier, floors: H
 
 def test_protected_adapter_survives_other_shares_adapters() -> None:
     tier = filled(40, "a", "b")
-    floors = HostFloors(tier.protect)
+    floors = HostFloors(tier.protect, Clock())
     floors.note("acme", "a", 10)
     for digest in "cdefg":
         tier.add(adapter(digest), 0)
