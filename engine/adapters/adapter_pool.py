@@ -310,24 +310,28 @@ class AdapterPool:
         """
         if not self._queued and not self._staged:
             return
-        is_wanted = self._demand.queue_positions.__contains__
-        for load in [one for one in (*self._queued.values(), *self._staged) if not is_wanted(one.digest)]:
-            self.unload(load.digest)
-        unwanted = [digest for digest in self._loading if not is_wanted(digest)]
+        wanted = self._demand.queue_positions
+        for digest in [one for one in self._queued if one not in wanted]:
+            self.unload(digest)
+        unwanted = [digest for digest in self._loading if digest not in wanted]
         num_bytes = sum(load.host_bytes for load in self._copying.values())
-        waiting = (*self._staged, *self._loading.values(), *self._queued.values())
-        for load in sorted(waiting, key=self.position_of):
+        kept = set[str]()
+        for load in filter(None, map(self._loads.get, wanted)):
+            if load.phase is AdapterPhase.COPYING or load.phase is AdapterPhase.RESIDENT:
+                continue
             num_before, num_bytes = num_bytes, num_bytes + (load.host_bytes or self._last_bytes)
             # The first adapter must be loaded even if it is larger than the limit.
-            has_room = num_before == 0 or num_bytes <= self._stager.max_bytes
-            if load.phase is AdapterPhase.STAGED and not has_room:
-                self.unload(load.digest)
-            elif load.digest in self._queued and has_room:
+            if num_before and num_bytes > self._stager.max_bytes:
+                break
+            kept.add(load.digest)
+            if load.digest in self._queued:
                 if len(self._loading) >= self._stager.max_requests and unwanted:
                     self.unload(unwanted.pop())
                 if len(self._loading) < self._stager.max_requests:
                     self._loading[load.digest] = self._queued.pop(load.digest)
                     self._stager.request(load.digest)
+        for load in [one for one in self._staged if one.digest not in kept]:
+            self.unload(load.digest)
 
     def _place(self) -> None:
         """Place staged adapters in queue order. The first adapter that does not fit blocks the rest."""
