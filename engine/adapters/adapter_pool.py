@@ -315,7 +315,7 @@ class AdapterPool:
             self.unload(digest)
         unwanted = [digest for digest in self._loading if digest not in wanted]
         num_bytes = sum(load.host_bytes for load in self._copying.values())
-        kept = set[str]()
+        kept: set[str] = set()
         for load in filter(None, map(self._loads.get, wanted)):
             if load.phase is AdapterPhase.COPYING or load.phase is AdapterPhase.RESIDENT:
                 continue
