@@ -6,7 +6,7 @@ import heapq
 import itertools
 import time
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -37,8 +37,8 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    digests: frozenset[str]
-    floor_bytes: int
+    digests: frozenset[str] = frozenset()
+    floor_bytes: int = 0
     used_bytes: int = 0
 
 
@@ -54,7 +54,7 @@ class HostTier:
         self._entries: dict[str, _Entry] = {}
         # The entries without leases: those that a floor protected when they were last looked at, and all others, least
         # recently used first. Thousands of floors therefore do not make each eviction look at all protected entries.
-        self._protected: set[_Entry] = set()
+        self._protected: dict[str, _Entry] = {}
         self._evictable: list[_Entry] = []
         self._turns = itertools.count()
         self._groups: dict[str, _Group] = {}
@@ -114,24 +114,27 @@ class HostTier:
         Replaces the group's previous floor. A floor of 0 removes it. Raises ValueError, and changes nothing, if the
         floor is negative or all floors together exceed the tier.
         """
-        previous = self._groups.get(group) or _Group(frozenset(), 0)
-        total = self._floor_bytes - previous.floor_bytes + floor_bytes
+        changed = self._groups.get(group) or _Group()
+        total = self._floor_bytes - changed.floor_bytes + floor_bytes
         if floor_bytes < 0 or total > self.max_bytes:
             raise ValueError(f"floors of {total} bytes do not fit into {self.max_bytes}")
         self._floor_bytes = total
-        for digest in previous.digests:
-            groups = self._groups_of[digest]
-            groups.remove(previous)
-            if not groups:
+        members = frozenset(digests) if floor_bytes else frozenset()
+        former = changed.digests
+        for digest in former - members:
+            self._groups_of[digest].remove(changed)
+            if not self._groups_of[digest]:
                 del self._groups_of[digest]
-        self._groups.pop(group, None)
+            changed.used_bytes -= self._num_bytes(digest)
+        for digest in members - former:
+            self._groups_of.setdefault(digest, []).append(changed)
+            changed.used_bytes += self._num_bytes(digest)
+        changed.digests, changed.floor_bytes = members, floor_bytes
         if floor_bytes:
-            members = frozenset(digests)
-            used = sum(entry.num_bytes for entry in map(self._entries.get, members) if entry is not None)
-            replacement = self._groups[group] = _Group(members, floor_bytes, used)
-            for digest in members:
-                self._groups_of.setdefault(digest, []).append(replacement)
-        self._look_again(previous.digests)
+            self._groups[group] = changed
+        else:
+            self._groups.pop(group, None)
+        self._look_again(former)
 
     def held(self) -> dict[Tier, Held]:
         """Return the bytes in use and the number of evictions, for `TierFigures`."""
@@ -152,6 +155,10 @@ class HostTier:
             ),
         )
 
+    def _num_bytes(self, digest: str) -> int:
+        entry = self._entries.get(digest)
+        return 0 if entry is None else entry.num_bytes
+
     def _count(self, entry: _Entry, num_bytes: int) -> None:
         self.used_bytes += num_bytes
         for group in self._groups_of.get(entry.digest, ()):
@@ -166,27 +173,26 @@ class HostTier:
         self._count(entry, -entry.num_bytes)
 
     def _take_out(self, entry: _Entry) -> None:
-        if entry in self._protected:
-            self._protected.remove(entry)
-        else:
+        if self._protected.pop(entry.digest, None) is None:
             del self._evictable[bisect_left(self._evictable, entry.turn, key=_turn_of)]
 
-    def _look_again(self, digests: Iterable[str]) -> None:
+    def _look_again(self, digests: frozenset[str]) -> None:
         """Find out which of the protected adapters among these are no longer protected."""
-        for entry in map(self._entries.get, digests):
-            if entry in self._protected and not self._is_protected(entry):
-                self._protected.remove(entry)
+        for digest in self._protected.keys() & digests:
+            entry = self._protected[digest]
+            if not self._is_protected(entry):
+                del self._protected[digest]
                 insort(self._evictable, entry, key=_turn_of)
 
     def _evict(self) -> None:
         while self.used_bytes + self._reserved_bytes > self.max_bytes:
             num_protected = sum(1 for _ in itertools.takewhile(self._is_protected, self._evictable))
-            self._protected.update(self._evictable[:num_protected])
+            self._protected.update((entry.digest, entry) for entry in self._evictable[:num_protected])
             del self._evictable[:num_protected]
             if self._evictable:
                 self._remove(self._evictable[0])
             elif self._protected:
-                self._remove(min(self._protected, key=_turn_of))
+                self._remove(min(self._protected.values(), key=_turn_of))
             else:
                 break
             self.num_evictions += 1

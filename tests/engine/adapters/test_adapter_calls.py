@@ -392,6 +392,7 @@ def test_every_call_is_answered(simulate: Simulate, seed: int) -> None:
     simulation = simulate(
         num_pages=rng.choice([20, 40]), num_slots=rng.choice([1, 3, 6]), adapters=names, max_sequences=6
     )
+    simulation.stager.max_requests, simulation.stager.max_bytes = rng.choice([1, 2, 100]), rng.choice([1, 7, 1000])
     calls = Calls(simulation)
     happen = happenings(calls, [*names, "missing"], rng)
     adds = {}

@@ -10,7 +10,6 @@ from loramux.engine.adapters.adapter_pool import AdapterPool, PoolDemand
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.protocol.messages import Abort
-from tests.adapter_store.tiers.lettered_adapters import adapter
 from tests.engine.simulated_device import SimulatedPages, simulated_adapters
 from tests.engine.simulated_engine import Clock, Simulate, Simulation, finishes, stats_of
 from tests.engine.watched_stager import WatchedStager
@@ -19,12 +18,10 @@ SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}
 
 
 class OneByOne(WatchedStager):
-    """Finishes one request after each call of `finish_one`, in the order in which they were made. Adapters have as many
-    bytes as pages.
-    """
+    """Finishes one request after each call of `finish_one`, in the order in which they were made."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
-        super().__init__({digest: adapter(digest, size) for digest, size in sizes.items()})
+        super().__init__(simulated_adapters(sizes))
         self.finished: list[str] = []
         self._num_finishing = 0
 
@@ -216,9 +213,9 @@ def test_fetched_adapters_get_pages_in_queue_order() -> None:
 
 def test_adapters_that_wait_for_a_slot_hold_a_limited_amount_of_host_memory() -> None:
     names = [f"cold{number}" for number in range(20)]
-    stager = WatchedStager({name: adapter(name, 2) for name in ("used", *names)})
+    bench = Bench(num_slots=1, sizes=dict.fromkeys(("used", *names), 2))
+    stager = bench.stager
     stager.max_bytes = 2 * 2
-    bench = Bench(num_slots=1, stager=stager)
     bench.pool.acquire(*bench.bring("used"))
     for order in (names, names, [names[-1], *names[:-1]]):
         bench.ask(*order)
@@ -236,9 +233,8 @@ def test_adapters_that_wait_for_a_slot_hold_a_limited_amount_of_host_memory() ->
 
 
 def test_adapter_larger_than_the_limit_of_host_memory_is_loaded_alone() -> None:
-    stager = WatchedStager({digest: adapter(digest, 2) for digest in "abc"})
-    stager.max_bytes = 1
-    bench = Bench(stager=stager)
+    bench = Bench()
+    bench.stager.max_bytes = 1
     bench.bring("c")
     bench.ask("a", "b")
     assert bench.phases == {"c": AdapterPhase.RESIDENT, "a": AdapterPhase.COPYING, "b": AdapterPhase.REQUESTED}
