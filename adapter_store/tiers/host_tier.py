@@ -107,17 +107,19 @@ class HostTier:
         if entry is not None and entry.num_leases == 0:
             self._remove(entry)
 
-    def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
+    def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> int:
         """Keep up to `floor_bytes` of these adapters from being evicted in favour of other adapters.
 
         Within a group, the least recently used adapters can still be evicted as long as the rest fills the floor.
-        Replaces the group's previous floor. A floor of 0 removes it. Raises ValueError, and changes nothing, if the
-        floor is negative or all floors together exceed the tier.
+        Replaces the group's previous floor. A floor of 0 removes it. Returns by how many bytes all floors together
+        would exceed the tier. If it is not 0, nothing is changed. Raises ValueError if the floor is negative.
         """
         changed = self._groups.get(group) or _Group()
         total = self._floor_bytes - changed.floor_bytes + floor_bytes
-        if floor_bytes < 0 or total > self.max_bytes:
-            raise ValueError(f"floors of {total} bytes do not fit into {self.max_bytes}")
+        if floor_bytes < 0:
+            raise ValueError("a floor must not be negative")
+        if total > self.max_bytes:
+            return total - self.max_bytes
         self._floor_bytes = total
         members = frozenset(digests) if floor_bytes else frozenset()
         former = changed.digests
@@ -135,6 +137,7 @@ class HostTier:
         else:
             self._groups.pop(group, None)
         self._look_again(former)
+        return 0
 
     def held(self) -> dict[Tier, Held]:
         """Return the bytes in use and the number of evictions, for `TierFigures`."""

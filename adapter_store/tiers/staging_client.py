@@ -49,7 +49,7 @@ MAX_ASKED = 32
 """Maximum number of requests in flight to the staging process. Each may have a descriptor in transit."""
 
 REQUESTS_PER_THREAD = 2
-"""Number of requests per thread of the staging process at a time, so that no thread is idle until the next request."""
+"""Least number of requests per thread of the staging process for which `takes` has room."""
 
 MAX_TRIES = 2
 """A load fails once this many staging processes have died while loading the adapter."""
@@ -117,7 +117,9 @@ class StagingClient:
         self._clock = clock
         # If the host tier is small, loads may use the part of the shared memory that is kept free for them.
         self.max_bytes = max(host.max_bytes, memory.array.size - host.max_bytes)
-        self.max_requests = min(REQUESTS_PER_THREAD * num_threads, MAX_ASKED)
+        self._max_requests = self._least_requests = min(REQUESTS_PER_THREAD * num_threads, MAX_ASKED)
+        # Number of loads that ended since the last `poll`.
+        self._num_answered = 0
         self.figures = TierFigures(held=host.held)
         """Counts of this process. `counts` adds the staging processes' counts."""
         self._numbers = itertools.count()
@@ -159,6 +161,14 @@ class StagingClient:
             self._receive()
 
     # The adapter pool calls the following methods.
+
+    def takes(self, digest: str) -> bool:
+        """True if the adapter is in host memory, or if the staging process has few requests.
+
+        It may have twice as many as it answered before the last `poll`. Its threads are then busy until the next one,
+        and an adapter that is suddenly first in the queue waits for few others.
+        """
+        return digest in self._host or len(self._requests) < self._max_requests
 
     def request(self, digest: str) -> None:
         """Start loading an adapter into host memory. `poll` returns the result.
@@ -206,6 +216,8 @@ class StagingClient:
         has_unsent = self._link is not None and self._link.has_unsent
         if self._asked or self._looks or self._memory.has_unused or has_unsent or self._waiting:
             self._receive()
+        self._max_requests = min(max(self._least_requests, 2 * self._num_answered), MAX_ASKED)
+        self._num_answered = 0
         results, self._results = self._results, {}
         return list(results.values())
 
@@ -335,6 +347,7 @@ class StagingClient:
     def _answered(self, message: Staged | Failed) -> _Request | None:
         """Return the request that a message answers, or None if the request was cancelled."""
         self._process_counts = message.counts
+        self._num_answered += 1
         request = self._requests.get(self._asked.pop(message.number, ""))
         if request is None or request.number != message.number:
             return None

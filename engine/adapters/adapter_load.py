@@ -42,6 +42,8 @@ class AdapterLoad:
     staged: StagedAdapter | None = None
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    num_bytes: int = 0
+    """Bytes of host memory that the adapter takes while it is STAGED or COPYING, or 0 until it has been STAGED."""
     num_pages: int = 0
     vocab_size: int | None = None
     """Vocabulary size of the adapter, or None if it has the base's vocabulary. Known once the adapter is STAGED."""
@@ -80,11 +82,6 @@ class AdapterLoad:
 
     def evict(self) -> None:
         self.owner.forget(self)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that the load holds."""
-        return 0 if self.staged is None else self.staged.packed.payload.nbytes
 
     def release(self) -> None:
         """Release the adapter's host memory, if it holds any."""

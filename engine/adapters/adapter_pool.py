@@ -88,6 +88,8 @@ class AdapterPool:
         self._demand = PoolDemand()
         self.on_residency = on_residency
         """Called with an adapter's digest, and True when it becomes resident or False when it stops being usable."""
+        self.has_new = False
+        """True if an adapter has been wanted since the last `poll`, which may therefore not have been requested yet."""
         self.changes = AdapterChanges()
         self.num_slots = num_slots
         self.num_pinned_pages = 0
@@ -112,6 +114,7 @@ class AdapterPool:
         load = self._loads.get(digest)
         if load is None:
             load = self._loads[digest] = self._queued[digest] = AdapterLoad(self, digest)
+            self.has_new = True
         return load
 
     def find(self, digest: str) -> AdapterLoad | None:
@@ -175,6 +178,7 @@ class AdapterPool:
         not requested, and removed once they are staged.
         """
         self._demand = demand
+        self.has_new = False
         settled: list[AdapterLoad] = []
         for load, failure in self._copier.poll():
             del self._copying[load.digest]
@@ -277,7 +281,7 @@ class AdapterPool:
         """
         load.staged = staged
         packed = staged.packed
-        self._last_bytes = load.host_bytes
+        load.num_bytes = self._last_bytes = packed.payload.nbytes
         load.num_pages = packed.num_pages if self._num_pages_of is None else self._num_pages_of(packed)
         load.vocab_size = packed.layout.rows.vocab_size
         load.num_labels = packed.layout.rows.num_labels
@@ -304,34 +308,47 @@ class AdapterPool:
     def _request(self) -> None:
         """Request the first adapters in queue order from the stager, as many as its limits allow.
 
-        A staged adapter behind them is unloaded and will be requested again. One that neither a sequence near the front
-        of the queue nor a call needs is unloaded, too, because it would be evicted before use. A request for such an
-        adapter is cancelled only to make room for another, because a small change of the order may bring it back.
+        Adapters behind them go back to the queue. If they are staged, they do so at once. If they are being loaded, they
+        do so only to make room for another, because a small change of the order may bring them back.
         """
         if not self._queued and not self._staged:
             return
-        wanted = self._demand.queue_positions
-        for digest in [one for one in self._queued if one not in wanted]:
+        for digest in [one for one in self._queued if one not in self._demand.queue_positions]:
             self.unload(digest)
-        unwanted = [digest for digest in self._loading if digest not in wanted]
-        num_bytes = sum(load.host_bytes for load in self._copying.values())
-        kept: set[str] = set()
-        for load in filter(None, map(self._loads.get, wanted)):
-            if load.phase is AdapterPhase.COPYING or load.phase is AdapterPhase.RESIDENT:
-                continue
-            num_before, num_bytes = num_bytes, num_bytes + (load.host_bytes or self._last_bytes)
-            # The first adapter must be loaded even if it is larger than the limit.
-            if num_before and num_bytes > self._stager.max_bytes:
-                break
-            kept.add(load.digest)
-            if load.digest in self._queued:
-                if len(self._loading) >= self._stager.max_requests and unwanted:
-                    self.unload(unwanted.pop())
-                if len(self._loading) < self._stager.max_requests:
-                    self._loading[load.digest] = self._queued.pop(load.digest)
-                    self._stager.request(load.digest)
+        kept = self._first_to_load()
         for load in [one for one in self._staged if one.digest not in kept]:
-            self.unload(load.digest)
+            self._put_back(load)
+        behind = [load for load in self._loading.values() if load.digest not in kept]
+        for digest in [one for one in kept if one in self._queued]:
+            if behind and not self._stager.takes(digest):
+                self._put_back(behind.pop())
+            if self._stager.takes(digest):
+                self._loading[digest] = self._queued.pop(digest)
+                self._stager.request(digest)
+
+    def _first_to_load(self) -> dict[str, None]:
+        """The adapters in queue order that are not yet being copied, as many as fit in host memory, and at least one.
+
+        An adapter of unknown size counts like the last staged one.
+        """
+        num_bytes, max_bytes = sum(load.num_bytes for load in self._copying.values()), self._stager.max_bytes
+        kept: dict[str, None] = {}
+        for digest in self._demand.queue_positions:
+            load = self._loads.get(digest)
+            if load is None or load.phase is AdapterPhase.RESIDENT or load.phase is AdapterPhase.COPYING:
+                continue
+            num_bytes += load.num_bytes or self._last_bytes
+            if kept and num_bytes > max_bytes:
+                break
+            kept[digest] = None
+        return kept
+
+    def _put_back(self, load: AdapterLoad) -> None:
+        """Return an adapter that is being loaded or staged to the queue, or remove it if it is no longer wanted."""
+        self.unload(load.digest)
+        if self.is_waited_for(load):
+            load.phase, load.stages = AdapterPhase.REQUESTED, []
+            self._loads[load.digest] = self._queued[load.digest] = load
 
     def _place(self) -> None:
         """Place staged adapters in queue order. The first adapter that does not fit blocks the rest."""

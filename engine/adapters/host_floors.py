@@ -13,18 +13,18 @@ MAX_MEMBERS = 4096
 IDLE_S = 3600.0
 """Time since a share's last request for an adapter, in seconds, after which its floor makes room for other floors."""
 
-Protect = Callable[[str, Collection[str], int], None]
-"""Protects a share's adapters up to a floor in bytes, like `HostTier.protect`. Raises ValueError if the floor does not
-fit.
+Protect = Callable[[str, Collection[str], int], int]
+"""Protects a share's adapters up to a floor in bytes, like `HostTier.protect`. Returns the number of bytes that are
+missing for the floor. If it is not 0, nothing is changed.
 """
 
 
 @dataclass(slots=True)
 class _Floor:
-    floor_bytes: int
+    granted_bytes: int = 0
+    """The floor in force, which is an earlier one of the share if its current one does not fit."""
     noted_s: float = 0.0
     members: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    is_honoured: bool = False
     is_reported: bool = False
     """True if the log says that the floor does not fit."""
 
@@ -33,7 +33,7 @@ class HostFloors:
     """Protects each share's recently requested adapters in the host tier, up to the share's floor.
 
     A floor that does not fit next to the other shares' floors removes those of shares that have used no adapter for
-    IDLE_S, longest idle first. Nothing else says that a share is suspended, deleted or no longer has a floor. If the
+    IDLE_S, longest idle first, if it then fits. Nothing else says that a share is suspended, deleted or no longer has a floor. If the
     floor still does not fit, this is logged, and the floor takes effect with a later request, once it fits.
     """
 
@@ -46,12 +46,12 @@ class HostFloors:
     def note(self, share_key: str, digest: str, floor_bytes: int) -> None:
         """Record that a request of the share needs this adapter, and set the share's floor to `floor_bytes`."""
         floor = self._floors.get(share_key)
-        if not floor_bytes:
+        if floor_bytes <= 0:
             if floor is not None:
                 self._drop(share_key)
             return
         if floor is None:
-            floor = self._floors[share_key] = _Floor(floor_bytes)
+            floor = self._floors[share_key] = _Floor()
         floor.noted_s = self._clock()
         self._floors.move_to_end(share_key)
         is_known = digest in floor.members
@@ -59,14 +59,14 @@ class HostFloors:
         floor.members.move_to_end(digest)
         if len(floor.members) > MAX_MEMBERS:
             floor.members.popitem(last=False)
-        if is_known and floor.is_honoured and floor.floor_bytes == floor_bytes:
+        if is_known and floor.granted_bytes == floor_bytes:
             return
-        floor.floor_bytes = floor_bytes
-        # If the floor does not fit, a previously granted one stays in force.
-        floor.is_honoured = self._grant(share_key, floor)
-        while not floor.is_honoured and self._drop_idle():
-            floor.is_honoured = self._grant(share_key, floor)
-        if not floor.is_honoured and not floor.is_reported:
+        missing_bytes = self._protect(share_key, floor.members, floor_bytes)
+        if missing_bytes and self._drop_idle(missing_bytes):
+            missing_bytes = self._protect(share_key, floor.members, floor_bytes)
+        if not missing_bytes:
+            floor.granted_bytes = floor_bytes
+        elif not floor.is_reported:
             floor.is_reported = True
             print(
                 f"the host memory floor of {floor_bytes} bytes of the tenant {share_key} does not fit beside the "
@@ -74,20 +74,21 @@ class HostFloors:
                 file=sys.stderr,
             )
 
-    def _grant(self, share_key: str, floor: _Floor) -> bool:
-        """Put the share's floor in force, or return False if it does not fit."""
-        try:
-            self._protect(share_key, floor.members, floor.floor_bytes)
-        except ValueError:
-            return False
-        return True
-
-    def _drop_idle(self) -> bool:
-        """Remove the floor of the longest idle share, or return False if no share has been idle for IDLE_S."""
-        share_key, floor = next(iter(self._floors.items()))
-        if self._clock() - floor.noted_s < IDLE_S:
-            return False
-        self._drop(share_key)
+    def _drop_idle(self, num_bytes: int) -> bool:
+        """Remove floors of `num_bytes` bytes of shares that have been idle for IDLE_S. If these shares have less,
+        remove none and return False.
+        """
+        now_s = self._clock()
+        dropped: list[str] = []
+        for share_key, floor in self._floors.items():
+            if num_bytes <= 0:
+                break
+            if now_s - floor.noted_s < IDLE_S:
+                return False
+            dropped.append(share_key)
+            num_bytes -= floor.granted_bytes
+        for share_key in dropped:
+            self._drop(share_key)
         return True
 
     def _drop(self, share_key: str) -> None:
@@ -95,5 +96,6 @@ class HostFloors:
         self._protect(share_key, (), 0)
 
 
-def no_floors(_group: str, _digests: Collection[str], _floor_bytes: int) -> None:
+def no_floors(_group: str, _digests: Collection[str], _floor_bytes: int) -> int:
     """A `Protect` that does nothing, for a store without a host tier."""
+    return 0

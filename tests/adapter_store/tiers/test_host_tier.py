@@ -63,11 +63,10 @@ def test_tier_limit_takes_precedence_over_floors() -> None:
 def test_floors_that_do_not_fit_together_are_refused() -> None:
     tier = filled(40, "a")
     tier.protect("acme", {"a"}, 30)
-    with pytest.raises(ValueError, match="do not fit"):
-        tier.protect("umbrella", {"b"}, 11)
-    with pytest.raises(ValueError, match="do not fit"):
+    assert tier.protect("umbrella", {"b"}, 11) == 1
+    with pytest.raises(ValueError, match="negative"):
         tier.protect("umbrella", {"b"}, -1)
-    tier.protect("acme", {"a"}, 40)
+    assert tier.protect("acme", {"a"}, 40) == 0
 
 
 def test_evictions_do_not_look_at_every_protected_adapter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,15 @@ class Tier:
         self.groups: dict[str, tuple[set[str], int]] = {}
         self.num_calls = 0
 
-    def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
+    def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> int:
         self.num_calls += 1
         others = sum(floor for name, (_, floor) in self.groups.items() if name != group)
         if others + floor_bytes > TIER_BYTES:
-            raise ValueError
+            return others + floor_bytes - TIER_BYTES
         self.groups[group] = set(digests), floor_bytes
         if not floor_bytes:
             del self.groups[group]
+        return 0
 
 
 @pytest.fixture
@@ -86,6 +87,18 @@ def test_idle_share_keeps_its_floor_while_there_is_room(tier: Tier, floors: Host
     clock.now = 10 * IDLE_S
     floors.note("acme", "b", 50)
     assert set(tier.groups) == {"idle", "acme"}
+
+
+def test_floor_that_cannot_fit_removes_no_idle_floor(tier: Tier, floors: HostFloors, clock: Clock) -> None:
+    floors.note("idle", "a", 30)
+    floors.note("older", "a", 10)
+    clock.now = 100.0
+    floors.note("acme", "a", 50)
+    clock.now = IDLE_S
+    floors.note("umbrella", "b", 60)
+    assert set(tier.groups) == {"idle", "older", "acme"}
+    floors.note("umbrella", "b", 40)
+    assert set(tier.groups) == {"older", "acme", "umbrella"}, "one idle floor was enough"
 
 
 def test_floor_that_does_not_fit_is_logged_once(floors: HostFloors, capfd: pytest.CaptureFixture[str]) -> None:
