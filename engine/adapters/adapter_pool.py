@@ -84,12 +84,12 @@ class AdapterPool:
         self._copying: dict[str, AdapterLoad] = {}
         # Size in bytes of the last staged adapter, the estimate for those that are not staged yet.
         self._last_bytes = 0
+        # True if an adapter has been wanted since adapters were last requested.
+        self._has_new = False
         # The demand passed to the last `poll`.
         self._demand = PoolDemand()
         self.on_residency = on_residency
         """Called with an adapter's digest, and True when it becomes resident or False when it stops being usable."""
-        self.has_new = False
-        """True if an adapter has been wanted since the last `poll`, which may therefore not have been requested yet."""
         self.changes = AdapterChanges()
         self.num_slots = num_slots
         self.num_pinned_pages = 0
@@ -114,7 +114,7 @@ class AdapterPool:
         load = self._loads.get(digest)
         if load is None:
             load = self._loads[digest] = self._queued[digest] = AdapterLoad(self, digest)
-            self.has_new = True
+            self._has_new = True
         return load
 
     def find(self, digest: str) -> AdapterLoad | None:
@@ -178,7 +178,6 @@ class AdapterPool:
         not requested, and removed once they are staged.
         """
         self._demand = demand
-        self.has_new = False
         settled: list[AdapterLoad] = []
         for load, failure in self._copier.poll():
             del self._copying[load.digest]
@@ -200,6 +199,11 @@ class AdapterPool:
             self._request()
         self._place()
         return settled
+
+    def request_new(self) -> None:
+        """Request adapters that were first wanted after `poll`, and have been added to its demand."""
+        if self._has_new:
+            self._request()
 
     def close(self) -> None:
         """Cancel pending loads, and wait for the current copy."""
@@ -311,6 +315,7 @@ class AdapterPool:
         Adapters behind them go back to the queue. If they are staged, they do so at once. If they are being loaded, they
         do so only to make room for another, because a small change of the order may bring them back.
         """
+        self._has_new = False
         if not self._queued and not self._staged:
             return
         for digest in [one for one in self._queued if one not in self._demand.queue_positions]:

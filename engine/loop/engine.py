@@ -238,9 +238,7 @@ class Engine:
         self._post(owner, AdapterState(call_id=forget.call_id, digest="", state="absent"))
 
     def step(self) -> bool:
-        """Run one step. Returns False if nothing could run, for example because adapters are still loading. Returns
-        True if the next step has something to do, such as to request an adapter.
-        """
+        """Run one step. Returns False if nothing could run, for example because adapters are still loading."""
         started_s = self._clock()
         has_committed = self._commit_before_drafts()
         self._timers.fire()
@@ -253,6 +251,9 @@ class Engine:
                 self._traces.loaded(load, self._live.of_digest(load.digest))
         self._end_failed(settled)
         self._calls.settle(settled)
+        # A call that waited until its adapter was unloaded now wants it again.
+        self._calls.add_wanted(demand.queue_positions)
+        self._adapters.request_new()
         self._follow_grammars()
         scheduled = self._scheduler.schedule()
         self._end_unfit()
@@ -267,7 +268,7 @@ class Engine:
         if scheduled:
             self._last_step_s = self._clock() - started_s
             self._stats.count_step_time(self._last_step_s)
-        return has_committed or submitted is not None or self._in_flight is not None or self._adapters.has_new
+        return has_committed or submitted is not None or self._in_flight is not None
 
     def _commit_before_drafts(self) -> bool:
         """Commit the step in flight if the next step needs its tokens. Returns True if there was such a step."""

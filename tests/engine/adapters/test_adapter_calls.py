@@ -147,6 +147,17 @@ def test_the_later_of_a_load_and_an_unload_wins(simulation: Simulation) -> None:
     assert simulation.stager.num_requests == 1, "the first load was superseded before the step"
 
 
+def test_load_after_an_unload_is_requested_in_the_same_step(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    calls.load("a")
+    simulation.run()
+    unload, load = calls.unload("a"), calls.load("a")
+    simulation.step()
+    assert (calls.outcome(unload), simulation.stager.num_requests) == ("absent", 2)
+    simulation.run()
+    assert calls.outcome(load) == "resident"
+
+
 def test_load_waits_for_an_earlier_unload(simulation: Simulation) -> None:
     calls = Calls(simulation)
     simulation.add("user", digest="a", max_tokens=8)

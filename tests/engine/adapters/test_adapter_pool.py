@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Collection
 
 import pytest
 
@@ -36,6 +38,41 @@ class OneByOne(WatchedStager):
         finished, self._requested = self._requested[: self._num_finishing], self._requested[self._num_finishing :]
         self._num_finishing = 0
         self.finished += finished
+        return [self._staged(digest) for digest in finished]
+
+
+class Slow(WatchedStager):
+    """Stages each adapter after as many polls as its latency. Those in `kept` are in host memory."""
+
+    def __init__(self, sizes: dict[str, int], latencies: dict[str, int], kept: Collection[str] = ()) -> None:
+        super().__init__(simulated_adapters(sizes))
+        self.counts: Counter[str] = Counter()
+        self._latencies = latencies
+        self._kept = kept
+        self._left: dict[str, int] = {}
+
+    @property
+    def requested(self) -> list[str]:
+        return list(self._left)
+
+    def takes(self, digest: str) -> bool:
+        return digest in self._kept or len(self._left) < self.max_requests
+
+    def request(self, digest: str) -> None:
+        assert digest not in self._left
+        self.counts[digest] += 1
+        self._left[digest] = 0 if digest in self._kept else self._latencies[digest]
+
+    def cancel(self, digest: str) -> None:
+        del self._left[digest]
+
+    def pass_time(self) -> None:
+        self._left = {digest: left - 1 for digest, left in self._left.items()}
+
+    def poll(self) -> list[StagedAdapter | NotStaged]:
+        finished = [digest for digest, left in self._left.items() if left <= 0]
+        for digest in finished:
+            del self._left[digest]
         return [self._staged(digest) for digest in finished]
 
 
@@ -240,6 +277,81 @@ def test_adapter_larger_than_the_limit_of_host_memory_is_loaded_alone() -> None:
     assert bench.phases == {"c": AdapterPhase.RESIDENT, "a": AdapterPhase.COPYING, "b": AdapterPhase.REQUESTED}
     bench.ask("a", "b")
     assert bench.phases["b"] is AdapterPhase.COPYING
+
+
+def test_first_adapter_stays_in_host_memory_beside_a_copy() -> None:
+    bench = Bench()
+    bench.stager.max_bytes = 8
+    bench.adapter_pages.is_holding = True
+    bench.ask("a")
+    for _ in range(3):
+        bench.ask("large")
+        assert bench.phases == {"a": AdapterPhase.COPYING, "large": AdapterPhase.STAGED}
+    assert bench.stager.num_requests == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_first_adapter_is_loaded_once_whatever_the_sizes_and_latencies(seed: int) -> None:
+    rng = random.Random(seed)
+    others = [f"other{number}" for number in range(500)]
+    sizes = {name: rng.randint(1, 7) for name in ("first", *others)}
+    stager = Slow(sizes, {name: rng.randint(1, 12) for name in sizes})
+    stager.max_requests, stager.max_bytes = rng.randint(1, 8), rng.randint(3, 12)
+    bench = Bench(num_slots=30, num_pages=60, stager=stager)
+    late = others
+    for _ in range(5):
+        late = serve(bench, late)
+    while bench.pool.find("first") is None or bench.find("first").phase is not AdapterPhase.RESIDENT:
+        assert stager.counts["first"] <= 1
+        late = serve(bench, late, "first")
+
+
+def serve(bench: Bench, others: list[str], *first: str) -> list[str]:
+    """Ask for the first adapters and then for others. Returns the others that are not resident."""
+    assert isinstance(bench.stager, Slow)
+    bench.stager.pass_time()
+    bench.ask(*first, *others[:20])
+    return [name for name in others if bench.phases.get(name) is not AdapterPhase.RESIDENT]
+
+
+def test_adapter_whose_size_is_known_is_requested_again_only_if_it_fits() -> None:
+    bench = Bench(num_slots=1)
+    bench.stager.max_bytes = 7
+    bench.pool.acquire(*bench.bring("a"))
+    bench.ask("b", "large", "c")
+    assert bench.stager.num_requests == 4, "all seemed to be as large as a"
+    bench.ask("b", "c", "large")
+    for _ in range(3):
+        bench.ask("b", "c", "large")
+        assert bench.phases["large"] is AdapterPhase.REQUESTED
+    assert bench.stager.num_requests == 5, "c is requested again, large is not"
+    bench.ask("large")
+    assert bench.phases["large"] is AdapterPhase.STAGED
+
+
+def test_adapter_in_host_memory_does_not_wait_for_those_being_loaded() -> None:
+    stager = Slow(dict.fromkeys("abcd", 1), dict.fromkeys("abc", 2), kept="d")
+    stager.max_requests = 1
+    bench = Bench(num_slots=4, stager=stager)
+    bench.ask("a", "b", "c", "d")
+    assert stager.requested == ["a"]
+    assert bench.phases["d"] is AdapterPhase.COPYING
+
+
+def test_load_beyond_host_memory_is_cancelled_for_an_earlier_one() -> None:
+    bench = Bench(num_slots=4, sizes=dict.fromkeys("abcd", 2), stager=OneByOne(dict.fromkeys("abcd", 2)))
+    stager = bench.stager
+    assert isinstance(stager, OneByOne)
+    stager.max_requests, stager.max_bytes = 2, 4
+    bench.ask("a")
+    stager.finish_one()
+    bench.ask("a")
+    bench.ask("b", "c")
+    bench.ask("b", "c")
+    assert stager.requested == ["b", "c"]
+    bench.ask("d", "b", "c")
+    assert stager.requested == ["b", "d"]
+    assert bench.phases["c"] is AdapterPhase.REQUESTED
 
 
 def test_adapters_are_loaded_in_queue_order_whenever_they_were_requested() -> None:
