@@ -118,7 +118,7 @@ class StagingClient:
         # If the host tier is small, loads may use the part of the shared memory that is kept free for them.
         self.max_bytes = max(host.max_bytes, memory.array.size - host.max_bytes)
         self._max_requests = self._least_requests = min(REQUESTS_PER_THREAD * num_threads, MAX_ASKED)
-        # Number of loads that ended since the last `poll`.
+        # Number of requests that the process has answered since the last `poll`, without cancelled ones.
         self._num_answered = 0
         self.figures = TierFigures(held=host.held)
         """Counts of this process. `counts` adds the staging processes' counts."""
@@ -347,11 +347,11 @@ class StagingClient:
     def _answered(self, message: Staged | Failed) -> _Request | None:
         """Return the request that a message answers, or None if the request was cancelled."""
         self._process_counts = message.counts
-        self._num_answered += 1
         request = self._requests.get(self._asked.pop(message.number, ""))
         if request is None or request.number != message.number:
             return None
         del self._requests[request.digest]
+        self._num_answered += 1
         self._reserve()
         request.stages.extend(message.stages)
         return request

@@ -325,7 +325,7 @@ class AdapterPool:
             self._put_back(load)
         behind = [load for load in self._loading.values() if load.digest not in kept]
         for digest in [one for one in kept if one in self._queued]:
-            if behind and not self._stager.takes(digest):
+            while behind and not self._stager.takes(digest):
                 self._put_back(behind.pop())
             if self._stager.takes(digest):
                 self._loading[digest] = self._queued.pop(digest)

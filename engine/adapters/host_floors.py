@@ -22,7 +22,8 @@ missing for the floor. If it is not 0, nothing is changed.
 @dataclass(slots=True)
 class _Floor:
     granted_bytes: int = 0
-    """The floor in force, which is an earlier one of the share if its current one does not fit."""
+    """The floor in force. If the current one does not fit, it is an earlier one, for the adapters of that time."""
+    is_honoured: bool = False
     noted_s: float = 0.0
     members: OrderedDict[str, None] = field(default_factory=OrderedDict)
     is_reported: bool = False
@@ -32,9 +33,9 @@ class _Floor:
 class HostFloors:
     """Protects each share's recently requested adapters in the host tier, up to the share's floor.
 
-    A floor that does not fit next to the other shares' floors removes those of shares that have used no adapter for
-    IDLE_S, longest idle first, if it then fits. Nothing else says that a share is suspended, deleted or no longer has a floor. If the
-    floor still does not fit, this is logged, and the floor takes effect with a later request, once it fits.
+    A floor that fits only without those of shares that have used no adapter for IDLE_S removes as many of these as
+    necessary, longest idle first. Nothing else says that a share is suspended, deleted or no longer has a floor. A floor
+    that does not fit is logged, and takes effect with a later request, once it fits.
     """
 
     def __init__(self, protect: Protect, clock: Callable[[], float]) -> None:
@@ -59,12 +60,13 @@ class HostFloors:
         floor.members.move_to_end(digest)
         if len(floor.members) > MAX_MEMBERS:
             floor.members.popitem(last=False)
-        if is_known and floor.granted_bytes == floor_bytes:
+        if is_known and floor.is_honoured and floor.granted_bytes == floor_bytes:
             return
         missing_bytes = self._protect(share_key, floor.members, floor_bytes)
         if missing_bytes and self._drop_idle(missing_bytes):
             missing_bytes = self._protect(share_key, floor.members, floor_bytes)
-        if not missing_bytes:
+        floor.is_honoured = not missing_bytes
+        if floor.is_honoured:
             floor.granted_bytes = floor_bytes
         elif not floor.is_reported:
             floor.is_reported = True

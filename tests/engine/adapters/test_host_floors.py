@@ -89,6 +89,15 @@ def test_idle_share_keeps_its_floor_while_there_is_room(tier: Tier, floors: Host
     assert set(tier.groups) == {"idle", "acme"}
 
 
+def test_adapter_requested_while_the_floor_did_not_fit_is_protected_later(tier: Tier, floors: HostFloors) -> None:
+    floors.note("acme", "a", 50)
+    floors.note("umbrella", "b", 10)
+    floors.note("umbrella", "c", 60)
+    assert tier.groups["umbrella"] == ({"b"}, 10)
+    floors.note("umbrella", "c", 10)
+    assert tier.groups["umbrella"] == ({"b", "c"}, 10)
+
+
 def test_floor_that_cannot_fit_removes_no_idle_floor(tier: Tier, floors: HostFloors, clock: Clock) -> None:
     floors.note("idle", "a", 30)
     floors.note("older", "a", 10)
