@@ -312,8 +312,8 @@ class AdapterPool:
     def _request(self) -> None:
         """Request the first adapters in queue order from the stager, as many as its limits allow.
 
-        Adapters behind them go back to the queue. If they are staged, they do so at once. If they are being loaded, they
-        do so only to make room for another, because a small change of the order may bring them back.
+        Adapters behind them go back to the queue. Staged ones do so at once. Those that are being loaded do so only to
+        make room for another, because a small change of the order may bring them back.
         """
         self._has_new = False
         if not self._queued and not self._staged:

@@ -34,8 +34,8 @@ class HostFloors:
     """Protects each share's recently requested adapters in the host tier, up to the share's floor.
 
     A floor that fits only without those of shares that have used no adapter for IDLE_S removes as many of these as
-    necessary, longest idle first. Nothing else says that a share is suspended, deleted or no longer has a floor. A floor
-    that does not fit is logged, and takes effect with a later request, once it fits.
+    necessary, longest idle first. Nothing else says that a share is suspended, deleted or no longer has a floor. A
+    floor that does not fit is logged, and takes effect with a later request, once it fits.
     """
 
     def __init__(self, protect: Protect, clock: Callable[[], float]) -> None:
