@@ -217,11 +217,13 @@ class Bench:
             while waiting and len(under_way) < max_under_way:
                 digest = waiting.popleft()
                 under_way[digest] = adapters.prefetch(digest)
-            self._newest.wait()
-            for load in adapters.poll(PoolDemand({digest: position for position, digest in enumerate(under_way)})):
+            settled = adapters.poll(PoolDemand({digest: position for position, digest in enumerate(under_way)}))
+            for load in settled:
                 if load.failure is not None:
                     raise CheckError(f"an adapter could not be loaded: {load.failure}")
                 del under_way[load.digest]
+            if under_way and not settled:
+                self._newest.wait()
 
     def _pages_of(self, way: str, number: int, digest: str) -> list[int]:
         load = None if way == PLAIN else self._newest.adapters.find(digest)

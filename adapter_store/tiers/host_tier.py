@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import time
-from collections import OrderedDict
+from bisect import bisect_left, insort
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import islice
+from operator import attrgetter
 
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.tiers.tier_contents import MAX_LISTED, KeptAdapter, TierContents
 from loramux.adapter_store.tiers.tier_figures import Held, Tier
 
+_turn_of = attrgetter("turn")
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Entry:
+    """An adapter. `turn` is the number of its last use."""
+
     packed: PackedAdapter
     num_leases: int
     used_s: float
+    turn: int
+
+    @property
+    def digest(self) -> str:
+        return self.packed.digest
 
     @property
     def num_bytes(self) -> int:
         return self.packed.payload.nbytes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Group:
-    digests: frozenset[str]
-    floor_bytes: int
+    digests: frozenset[str] = frozenset()
+    floor_bytes: int = 0
     used_bytes: int = 0
 
 
@@ -39,9 +50,16 @@ class HostTier:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self.max_bytes = max_bytes
+        self._entries: dict[str, _Entry] = {}
+        # The entries without leases: those that a floor protected when they were last looked at, and all others, least
+        # recently used first. Thousands of floors therefore do not make each eviction look at all protected entries.
+        self._protected: dict[str, _Entry] = {}
+        self._evictable: list[_Entry] = []
+        self._turns = itertools.count()
         self._groups: dict[str, _Group] = {}
+        self._groups_of: dict[str, list[_Group]] = {}
+        self._floor_bytes = 0
         self._reserved_bytes = 0
         self.used_bytes = 0
         self.num_evictions = 0
@@ -53,9 +71,10 @@ class HostTier:
         entry = self._entries.get(digest)
         if entry is None:
             return None
+        if not entry.num_leases:
+            self._take_out(entry)
         entry.num_leases += 1
-        entry.used_s = time.monotonic()
-        self._entries.move_to_end(digest)
+        entry.used_s, entry.turn = time.monotonic(), next(self._turns)
         return entry.packed
 
     def reserve(self, num_bytes: int) -> None:
@@ -68,38 +87,57 @@ class HostTier:
 
     def add(self, packed: PackedAdapter, num_leases: int) -> None:
         assert packed.digest not in self._entries
-        self._entries[packed.digest] = _Entry(packed, num_leases, time.monotonic())
-        self._count(packed.digest, packed.payload.nbytes)
+        entry = self._entries[packed.digest] = _Entry(packed, num_leases, time.monotonic(), next(self._turns))
+        if not num_leases:
+            self._evictable.append(entry)
+        self._count(entry, entry.num_bytes)
         self._evict()
 
     def release(self, digest: str) -> None:
         entry = self._entries[digest]
         assert entry.num_leases > 0
         entry.num_leases -= 1
+        if not entry.num_leases:
+            insort(self._evictable, entry, key=_turn_of)
         self._evict()
 
     def forget(self, digest: str) -> None:
         """Remove an adapter, unless it is leased."""
         entry = self._entries.get(digest)
         if entry is not None and entry.num_leases == 0:
-            self._count(digest, -self._entries.pop(digest).num_bytes)
+            self._remove(entry)
 
-    def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
+    def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> int:
         """Keep up to `floor_bytes` of these adapters from being evicted in favour of other adapters.
 
         Within a group, the least recently used adapters can still be evicted as long as the rest fills the floor.
-        Replaces the group's previous floor. A floor of 0 removes it. Raises ValueError, and changes nothing, if the
-        floor is negative or all floors together exceed the tier.
+        Replaces the group's previous floor. A floor of 0 removes it. Returns by how many bytes all floors together
+        would exceed the tier. If it is not 0, nothing is changed. Raises ValueError if the floor is negative.
         """
-        others = sum(one.floor_bytes for name, one in self._groups.items() if name != group)
-        if floor_bytes < 0 or others + floor_bytes > self._max_bytes:
-            raise ValueError(f"floors of {others + floor_bytes} bytes do not fit into {self._max_bytes}")
-        if not floor_bytes:
+        changed = self._groups.get(group) or _Group()
+        total = self._floor_bytes - changed.floor_bytes + floor_bytes
+        if floor_bytes < 0:
+            raise ValueError("a floor must not be negative")
+        if total > self.max_bytes:
+            return total - self.max_bytes
+        self._floor_bytes = total
+        members = frozenset(digests) if floor_bytes else frozenset()
+        former = changed.digests
+        for digest in former - members:
+            self._groups_of[digest].remove(changed)
+            if not self._groups_of[digest]:
+                del self._groups_of[digest]
+            changed.used_bytes -= self._num_bytes(digest)
+        for digest in members - former:
+            self._groups_of.setdefault(digest, []).append(changed)
+            changed.used_bytes += self._num_bytes(digest)
+        changed.digests, changed.floor_bytes = members, floor_bytes
+        if floor_bytes:
+            self._groups[group] = changed
+        else:
             self._groups.pop(group, None)
-            return
-        members = frozenset(digests)
-        used = sum(entry.num_bytes for digest, entry in self._entries.items() if digest in members)
-        self._groups[group] = _Group(members, floor_bytes, used)
+        self._look_again(former)
+        return 0
 
     def held(self) -> dict[Tier, Held]:
         """Return the bytes in use and the number of evictions, for `TierFigures`."""
@@ -107,43 +145,61 @@ class HostTier:
 
     def contents(self) -> TierContents:
         now_s = time.monotonic()
-        newest = islice(reversed(self._entries.items()), MAX_LISTED)
+        newest = heapq.nlargest(MAX_LISTED, self._entries.values(), key=_turn_of)
         return TierContents(
             tier="host",
             used_bytes=self.used_bytes,
-            max_bytes=self._max_bytes,
+            max_bytes=self.max_bytes,
             num_adapters=len(self._entries),
             num_evictions=self.num_evictions,
             adapters=tuple(
-                KeptAdapter(digest=digest, num_bytes=entry.num_bytes, idle_s=now_s - entry.used_s)
-                for digest, entry in newest
+                KeptAdapter(digest=entry.digest, num_bytes=entry.num_bytes, idle_s=now_s - entry.used_s)
+                for entry in newest
             ),
         )
 
-    def _count(self, digest: str, num_bytes: int) -> None:
+    def _num_bytes(self, digest: str) -> int:
+        entry = self._entries.get(digest)
+        return 0 if entry is None else entry.num_bytes
+
+    def _count(self, entry: _Entry, num_bytes: int) -> None:
         self.used_bytes += num_bytes
-        for group in self._groups.values():
-            if digest in group.digests:
-                group.used_bytes += num_bytes
+        for group in self._groups_of.get(entry.digest, ()):
+            group.used_bytes += num_bytes
+            if num_bytes > 0 and group.used_bytes > group.floor_bytes:
+                # Older adapters of the group may be evictable now.
+                self._look_again(group.digests)
+
+    def _remove(self, entry: _Entry) -> None:
+        self._take_out(entry)
+        del self._entries[entry.digest]
+        self._count(entry, -entry.num_bytes)
+
+    def _take_out(self, entry: _Entry) -> None:
+        if self._protected.pop(entry.digest, None) is None:
+            del self._evictable[bisect_left(self._evictable, entry.turn, key=_turn_of)]
+
+    def _look_again(self, digests: frozenset[str]) -> None:
+        """Find out which of the protected adapters among these are no longer protected."""
+        for digest in self._protected.keys() & digests:
+            entry = self._protected[digest]
+            if not self._is_protected(entry):
+                del self._protected[digest]
+                insort(self._evictable, entry, key=_turn_of)
 
     def _evict(self) -> None:
-        for minds_floors in (True, False):
-            while self.used_bytes + self._reserved_bytes > self._max_bytes:
-                digest = self._victim(minds_floors)
-                if digest is None:
-                    break
-                self._count(digest, -self._entries.pop(digest).num_bytes)
-                self.num_evictions += 1
+        while self.used_bytes + self._reserved_bytes > self.max_bytes:
+            num_protected = sum(1 for _ in itertools.takewhile(self._is_protected, self._evictable))
+            self._protected.update((entry.digest, entry) for entry in self._evictable[:num_protected])
+            del self._evictable[:num_protected]
+            if self._evictable:
+                self._remove(self._evictable[0])
+            elif self._protected:
+                self._remove(min(self._protected.values(), key=_turn_of))
+            else:
+                break
+            self.num_evictions += 1
 
-    def _victim(self, minds_floors: bool) -> str | None:
-        # Few adapters are leased, and all of them were used recently, so without floors the search ends quickly.
-        for digest, entry in self._entries.items():
-            if entry.num_leases == 0 and not (minds_floors and self._is_protected(digest, entry.num_bytes)):
-                return digest
-        return None
-
-    def _is_protected(self, digest: str, num_bytes: int) -> bool:
-        return any(
-            digest in group.digests and group.used_bytes - num_bytes < group.floor_bytes
-            for group in self._groups.values()
-        )
+    def _is_protected(self, entry: _Entry) -> bool:
+        groups = self._groups_of.get(entry.digest, ())
+        return any(group.used_bytes - entry.num_bytes < group.floor_bytes for group in groups)

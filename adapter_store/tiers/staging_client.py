@@ -48,6 +48,9 @@ from loramux.adapter_store.tiers.tier_figures import LoadCounts, PassedStage, Ti
 MAX_ASKED = 32
 """Maximum number of requests in flight to the staging process. Each may have a descriptor in transit."""
 
+REQUESTS_PER_THREAD = 2
+"""Least number of requests per thread of the staging process for which `takes` has room."""
+
 MAX_TRIES = 2
 """A load fails once this many staging processes have died while loading the adapter."""
 
@@ -112,6 +115,11 @@ class StagingClient:
         self._host = host
         self._wake = wake
         self._clock = clock
+        # If the host tier is small, loads may use the part of the shared memory that is kept free for them.
+        self.max_bytes = max(host.max_bytes, memory.array.size - host.max_bytes)
+        self._max_requests = self._least_requests = min(REQUESTS_PER_THREAD * num_threads, MAX_ASKED)
+        # Number of requests that the process has answered since the last `poll`, without cancelled ones.
+        self._num_answered = 0
         self.figures = TierFigures(held=host.held)
         """Counts of this process. `counts` adds the staging processes' counts."""
         self._numbers = itertools.count()
@@ -153,6 +161,14 @@ class StagingClient:
             self._receive()
 
     # The adapter pool calls the following methods.
+
+    def takes(self, digest: str) -> bool:
+        """True if the adapter is in host memory, or if the staging process has few requests.
+
+        It may have twice as many as it answered before the last `poll`. Its threads are then busy until the next one,
+        and an adapter that is suddenly first in the queue waits for few others.
+        """
+        return digest in self._host or len(self._requests) < self._max_requests
 
     def request(self, digest: str) -> None:
         """Start loading an adapter into host memory. `poll` returns the result.
@@ -200,6 +216,8 @@ class StagingClient:
         has_unsent = self._link is not None and self._link.has_unsent
         if self._asked or self._looks or self._memory.has_unused or has_unsent or self._waiting:
             self._receive()
+        self._max_requests = min(max(self._least_requests, 2 * self._num_answered), MAX_ASKED)
+        self._num_answered = 0
         results, self._results = self._results, {}
         return list(results.values())
 
@@ -333,6 +351,7 @@ class StagingClient:
         if request is None or request.number != message.number:
             return None
         del self._requests[request.digest]
+        self._num_answered += 1
         self._reserve()
         request.stages.extend(message.stages)
         return request

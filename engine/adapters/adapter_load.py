@@ -16,7 +16,7 @@ COPY_COST = 0.5
 
 class AdapterPhase(Enum):
     REQUESTED = "requested"
-    """The stager is loading the adapter into host memory."""
+    """The adapter waits to be loaded into host memory, or the stager is loading it."""
     STAGED = "staged"
     """The adapter is in host memory, waiting for pages and a slot."""
     COPYING = "copying"
@@ -42,6 +42,8 @@ class AdapterLoad:
     staged: StagedAdapter | None = None
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    num_bytes: int = 0
+    """Bytes of host memory that the adapter takes while it is STAGED or COPYING, or 0 until it has been STAGED."""
     num_pages: int = 0
     vocab_size: int | None = None
     """Vocabulary size of the adapter, or None if it has the base's vocabulary. Known once the adapter is STAGED."""
@@ -59,7 +61,7 @@ class AdapterLoad:
     used_s: float = 0.0
     """When the adapter last became resident, gained a user or lost its last user, on the pool's clock."""
     started_ns: int = field(default_factory=time.time_ns)
-    """When the adapter was requested, in nanoseconds since 1970."""
+    """When the adapter was first wanted, in nanoseconds since 1970."""
     stages: list[PassedStage] = field(default_factory=list)
 
     @property

@@ -76,8 +76,16 @@ class AdapterPool:
         self._num_pages_of = num_pages_of
         self._loads: dict[str, AdapterLoad] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
+        # Loads that the stager has not been asked for, and those that it has.
+        self._queued: dict[str, AdapterLoad] = {}
+        self._loading: dict[str, AdapterLoad] = {}
         # Loads waiting for a slot and pages.
         self._staged: list[AdapterLoad] = []
+        self._copying: dict[str, AdapterLoad] = {}
+        # Size in bytes of the last staged adapter, the estimate for those that are not staged yet.
+        self._last_bytes = 0
+        # True if an adapter has been wanted since adapters were last requested.
+        self._has_new = False
         # The demand passed to the last `poll`.
         self._demand = PoolDemand()
         self.on_residency = on_residency
@@ -102,10 +110,11 @@ class AdapterPool:
         return 0.0 if load.num_users > load.is_pinned else self._clock() - load.used_s
 
     def prefetch(self, digest: str) -> AdapterLoad:
+        """Return the adapter's load. `poll` requests a new one from the stager."""
         load = self._loads.get(digest)
         if load is None:
-            load = self._loads[digest] = AdapterLoad(self, digest)
-            self._stager.request(digest)
+            load = self._loads[digest] = self._queued[digest] = AdapterLoad(self, digest)
+            self._has_new = True
         return load
 
     def find(self, digest: str) -> AdapterLoad | None:
@@ -131,7 +140,7 @@ class AdapterPool:
     @property
     def is_copying(self) -> bool:
         """True if an adapter is being copied. Its pages cannot be evicted until it is resident."""
-        return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
+        return bool(self._copying)
 
     @property
     def has_slot(self) -> bool:
@@ -163,28 +172,38 @@ class AdapterPool:
     def poll(self, demand: PoolDemand) -> list[AdapterLoad]:
         """Advance all loads and return the adapters that became resident or failed.
 
-        Staged adapters get room in queue order. A staged adapter never evicts an adapter that an earlier sequence is
-        waiting for, so the first sequence in the queue always makes progress. A failed load is removed, so the next
-        request tries again. Staged adapters that neither a sequence near the front of the queue nor a call needs are
-        removed too.
+        Adapters are requested and get room in queue order. A staged adapter never evicts an adapter that an earlier
+        sequence is waiting for, so the first sequence in the queue always makes progress. A failed load is removed, so
+        the next request tries again. Adapters that neither a sequence near the front of the queue nor a call needs are
+        not requested, and removed once they are staged.
         """
         self._demand = demand
         settled: list[AdapterLoad] = []
-        for staged in self._stager.poll():
-            load = self._loads[staged.digest]
-            load.stages += staged.stages
-            failure = staged.message if isinstance(staged, NotStaged) else self._take(load, staged)
-            if failure is not None:
-                self._fail(load, failure)
-                settled.append(load)
         for load, failure in self._copier.poll():
+            del self._copying[load.digest]
             if failure is None:
                 self._publish(load)
             else:
                 self._fail(load, failure)
             settled.append(load)
+        self._request()
+        # The stager answers requests for adapters in host memory at once. They do not delay others by a step.
+        while answers := self._stager.poll():
+            for staged in answers:
+                load = self._loading.pop(staged.digest)
+                load.stages += staged.stages
+                failure = staged.message if isinstance(staged, NotStaged) else self._take(load, staged)
+                if failure is not None:
+                    self._fail(load, failure)
+                    settled.append(load)
+            self._request()
         self._place()
         return settled
+
+    def request_new(self) -> None:
+        """Request adapters that were first wanted after `poll`, and have been added to its demand."""
+        if self._has_new:
+            self._request()
 
     def close(self) -> None:
         """Cancel pending loads, and wait for the current copy."""
@@ -199,7 +218,9 @@ class AdapterPool:
         if load is None:
             return True
         if load.phase is AdapterPhase.REQUESTED:
-            self._stager.cancel(digest)
+            if self._queued.pop(digest, None) is None:
+                del self._loading[digest]
+                self._stager.cancel(digest)
             del self._loads[digest]
             return True
         if load.phase is AdapterPhase.STAGED:
@@ -264,6 +285,7 @@ class AdapterPool:
         """
         load.staged = staged
         packed = staged.packed
+        load.num_bytes = self._last_bytes = packed.payload.nbytes
         load.num_pages = packed.num_pages if self._num_pages_of is None else self._num_pages_of(packed)
         load.vocab_size = packed.layout.rows.vocab_size
         load.num_labels = packed.layout.rows.num_labels
@@ -287,20 +309,61 @@ class AdapterPool:
         self.changes.note(load.digest, "loaded")
         self._rest(load)
 
-    def _place(self) -> None:
-        """Place staged adapters in queue order. The first adapter that does not fit blocks the rest.
+    def _request(self) -> None:
+        """Request the first adapters in queue order from the stager, as many as its limits allow.
 
-        A staged adapter that neither a sequence near the front of the queue nor a call needs is unloaded, because it
-        would be evicted before use.
+        Adapters behind them go back to the queue. Staged ones do so at once. Those that are being loaded do so only to
+        make room for another, because a small change of the order may bring them back.
         """
-        for load in [one for one in self._staged if one.digest not in self._demand.queue_positions]:
-            self.unload(load.digest)
+        self._has_new = False
+        if not self._queued and not self._staged:
+            return
+        for digest in [one for one in self._queued if one not in self._demand.queue_positions]:
+            self.unload(digest)
+        kept = self._first_to_load()
+        for load in [one for one in self._staged if one.digest not in kept]:
+            self._put_back(load)
+        behind = [load for load in self._loading.values() if load.digest not in kept]
+        for digest in [one for one in kept if one in self._queued]:
+            while behind and not self._stager.takes(digest):
+                self._put_back(behind.pop())
+            if self._stager.takes(digest):
+                self._loading[digest] = self._queued.pop(digest)
+                self._stager.request(digest)
+
+    def _first_to_load(self) -> dict[str, None]:
+        """The adapters in queue order that are not yet being copied, as many as fit in host memory, and at least one.
+
+        An adapter of unknown size counts like the last staged one.
+        """
+        num_bytes, max_bytes = sum(load.num_bytes for load in self._copying.values()), self._stager.max_bytes
+        kept: dict[str, None] = {}
+        for digest in self._demand.queue_positions:
+            load = self._loads.get(digest)
+            if load is None or load.phase is AdapterPhase.RESIDENT or load.phase is AdapterPhase.COPYING:
+                continue
+            num_bytes += load.num_bytes or self._last_bytes
+            if kept and num_bytes > max_bytes:
+                break
+            kept[digest] = None
+        return kept
+
+    def _put_back(self, load: AdapterLoad) -> None:
+        """Return an adapter that is being loaded or staged to the queue, or remove it if it is no longer wanted."""
+        self.unload(load.digest)
+        if self.is_waited_for(load):
+            load.phase, load.stages = AdapterPhase.REQUESTED, []
+            self._loads[load.digest] = self._queued[load.digest] = load
+
+    def _place(self) -> None:
+        """Place staged adapters in queue order. The first adapter that does not fit blocks the rest."""
         self._staged.sort(key=self.position_of)
         while self._staged and self._find_room(self._staged[0]):
             load = self._staged.pop(0)
             load.slot = self._free_slots.pop()
             load.pages = self._pages.alloc(load.num_pages, PageOwner.ADAPTER)
             load.phase = AdapterPhase.COPYING
+            self._copying[load.digest] = load
             self._copier.copy(load)
 
     def _find_room(self, load: AdapterLoad) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -14,8 +15,15 @@ from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierFigures
 class Stager(Protocol):
     """Loads adapters into host memory. Only the engine's thread calls it, and it never blocks. See `StagingClient`."""
 
+    max_bytes: int
+    """Maximum number of bytes of the adapters that are staged or requested at a time, unless it is only one adapter."""
     figures: TierFigures
     """Tier statistics of this process."""
+
+    def takes(self, digest: str) -> bool:
+        """False if the adapter should be requested later, because enough others are being loaded. Requests cannot be
+        put in another order.
+        """
 
     def request(self, digest: str) -> None:
         """Start loading an adapter into host memory. `poll` returns the result. Each digest may have at most one
@@ -51,12 +59,17 @@ class Stager(Protocol):
 
 
 class MemoryStager:
-    """Stages adapters from this process's memory. `adapters` is keyed by digest."""
+    """Stages adapters from this process's memory, without limits. `adapters` is keyed by digest."""
+
+    max_bytes = sys.maxsize
 
     def __init__(self, adapters: Mapping[str, PackedAdapter]) -> None:
         self._adapters = adapters
         self.figures = TierFigures()
         self._requested: list[str] = []
+
+    def takes(self, digest: str) -> bool:
+        return True
 
     def request(self, digest: str) -> None:
         assert digest not in self._requested

@@ -138,7 +138,7 @@ class Engine:
         self._num_arrivals = 0
         self._outbox: list[Outbound] = []
         self._strikes = AdapterStrikes(clock)
-        self._floors = HostFloors(parts.protect)
+        self._floors = HostFloors(parts.protect, clock)
         share = limits.max_pinned_share
         pins = PinLimits(int(share * adapters.num_slots), int(share * pages.num_pages))
         self._calls = AdapterCalls(adapters, prefixes, self._live, pins, clock, self._post, self._leaves_room)
@@ -251,6 +251,9 @@ class Engine:
                 self._traces.loaded(load, self._live.of_digest(load.digest))
         self._end_failed(settled)
         self._calls.settle(settled)
+        # A call that waited until its adapter was unloaded now wants it again.
+        self._calls.add_wanted(demand.queue_positions)
+        self._adapters.request_new()
         self._follow_grammars()
         scheduled = self._scheduler.schedule()
         self._end_unfit()

@@ -343,7 +343,7 @@ class AdapterChange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`kind` is `loaded`, `evicted` (also by an unload) or `struck` (the adapter produced non-finite values)."""
 
     number: int
-    """Higher than the numbers of earlier changes, and of those of earlier engines on this machine."""
+    """Higher than the numbers of earlier changes and, unless the clock has been set back, of earlier engines."""
     digest: str
     kind: str
 

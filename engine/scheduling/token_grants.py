@@ -75,5 +75,8 @@ class TokenGrants:
 
     def _most_tokens(self, sequence: Sequence) -> int:
         """Highest possible limit of a sequence in tokens, prompt included."""
-        in_pool = self._scheduler.max_tokens(sequence.num_adapter_pages, sequence.add.digest)
+        entry = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
+        # A waiting sequence does not know its adapter's size, but the pool may have loaded the adapter for another.
+        num_adapter_pages = max(sequence.num_adapter_pages, 0 if entry is None else entry.num_pages)
+        in_pool = self._scheduler.max_tokens(num_adapter_pages, sequence.add.digest)
         return min(self._max_model_len, in_pool)

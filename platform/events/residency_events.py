@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import CompoundSelect, Connection, Row, select, union
 
+from loramux.engine.adapters.adapter_changes import unseen
 from loramux.engine.protocol.messages import AdapterChange, StatsRequest
 from loramux.migrations.database import Database
 from loramux.migrations.events import EventType, NewEvent, note_events
@@ -50,7 +51,7 @@ class ResidencyEvents:
 
         If an adapter has been loaded and evicted several times since the last report, only the last change counts.
         """
-        new = [change for change in changes if change.number > self._seen and change.kind in TYPES]
+        new = [change for change in unseen(changes, self._seen) if change.kind in TYPES]
         if not new:
             return 0
         last = {change.digest: change.number for change in new if change.kind != "struck"}

@@ -8,7 +8,7 @@ from typing import cast
 
 from msgspec import structs
 
-from loramux.engine.adapters.adapter_changes import AdapterChanges
+from loramux.engine.adapters.adapter_changes import AdapterChanges, unseen
 from loramux.engine.protocol.messages import (
     AdapterChange,
     AdapterState,
@@ -160,7 +160,7 @@ class EngineGroup:
     def _merge_changes(self, answered: Mapping[str, Stats]) -> None:
         held = {name: {adapter.digest for adapter in stats.adapters} for name, stats in answered.items()}
         for name, stats in answered.items():
-            new = [change for change in stats.changes if change.number > self._seen.get(name, 0)]
+            new = unseen(stats.changes, self._seen.get(name, 0))
             for change in new:
                 if not (change.kind == "evicted" and _is_held(change, held, name)):
                     self._changes.note(change.digest, change.kind)

@@ -105,7 +105,8 @@ MEANINGS = {
     "[an extension's](extending.md#eviction-policies).",
     "num_threads": "Number of engine threads on a CPU, of all engines together; by default one per core.",
     "disk_tier_bytes": "Largest size of the disk tier.",
-    "host_tier_bytes": "Largest amount of main memory for packed adapters, in each engine.",
+    "host_tier_bytes": "Largest amount of main memory for packed adapters, in each engine. If it is less than 512 MiB, "
+    "adapters that are being loaded can take up to 512 MiB.",
     "engine": "Socket of a running server's engine, or of each of its engines, separated by commas, as the server "
     "prints them; for `loramux gateway` only.",
     "reuse_port": "Share `port` with other gateways on this host; each of them needs this setting.",

@@ -336,10 +336,10 @@ def simulated_adapters(
     vocab_sizes: Mapping[str, int] | None = None,
     num_labels: Mapping[str, int] | None = None,
 ) -> dict[str, PackedAdapter]:
-    """Empty adapters by digest, with the numbers of pages in `num_pages`. `vocab_sizes` lists the vocabulary sizes that
-    differ from the base's. `num_labels` lists the numbers of classes of classifiers.
+    """Adapters by digest, with the numbers of pages in `num_pages`, and one byte per page. `vocab_sizes` lists the
+    vocabulary sizes that differ from the base's. `num_labels` lists the numbers of classes of classifiers.
     """
-    ranks, scales, payload = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros((0, 0, 0), np.uint8)
+    ranks, scales = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
     offsets, sizes, labels = np.zeros((0, 0, 3), np.int32), vocab_sizes or {}, num_labels or {}
     layouts = {
         digest: AdapterLayout(
@@ -347,7 +347,10 @@ def simulated_adapters(
         )
         for digest, number in num_pages.items()
     }
-    return {digest: PackedAdapter(digest, layout, scales, payload) for digest, layout in layouts.items()}
+    return {
+        digest: PackedAdapter(digest, layout, scales, np.zeros((layout.num_pages, 1, 1), np.uint8))
+        for digest, layout in layouts.items()
+    }
 
 
 class SimulatedPages:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
@@ -8,7 +9,12 @@ from loramux.engine.adapters.stager import MemoryStager
 
 
 class WatchedStager(MemoryStager):
-    """Counts what is asked of it. Adapters requested while `is_holding` is set are staged after `let_go`."""
+    """Counts what is asked of it. Adapters requested while `is_holding` is set are staged after `let_go`.
+
+    Takes at most `max_requests` requests at a time.
+    """
+
+    max_requests = sys.maxsize
 
     def __init__(self, adapters: Mapping[str, PackedAdapter]) -> None:
         super().__init__(adapters)
@@ -18,6 +24,9 @@ class WatchedStager(MemoryStager):
         self.num_held = 0
         """Number of adapters that are staged and not yet released."""
         self._withheld: list[str] = []
+
+    def takes(self, digest: str) -> bool:
+        return len(self._requested) + len(self._withheld) < self.max_requests
 
     def request(self, digest: str) -> None:
         assert digest not in self._requested

@@ -25,7 +25,8 @@ class TenantDocument(TypedDict):
     """One account. `weight` is its relative share in fair scheduling. The keys of a suspended tenant are refused.
 
     In an engine's host memory, other tenants cannot evict this tenant's adapters below `host_floor_bytes`. If the
-    floors of all tenants do not fit, the floors that were set first take precedence.
+    floors of all tenants do not fit, those of the tenants that sent requests first take precedence. A floor makes room
+    for others once its tenant has sent no request for an hour.
 
     Responses, chat completions and conversations are stored for `response_days` days. If it is 0, they are not stored.
 

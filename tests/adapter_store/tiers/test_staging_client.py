@@ -415,6 +415,34 @@ def test_concurrent_requests_are_limited_and_all_are_answered(bench: Bench) -> N
     assert sum(isinstance(one, StagedAdapter) and bench.is_right(one) for one in found) == len(bench.adapters)
 
 
+def test_fast_process_gets_more_requests_between_two_polls(bench: Bench) -> None:
+    client = bench.open(num_threads=2, host_bytes=PLENTY)
+    kept = bench.adapters[0].digest
+    staged(client, kept).release()
+    missing = iter([f"{number:064x}" for number in range(200)])
+
+    def fill() -> int:
+        """Request as many adapters as the client takes. Returns the number of requests."""
+        digest = next(missing)
+        while client.takes(digest):
+            client.request(digest)
+            digest = next(missing)
+        assert client.takes(kept), "it is in host memory"
+        return len(client._requests)
+
+    def answer() -> None:
+        """Wait until all requests are answered, and make the next `poll` return the answers."""
+        wait_until(lambda: client.attend() or not client._asked)
+
+    client.poll()
+    for number in (4, 8, 16, MAX_ASKED, MAX_ASKED):
+        assert fill() == number
+        answer()
+        assert len(client.poll()) == number
+    client.poll()
+    assert fill() == 4, "none was answered since the poll before"
+
+
 @pytest.mark.parametrize("max_pieces", [1, 1000])
 def test_dead_process_is_replaced_and_its_requests_are_repeated(
     bench: Bench, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, max_pieces: int

@@ -82,7 +82,7 @@ def test_unload_finishes_while_requests_keep_arriving(simulation: Simulation) ->
 def test_an_overdue_unload_frees_an_adapter_that_is_being_copied(simulation: Simulation) -> None:
     calls = Calls(simulation)
     simulation.add("s", digest="a")
-    simulation.hold_loads()
+    simulation.adapter_pages.is_holding = True
     simulation.step()
     assert phase_of(simulation, "a") is AdapterPhase.COPYING
     call = calls.unload("a", deadline_s=3.0)
@@ -144,7 +144,18 @@ def test_the_later_of_a_load_and_an_unload_wins(simulation: Simulation) -> None:
     simulation.run()
     assert [calls.outcome(call) for call in (before, unload, after)] == ["superseded", "absent", "resident"]
     assert list(resident(simulation)) == ["a"]
-    assert simulation.stager.num_requests == 2
+    assert simulation.stager.num_requests == 1, "the first load was superseded before the step"
+
+
+def test_load_after_an_unload_is_requested_in_the_same_step(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    calls.load("a")
+    simulation.run()
+    unload, load = calls.unload("a"), calls.load("a")
+    simulation.step()
+    assert (calls.outcome(unload), simulation.stager.num_requests) == ("absent", 2)
+    simulation.run()
+    assert calls.outcome(load) == "resident"
 
 
 def test_load_waits_for_an_earlier_unload(simulation: Simulation) -> None:
@@ -257,6 +268,20 @@ def test_pin_that_leaves_no_room_for_an_accepted_request_is_refused(simulate: Si
     simulation.run()
     assert calls.outcome(call) == "pin_limit"
     assert simulation.tokens["large"] == simulation.expected(add)
+
+
+def test_pin_that_leaves_no_room_for_a_waiting_request_and_its_adapter_is_refused(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=10, max_sequences=1, adapters={"a": 2, "b": 4})
+    calls = Calls(simulation)
+    use(simulation, "b")
+    running = simulation.add("running", num_prompt=20, max_tokens=20)
+    simulation.step()
+    waiting = simulation.add("waiting", num_prompt=70, max_tokens=20, digest="b")
+    call = calls.pin("a")
+    simulation.run()
+    assert calls.outcome(call) == "pin_limit"
+    for add in (running, waiting):
+        assert simulation.tokens[add.sequence_id] == simulation.expected(add)
 
 
 def test_pin_that_leaves_no_room_for_a_loading_adapter_is_refused(simulate: Simulate) -> None:
@@ -378,6 +403,7 @@ def test_every_call_is_answered(simulate: Simulate, seed: int) -> None:
     simulation = simulate(
         num_pages=rng.choice([20, 40]), num_slots=rng.choice([1, 3, 6]), adapters=names, max_sequences=6
     )
+    simulation.stager.max_requests, simulation.stager.max_bytes = rng.choice([1, 2, 100]), rng.choice([1, 7, 1000])
     calls = Calls(simulation)
     happen = happenings(calls, [*names, "missing"], rng)
     adds = {}

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Collection
 
 import pytest
 
+from loramux.adapter_store.tiers.staged_adapter import NotStaged, StagedAdapter
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import AdapterPool, PoolDemand
 from loramux.engine.pages.eviction import LeastRecentlyUsed
@@ -16,10 +19,74 @@ from tests.engine.watched_stager import WatchedStager
 SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}
 
 
+class OneByOne(WatchedStager):
+    """Finishes one request after each call of `finish_one`, in the order in which they were made."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__(simulated_adapters(sizes))
+        self.finished: list[str] = []
+        self._num_finishing = 0
+
+    @property
+    def requested(self) -> list[str]:
+        return list(self._requested)
+
+    def finish_one(self) -> None:
+        self._num_finishing = 1
+
+    def poll(self) -> list[StagedAdapter | NotStaged]:
+        finished, self._requested = self._requested[: self._num_finishing], self._requested[self._num_finishing :]
+        self._num_finishing = 0
+        self.finished += finished
+        return [self._staged(digest) for digest in finished]
+
+
+class Slow(WatchedStager):
+    """Stages each adapter after as many polls as its latency. Those in `kept` are in host memory."""
+
+    def __init__(self, sizes: dict[str, int], latencies: dict[str, int], kept: Collection[str] = ()) -> None:
+        super().__init__(simulated_adapters(sizes))
+        self.counts: Counter[str] = Counter()
+        self._latencies = latencies
+        self._kept = kept
+        self._left: dict[str, int] = {}
+
+    @property
+    def requested(self) -> list[str]:
+        return list(self._left)
+
+    def takes(self, digest: str) -> bool:
+        return digest in self._kept or len(self._left) < self.max_requests
+
+    def request(self, digest: str) -> None:
+        assert digest not in self._left
+        self.counts[digest] += 1
+        self._left[digest] = 0 if digest in self._kept else self._latencies[digest]
+
+    def cancel(self, digest: str) -> None:
+        del self._left[digest]
+
+    def pass_time(self) -> None:
+        self._left = {digest: left - 1 for digest, left in self._left.items()}
+
+    def poll(self) -> list[StagedAdapter | NotStaged]:
+        finished = [digest for digest, left in self._left.items() if left <= 0]
+        for digest in finished:
+            del self._left[digest]
+        return [self._staged(digest) for digest in finished]
+
+
 class Bench:
-    def __init__(self, num_slots: int = 3, sizes: dict[str, int] = SIZES) -> None:
-        self.pages = PagePool(8)
-        self.stager, self.adapter_pages = WatchedStager(simulated_adapters(sizes)), SimulatedPages()
+    def __init__(
+        self,
+        num_slots: int = 3,
+        sizes: dict[str, int] = SIZES,
+        num_pages: int = 8,
+        stager: WatchedStager | None = None,
+    ) -> None:
+        self.pages = PagePool(num_pages)
+        self.stager = WatchedStager(simulated_adapters(sizes)) if stager is None else stager
+        self.adapter_pages = SimulatedPages()
         self.clock = Clock()
         self.residency: list[tuple[str, bool]] = []
         self.pool = AdapterPool(
@@ -179,6 +246,147 @@ def test_fetched_adapters_get_pages_in_queue_order() -> None:
     bench.pool.prefetch("b")
     bench.ask("a", "b")
     assert bench.phases == {"b": AdapterPhase.STAGED, "a": AdapterPhase.COPYING}
+
+
+def test_adapters_that_wait_for_a_slot_hold_a_limited_amount_of_host_memory() -> None:
+    names = [f"cold{number}" for number in range(20)]
+    bench = Bench(num_slots=1, sizes=dict.fromkeys(("used", *names), 2))
+    stager = bench.stager
+    stager.max_bytes = 2 * 2
+    bench.pool.acquire(*bench.bring("used"))
+    for order in (names, names, [names[-1], *names[:-1]]):
+        bench.ask(*order)
+        assert stager.num_held <= 2
+        staged = [digest for digest, phase in bench.phases.items() if phase is AdapterPhase.STAGED]
+        assert set(staged) == set(order[:2]), "the first adapters in queue order are kept"
+    bench.pool.release("used")
+    while order:
+        bench.ask(*order)
+        assert stager.num_held <= 2
+        assert bench.phases[order[0]] in (AdapterPhase.COPYING, AdapterPhase.RESIDENT)
+        if bench.phases[order[0]] is AdapterPhase.RESIDENT:
+            order = order[1:]
+    assert stager.num_requests <= len(names) + 3
+
+
+def test_adapter_larger_than_the_limit_of_host_memory_is_loaded_alone() -> None:
+    bench = Bench()
+    bench.stager.max_bytes = 1
+    bench.bring("c")
+    bench.ask("a", "b")
+    assert bench.phases == {"c": AdapterPhase.RESIDENT, "a": AdapterPhase.COPYING, "b": AdapterPhase.REQUESTED}
+    bench.ask("a", "b")
+    assert bench.phases["b"] is AdapterPhase.COPYING
+
+
+def test_first_adapter_stays_in_host_memory_beside_a_copy() -> None:
+    bench = Bench()
+    bench.stager.max_bytes = 8
+    bench.adapter_pages.is_holding = True
+    bench.ask("a")
+    for _ in range(3):
+        bench.ask("large")
+        assert bench.phases == {"a": AdapterPhase.COPYING, "large": AdapterPhase.STAGED}
+    assert bench.stager.num_requests == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_first_adapter_is_loaded_once_whatever_the_sizes_and_latencies(seed: int) -> None:
+    rng = random.Random(seed)
+    others = [f"other{number}" for number in range(500)]
+    sizes = {"first": 7, **{name: rng.randint(1, 3) for name in others}}
+    stager = Slow(sizes, {"first": rng.randint(4, 8), **{name: rng.randint(1, 4) for name in others}})
+    stager.max_requests, stager.max_bytes = 8, 8
+    bench = Bench(num_slots=30, num_pages=60, stager=stager)
+
+    def serve(*first: str) -> None:
+        """Ask for the first adapters, and for 20 others that are not resident."""
+        stager.pass_time()
+        if rng.random() < 0.3:
+            bench.adapter_pages.let_go()
+        bench.adapter_pages.is_holding = True
+        waiting = [name for name in others if bench.phases.get(name) is not AdapterPhase.RESIDENT]
+        bench.ask(*first, *waiting[:20])
+
+    for _ in range(10):
+        serve()
+    for _ in range(100):
+        serve("first")
+    assert bench.find("first").phase is AdapterPhase.RESIDENT
+    assert stager.counts["first"] == 1
+
+
+def test_adapter_whose_size_is_known_is_requested_again_only_if_it_fits() -> None:
+    bench = Bench(num_slots=1)
+    bench.stager.max_bytes = 7
+    bench.pool.acquire(*bench.bring("a"))
+    bench.ask("b", "large", "c")
+    assert bench.stager.num_requests == 4, "all seemed to be as large as a"
+    bench.ask("b", "c", "large")
+    for _ in range(3):
+        bench.ask("b", "c", "large")
+        assert bench.phases["large"] is AdapterPhase.REQUESTED
+    assert bench.stager.num_requests == 5, "c is requested again, large is not"
+    bench.ask("large")
+    assert bench.phases["large"] is AdapterPhase.STAGED
+
+
+def test_adapter_in_host_memory_does_not_wait_for_those_being_loaded() -> None:
+    stager = Slow(dict.fromkeys("abcd", 1), dict.fromkeys("abc", 2), kept="d")
+    stager.max_requests = 1
+    bench = Bench(num_slots=4, stager=stager)
+    bench.ask("a", "b", "c", "d")
+    assert stager.requested == ["a"]
+    assert bench.phases["d"] is AdapterPhase.COPYING
+
+
+def test_load_beyond_host_memory_is_cancelled_for_an_earlier_one() -> None:
+    bench = Bench(num_slots=4, sizes=dict.fromkeys("abcd", 2), stager=OneByOne(dict.fromkeys("abcd", 2)))
+    stager = bench.stager
+    assert isinstance(stager, OneByOne)
+    stager.max_requests, stager.max_bytes = 2, 4
+    bench.ask("a")
+    stager.finish_one()
+    bench.ask("a")
+    bench.ask("b", "c")
+    bench.ask("b", "c")
+    assert stager.requested == ["b", "c"]
+    bench.ask("d", "b", "c")
+    assert stager.requested == ["b", "d"]
+    assert bench.phases["c"] is AdapterPhase.REQUESTED
+
+
+def test_adapters_are_loaded_in_queue_order_whenever_they_were_requested() -> None:
+    names = [f"early{number}" for number in range(40)]
+    stager = OneByOne(dict.fromkeys((*names, "urgent"), 1))
+    stager.max_requests = 2
+    bench = Bench(num_slots=41, num_pages=41, stager=stager)
+    bench.ask(*names)
+    while len(stager.finished) < 41:
+        stager.finish_one()
+        bench.ask("urgent", *names)
+        assert len(stager.requested) <= 2
+    assert stager.finished == [*names[:2], "urgent", *names[2:]]
+
+
+def test_unwanted_request_is_cancelled_for_a_wanted_one() -> None:
+    stager = OneByOne(dict.fromkeys("abcd", 1))
+    stager.max_requests = 2
+    bench = Bench(num_slots=4, stager=stager)
+    bench.ask("a", "b")
+    bench.ask("b")
+    assert stager.requested == ["a", "b"], "the order may bring it back"
+    bench.ask("c", "b", "d")
+    assert stager.requested == ["b", "c"]
+    bench.ask("c", "b")
+    assert set(bench.phases) == {"b", "c"}
+
+
+def test_adapters_in_host_memory_do_not_wait_for_each_other() -> None:
+    bench = Bench()
+    bench.stager.max_requests = 1
+    bench.ask("a", "b", "c")
+    assert bench.phases == dict.fromkeys("abc", AdapterPhase.COPYING)
 
 
 def test_adapter_without_room_blocks_later_adapters() -> None:

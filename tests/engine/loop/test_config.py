@@ -10,7 +10,7 @@ import torch
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.tiers.host_tier import HostTier
 from loramux.engine.device.accelerator import HostAccelerator
-from loramux.engine.loop.assembly import open_stager
+from loramux.engine.loop.assembly import SPARE_BYTES, open_stager
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -61,6 +61,7 @@ def test_host_tier_memory_is_pinned(target: PackTarget, tmp_path: Path) -> None:
     stager.close()
     (memory,) = pinned
     assert memory.numel() == 1 << 20
+    assert stager.max_bytes == SPARE_BYTES
 
 
 @pytest.fixture

@@ -218,7 +218,7 @@ def test_no_preemption_while_a_copy_is_about_to_become_evictable() -> None:
     bench = Bench(num_pages=3, sizes={"a": 1})
     begin_all(bench, bench.add("x"), bench.add("y"))
     bench.add("waiting", digest="a")
-    bench.hold_loads()
+    bench.adapter_pages.is_holding = True
     assert bench.step() == {}, "both need a page, and the last one is being copied to"
     assert bench.scheduler.is_short_of_pages
     assert bench.running == {"x", "y"}

@@ -38,11 +38,14 @@ def test_changes_are_told_once_for_every_version_with_the_weights(clocked: Datab
     assert watch.report(changes("loaded", "struck", "evicted", "loaded")) == 2
     assert watch.report(changes("loaded", digest="f" * 64, first=50)) == 0
     assert watch.question().changes_after == 50
+    # The engine restarts after the clock was set back.
+    assert watch.report(changes("struck", first=20)) == 2
+    assert watch.question().changes_after == 20
     log = EventLog(clocked)
     log.advance()
     kinds = {"adapter.loaded", "adapter.evicted", "adapter.struck"}
     told = [one for one in log.read(0, EventFilter(types=kinds)) if one.model == "acme/support"]
-    assert [one.type.partition(".")[2] for one in told] == ["struck", "evicted", "loaded"]
+    assert [one.type.partition(".")[2] for one in told] == ["struck", "evicted", "loaded", "struck"]
     assert {(one.data["version"], one.data["server"]) for one in told} == {(1, "srv_1")}
 
 
