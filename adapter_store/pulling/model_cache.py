@@ -6,8 +6,8 @@
     MODELS/hf/OWNER/NAME/pulled.json                  which revision is which commit, and the files' hashes
     MODELS/s3/BUCKET/PREFIX/...                       the same for a bucket
 
-A complete directory appears at once, by renaming, and is never changed. Each place has a lock, so that one process at a
-time pulls or removes its models.
+A complete directory appears at once, by renaming. Later pulls only add small files that it lacks. Each place has a
+lock, so that one process at a time pulls or removes its models.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class ModelCache:
             shutil.rmtree(other, ignore_errors=True)
         record = _read(place)
         new = ModelRecord(name.kind, name.place, name.file, commit, int(time.time()), files)
-        record.models.setdefault(key, new)
+        if key not in record.models or record.models[key].files != files:
+            record.models[key] = new
         record.revisions[_revision_key(name)] = key
         _write(place, record)
         found = _find(place, record, name)

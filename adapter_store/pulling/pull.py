@@ -53,12 +53,19 @@ class PullPlan:
         return sum(file.size for file in self.files)
 
     @property
+    def absent(self) -> list[RemoteFile]:
+        """The small files that the directory lacks. An earlier release of loramux may not have fetched them."""
+        return [file for file in self.small if not (self.directory / file.name).exists()]
+
+    @property
     def is_complete(self) -> bool:
-        return self.directory.is_dir()
+        return self.directory.is_dir() and not self.absent
 
     @property
     def missing_bytes(self) -> int:
-        return 0 if self.is_complete else self.num_bytes - self.kept_bytes
+        if self.directory.is_dir():
+            return sum(file.size for file in self.absent)
+        return self.num_bytes - self.kept_bytes
 
 
 def open_remote(name: ModelName, settings: PullSettings) -> Remote:
@@ -112,7 +119,9 @@ class Puller:
         with self.cache.hold(plan.name, on_wait):
             unfinished = self.cache.unfinished(plan.name, plan.commit)
             try:
-                if not plan.is_complete:
+                if plan.directory.is_dir():
+                    self._complete(plan, unfinished, progress)
+                else:
                     unfinished.mkdir(parents=True, exist_ok=True, mode=0o700)
                     self._reuse(plan, unfinished, records)
                     self._check_space(plan, unfinished)
@@ -145,6 +154,15 @@ class Puller:
             kept_bytes=kept,
             remote=remote,
         )
+
+    def _complete(self, plan: PullPlan, unfinished: Path, progress: Progress) -> None:
+        """Add the small files that a directory of weights lacks. A server may be reading the directory."""
+        absent = plan.absent
+        self._fetch(plan, absent, unfinished, progress)
+        for file in absent:
+            (plan.directory / file.name).parent.mkdir(exist_ok=True)
+            (unfinished / file.name).rename(plan.directory / file.name)
+        _sync(plan.directory)
 
     def _reuse(self, plan: PullPlan, unfinished: Path, records: dict[str, FileRecord]) -> None:
         """Link files that another commit has, too."""

@@ -78,6 +78,28 @@ def test_moved_revision_is_pulled_again_and_equal_files_are_reused(hub: LocalHub
     assert old.path == before.path
 
 
+def test_small_files_that_an_earlier_release_left_out_are_added(hub: LocalHub, pulls: Pulls) -> None:
+    before = pulls()
+    left_out = ("modules.json", "1_Pooling/config.json")
+    for name in left_out:
+        (before.path / name).unlink()
+    (before.path / "1_Pooling").rmdir()
+    weights = before.path / SHARDS[0]
+    written_ns = weights.stat().st_mtime_ns
+    assert pulls.find() == before, "a server does not ask the hub"
+    plan = pulls.puller.plan(NAME)
+    assert (plan.is_complete, plan.missing_bytes) == (False, sum(len(NEEDED[name]) for name in left_out))
+    assert contents(pulls().path) == NEEDED
+    assert weights.stat().st_mtime_ns == written_ns
+    assert pulls.puller.plan(NAME).is_complete
+    assert not list((before.path.parent / "unfinished").iterdir())
+
+
+def test_folders_without_a_list_of_steps_are_left_out(hub: LocalHub, pulls: Pulls) -> None:
+    hub.push(BASE, {name: content for name, content in FILES.items() if name != "modules.json"})
+    assert "1_Pooling/config.json" not in contents(pulls().path)
+
+
 def test_hub_that_answers_with_another_commit_is_refused(hub: LocalHub, pulls: Pulls) -> None:
     commit = hub.revisions[BASE, "main"]
     other = hub.push(BASE, {**FILES, "config.json": b"{}"})
