@@ -140,7 +140,10 @@ WRAPPERS: dict[str, Wrapper] = {
 }
 """The supported multimodal architectures. Their text decoders are served without images."""
 
-_TEXT_FAMILIES: dict[str, Family] = {**FAMILIES, **MIXTURE_FAMILIES, **GEMMA4_FAMILIES}
+_SPELLINGS = {"ExaoneMoEForCausalLM": MIXTURE_FAMILIES["ExaoneMoeForCausalLM"]}
+"""Other names of architectures. K-EXAONE was published before transformers had its architecture."""
+
+_TEXT_FAMILIES: dict[str, Family] = {**FAMILIES, **MIXTURE_FAMILIES, **GEMMA4_FAMILIES, **_SPELLINGS}
 SUPPORTED = frozenset((*_TEXT_FAMILIES, *WRAPPERS))
 """The names of all supported architectures."""
 

@@ -1,4 +1,4 @@
-"""The names that a multimodal checkpoint gives to the tensors and modules of its text decoder."""
+"""The names that checkpoints give to the tensors and modules of a text decoder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ _TEXT = (
     ("language_model.lm_head.", "lm_head."),
     ("model.text_model.", "model."),
 )
+_BARE = ("embed_tokens.", "final_layernorm.", "layers.", "norm.")
+"""The beginnings of names without `model.`, in checkpoints of a decoder without a head, such as those of embedders."""
 _DRAFTS = "mtp"
 """The part with layers for multi-token prediction. The model's ordinary output does not depend on them."""
 DRAFT_LAYERS = "mtp_layers"
@@ -49,7 +51,7 @@ def text_name(stored: str) -> str | None:
     for prefix, replacement in _TEXT:
         if stored.startswith(prefix):
             return replacement + stored.removeprefix(prefix)
-    return stored
+    return f"model.{stored}" if stored.startswith(_BARE) else stored
 
 
 def text_module(name: str) -> str:
