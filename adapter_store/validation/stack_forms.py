@@ -18,7 +18,8 @@ from loramux.adapter_store.validation.tensor_names import TensorNames
 
 _VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?")
 _FIRST_USUAL = (0, 19, 1)
-"""The first release of PEFT that wrote the usual A and B of a stack."""
+"""The first release of PEFT that wrote the usual A and B of every stack."""
+_SWAPS_TRANSPOSED = (0, 19, 0)
 
 
 def stack_forms(
@@ -80,10 +81,6 @@ def _swapped(
 
     Where a stack has as many inputs as outputs, the other stacks or the release of PEFT decide.
     """
-    assert target.experts is not None
-    if any(linear.alternates for linear in target.experts.linears):
-        # gpt-oss stores the weights of its experts as [num_experts, in_features, out_features].
-        return set()
     swapped: set[str] = set()
     usual: set[str] = set()
     square: set[str] = set()
@@ -97,16 +94,30 @@ def _swapped(
         else:
             usual.add(place.key)
     if square and bool(swapped) == bool(usual):
-        version = _VERSION.match(config.recorded.get("peft_version") or "")
-        if version is None:
-            raise AdapterRejected(
-                "invalid_config",
-                "peft_version is missing, which shows how PEFT stored stacked experts with as many inputs as outputs: "
-                f"set it in {CONFIG_FILE} to the release of PEFT that saved the adapter",
-                "peft_version",
-            )
-        if tuple(int(number or 0) for number in version.groups()) < _FIRST_USUAL:
-            swapped |= square
-    elif swapped:
-        swapped |= square
-    return swapped
+        assert target.experts is not None
+        are_transposed = any(linear.alternates for linear in target.experts.linears)
+        is_swapped = _is_swapped_by(config.recorded.get("peft_version"), are_transposed)
+    else:
+        is_swapped = bool(swapped)
+    return swapped | square if is_swapped else swapped
+
+
+def _is_swapped_by(peft_version: str | None, are_transposed: bool) -> bool:
+    """Return whether a release of PEFT swapped A and B. Raises AdapterRejected if that depends on an unknown release.
+
+    `are_transposed` applies to gpt-oss, whose weights are `[num_experts, in_features, out_features]`. Only PEFT 0.19.0
+    swapped those.
+    """
+    matched = _VERSION.match(peft_version or "")
+    version = None if matched is None else tuple(int(number or 0) for number in matched.groups())
+    if are_transposed:
+        return version == _SWAPS_TRANSPOSED
+    if version is None:
+        raise AdapterRejected(
+            "invalid_config",
+            "peft_version is missing or not a release number, which shows how PEFT stored stacked experts with as many "
+            f"inputs as outputs: set it in {CONFIG_FILE} to the release of PEFT that saved the adapter, or to "
+            '"0.17.0" for any release before 0.18, which did not write it',
+            "peft_version",
+        )
+    return version < _FIRST_USUAL

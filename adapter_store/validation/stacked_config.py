@@ -23,11 +23,12 @@ def parse_b_layout(document: Mapping[str, Any]) -> str | None:
     stated = {LAYOUT_KEY: document.get(LAYOUT_KEY)}
     detail = document.get(DETAIL_KEY)
     if detail is not None:
-        parameters = detail.get("parameters", {}) if isinstance(detail, dict) else None
+        parameters = (detail.get("parameters") or {}) if isinstance(detail, dict) else None
         if not isinstance(parameters, dict) or not all(isinstance(one, dict) for one in parameters.values()):
             _refuse("invalid_config", f"{DETAIL_KEY} must be an object with an object for each parameter", DETAIL_KEY)
-        if detail.get("lora_A_layout", GROUPED) != GROUPED:
+        if detail.get("lora_A_layout") not in (None, GROUPED):
             _refuse("unsupported_config", f"lora_A_layout must be {GROUPED}", f"{DETAIL_KEY}.lora_A_layout")
+        stated[f"{DETAIL_KEY}.{LAYOUT_KEY}"] = detail.get(LAYOUT_KEY)
         stated |= {f"{DETAIL_KEY}.parameters.{name}": one.get(LAYOUT_KEY) for name, one in parameters.items()}
     found: set[str] = set()
     for param, layout in stated.items():

@@ -8,7 +8,8 @@ adapter's vocabulary size if that differs from the base's, and the tokens that a
 adapters yield equal bytes, regardless of the order and names of the tensors in the uploaded files.
 
 Every tensor has the bytes of the upload. If those of stacked experts are not in the usual form, the JSON contains their
-forms, and `CanonicalAdapter` reads them in the usual form.
+forms, and `CanonicalAdapter` reads them in the usual form. In the file, their names have a suffix, so that a release of
+loramux that does not know forms refuses the adapter.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ MAX_HEADER_BYTES = 64 << 20
 `PackTarget.max_header_bytes` limits.
 """
 _ALIGNMENT = 8
+_UNUSUAL_SUFFIX = ".in_another_form"
 
 
 def write_canonical(
@@ -71,7 +73,8 @@ def write_canonical(
         facts["stack_forms"] = {name: asdict(form) for name, form in stack_forms.items()}
     config = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     with TensorFile(tensors, MAX_HEADER_BYTES) as file, destination.open("wb") as out:
-        originals = names or {name: name for name in file.header.tensors}
+        usual = names or {name: name for name in file.header.tensors}
+        originals = {f"{name}{_UNUSUAL_SUFFIX}" if name in stack_forms else name: usual[name] for name in usual}
         document: dict[str, object] = {"__metadata__": {"config": config}}
         position = 0
         for name in sorted(originals):
@@ -118,11 +121,11 @@ class CanonicalAdapter(TensorFile):
             self.num_labels: int | None = config.get("num_labels")
             forms = config.get("stack_forms", {})
             self._forms = {name: StackForm(**form) for name, form in forms.items()}
-            usual = {
-                name: replace(self.header.tensors[name], shape=form.usual_shape(self.header.tensors[name].shape))
-                for name, form in self._forms.items()
-            }
-            self.header = replace(self.header, tensors={**self.header.tensors, **usual})
+            entries = dict(self.header.tensors)
+            for name, form in self._forms.items():
+                entry = entries.pop(f"{name}{_UNUSUAL_SUFFIX}")
+                entries[name] = replace(entry, name=name, shape=form.usual_shape(entry.shape))
+            self.header = replace(self.header, tensors=entries)
             self._last: tuple[str, npt.NDArray[Any]] | None = None
         except (InvalidJson, KeyError, TypeError, AttributeError, ValueError) as error:
             self.__exit__(None, None, None)

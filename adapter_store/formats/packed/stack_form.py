@@ -6,7 +6,8 @@ The usual form is PEFT's since 0.19.1. For `n` experts of rank `r`, A is `[n * r
 - Unsloth before 17 September 2026 trained with another B, `[out_features, n * r]` with all ranks of expert 0 first
   (https://github.com/unslothai/unsloth-zoo/pull/1269).
 - PEFT before 0.19.1 took the outputs of a weight `[n, out_features, in_features]` for its inputs. Its A is
-  `[n * r, out_features]`, and its B is `[in_features, r * n]`.
+  `[n * r, out_features]`, and its B is `[in_features, r * n]`. PEFT 0.19.0, and no other release, did so for a weight
+  `[n, in_features, out_features]`, as in gpt-oss, too.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.files.tensor_file import TensorFile
 from loramux.adapter_store.formats.packed.canonical import write_canonical
+from loramux.adapter_store.formats.packed.module_places import A_SUFFIX, B_SUFFIX
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
 from loramux.adapter_store.ingest.originals import KeptHeader
@@ -91,6 +93,16 @@ def test_the_order_of_later_unsloth_is_the_usual_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "detail",
+    [RANK_MAJOR, {"lora_A_layout": None, "lora_B_layout": "rank_major", "parameters": None}],
+    ids=["absent", "null"],
+)
+def test_the_order_may_be_stated_once_for_all_parameters(detail: dict[str, Any], tmp_path: Path) -> None:
+    files = stacked_files(RANK, auto_mapping=UNSLOTH, unsloth_fused_expert_lora=detail)
+    assert is_equal(packed(files, tmp_path)[0], packed(stacked_files(RANK), tmp_path)[0])
+
+
+@pytest.mark.parametrize(
     ("config", "code", "param"),
     [
         pytest.param({"auto_mapping": UNSLOTH}, "unsupported_config", "lora_B_layout", id="unsloth-does-not-say"),
@@ -106,6 +118,12 @@ def test_the_order_of_later_unsloth_is_the_usual_one(tmp_path: Path) -> None:
             "unsupported_config",
             "unsloth_fused_expert_lora.lora_A_layout",
             id="another-A",
+        ),
+        pytest.param(
+            {**GROUPED, "unsloth_fused_expert_lora": {**RANK_MAJOR}},
+            "unsupported_config",
+            "unsloth_fused_expert_lora.lora_B_layout",
+            id="both-without-parameters",
         ),
         pytest.param({"unsloth_fused_expert_lora": [1]}, "invalid_config", "unsloth_fused_expert_lora", id="no-object"),
     ],
@@ -153,17 +171,49 @@ def test_the_release_of_peft_decides_for_a_square_stack(version: str, is_swapped
     assert is_equal(packed(stored, tmp_path, target)[0], usual)
 
 
-def test_a_square_stack_without_the_release_of_peft_is_refused() -> None:
-    files = square_files()
-    with pytest.raises(AdapterRejected, match="PEFT stored stacked experts") as caught:
+@pytest.mark.parametrize("config", [{}, {"peft_version": "main"}], ids=["missing", "no-number"])
+def test_a_square_stack_without_the_release_of_peft_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    files = square_files(**config)
+    with pytest.raises(AdapterRejected, match=r'missing or not a release number.*to "0\.17\.0"') as caught:
         validate_files(files.config_bytes, files.tensor_bytes, square_target())
     assert caught.value.param == "peft_version"
+    stored = stored_as(square_files(), is_grouped=False, is_swapped=True, peft_version="0.17.0")
+    usual, _ = packed(square_files(peft_version="0.21.2"), tmp_path, square_target())
+    assert is_equal(packed(stored, tmp_path, square_target())[0], usual)
 
 
-def test_the_experts_of_gpt_oss_are_never_swapped(tmp_path: Path) -> None:
-    target = square_target()
+def alternating(target: PackTarget) -> PackTarget:
+    """The target with the experts of gpt-oss."""
     assert target.experts is not None
     gate_up, *others = target.experts.linears
-    linears = (replace(gate_up, alternates=True), *others)
-    target = replace(target, experts=replace(target.experts, linears=linears))
-    assert not packed(square_files(peft_version="0.18.1"), tmp_path, target)[1].stack_forms
+    return replace(target, experts=replace(target.experts, linears=(replace(gate_up, alternates=True), *others)))
+
+
+@pytest.mark.parametrize(
+    ("version", "is_swapped"), [(None, False), ("0.17.1", False), ("0.18.1", False), ("0.19.0", True), ("0.19.1", False)]
+)
+def test_one_release_of_peft_swapped_the_experts_of_gpt_oss(
+    version: str | None, is_swapped: bool, tmp_path: Path
+) -> None:
+    target = alternating(square_target())
+    config = {} if version is None else {"peft_version": version}
+    usual, _ = packed(square_files(peft_version="0.21.2"), tmp_path, target)
+    stored = stored_as(square_files(), is_grouped=False, is_swapped=is_swapped, **config)
+    found, report = packed(stored, tmp_path, target)
+    assert is_equal(found, usual)
+    assert bool(report.stack_forms) == is_swapped
+
+
+def test_the_shapes_of_gpt_oss_decide_whatever_release_of_peft_is_stated(tmp_path: Path) -> None:
+    target = alternating(TARGET)
+    usual, _ = packed(stacked_files(RANK), tmp_path, target)
+    for is_swapped in (False, True):
+        stored = stored_as(stacked_files(RANK), is_grouped=False, is_swapped=is_swapped, peft_version="0.19.0")
+        assert is_equal(packed(stored, tmp_path, target)[0], usual)
+
+
+def test_a_release_that_does_not_know_forms_finds_no_tensor(tmp_path: Path) -> None:
+    """Such a release would pack another order as it is, and store the result for all servers."""
+    packed(stored_as(stacked_files(RANK), is_grouped=True, is_swapped=False, **GROUPED), tmp_path)
+    with TensorFile(tmp_path / "canonical") as file:
+        assert not [name for name in file.header.tensors if name.endswith((A_SUFFIX, B_SUFFIX))]
