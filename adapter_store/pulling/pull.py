@@ -119,12 +119,13 @@ class Puller:
         with self.cache.hold(plan.name, on_wait):
             unfinished = self.cache.unfinished(plan.name, plan.commit)
             try:
+                if not plan.is_complete:
+                    unfinished.mkdir(parents=True, exist_ok=True, mode=0o700)
                 if plan.directory.is_dir():
                     self._complete(plan, unfinished, progress)
                 else:
-                    unfinished.mkdir(parents=True, exist_ok=True, mode=0o700)
                     self._reuse(plan, unfinished, records)
-                    self._check_space(plan, unfinished)
+                    self._check_space(plan, plan.files, unfinished)
                     self._fetch(plan, plan.small, unfinished, progress)
                     if plan.small:
                         accept(unfinished)
@@ -158,10 +159,15 @@ class Puller:
     def _complete(self, plan: PullPlan, unfinished: Path, progress: Progress) -> None:
         """Add the small files that a directory of weights lacks. A server may be reading the directory."""
         absent = plan.absent
+        if not absent:
+            return
+        self._check_space(plan, absent, unfinished)
         self._fetch(plan, absent, unfinished, progress)
         for file in absent:
-            (plan.directory / file.name).parent.mkdir(exist_ok=True)
-            (unfinished / file.name).rename(plan.directory / file.name)
+            into = plan.directory / file.name
+            into.parent.mkdir(exist_ok=True)
+            (unfinished / file.name).rename(into)
+            _sync(into.parent)
         _sync(plan.directory)
 
     def _reuse(self, plan: PullPlan, unfinished: Path, records: dict[str, FileRecord]) -> None:
@@ -174,8 +180,8 @@ class Puller:
                     os.link(equal, unfinished / name)
                     _part(unfinished, name).unlink(missing_ok=True)
 
-    def _check_space(self, plan: PullPlan, unfinished: Path) -> None:
-        missing = sum(file.size - min(file.size, _kept_bytes(unfinished, file.name)) for file in plan.files)
+    def _check_space(self, plan: PullPlan, files: Sequence[RemoteFile], unfinished: Path) -> None:
+        missing = sum(file.size - min(file.size, _kept_bytes(unfinished, file.name)) for file in files)
         free = shutil.disk_usage(unfinished).free
         if missing + RESERVE_BYTES > free:
             message = (

@@ -11,11 +11,14 @@ from typing import Any
 
 from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from loramux.adapter_store.formats.version_files.tokenizer_files import special_tokens_of
+from loramux.engine.protocol.errors import ModelNotSupported
 
 _EOS = "eos_token_id"
 
 ReadJson = Callable[[str], Mapping[str, Any]]
-"""Returns the object in a file of the model directory, or an empty one if there is no such file."""
+"""Returns the object in a file of the model directory, or an empty one if there is no such file. Raises
+ModelNotSupported for another content.
+"""
 
 
 def end_tokens(
@@ -34,8 +37,8 @@ def eos_of_tokenizer(read: ReadJson) -> int | None:
 
     A malformed tokenizer has none. The error when the tokenizer is loaded says what is wrong with it.
     """
-    config = read(TOKENIZER_CONFIG_FILE)
     try:
+        config = read(TOKENIZER_CONFIG_FILE)
         content = special_tokens_of({**read("special_tokens_map.json"), **config}).get("eos_token")
         if content is None:
             return None
@@ -44,7 +47,7 @@ def eos_of_tokenizer(read: ReadJson) -> int | None:
             if token["content"] == content:
                 return int(token_id)
         return _id_of(content, read(TOKENIZER_FILE))
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except (ModelNotSupported, IndexError, KeyError, TypeError, AttributeError, ValueError):
         return None
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.files.float_formats import STORAGE
 from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.files.text_names import with_prefix
 from loramux.adapter_store.formats.quantization.base_format import CheckpointTensors, CodedTensor, is_zero_bias
 from loramux.adapter_store.formats.quantization.divided import divided
 from loramux.adapter_store.formats.quantization.parts import CodedWeight
@@ -187,7 +188,7 @@ def open_weights(
                 raise unreadable(path, error) from error
             places.update((name, (file, stored)) for name, stored in text_tensors(file.keys(), places))
         checkpoint = checkpoint_of(model_dir, quantized_dir)
-        files = {name: place for name, place in places.items() if name in checkpoint.plain}
+        files = {name: place for name, place in with_prefix(places).items() if name in checkpoint.plain}
         weights = Weights(files, checkpoint, draft_tensors)
         yield weights
         weights.check_all_read()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
 _TEXT = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -51,7 +56,14 @@ def text_name(stored: str) -> str | None:
     for prefix, replacement in _TEXT:
         if stored.startswith(prefix):
             return replacement + stored.removeprefix(prefix)
-    return f"model.{stored}" if stored.startswith(_BARE) else stored
+    return stored
+
+
+def with_prefix(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Put `model.` before the names of the decoder's tensors, by name, if no tensor has this prefix."""
+    if any(name.startswith("model.") for name in tensors):
+        return dict(tensors)
+    return {f"model.{name}" if name.startswith(_BARE) else name: tensor for name, tensor in tensors.items()}
 
 
 def text_module(name: str) -> str:

@@ -156,9 +156,15 @@ def jinja_lines(source: str) -> str:
 
 
 def _own_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return an adapter's templates by name. Raises AdapterRejected if one is not text, or if none is the default."""
+    """Return an adapter's templates by name. Raises AdapterRejected if one is not text, or if none is the default.
+
+    A malformed `chat_template.json`, which is read only if there are no others, counts as none.
+    """
     try:
-        sources = template_sources(directory, config)
+        try:
+            sources = template_sources(directory, config)
+        except AdapterRejected:
+            sources = {}
         for source in sources.values():
             source.encode()
     except UnicodeError:

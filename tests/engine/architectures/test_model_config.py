@@ -120,6 +120,12 @@ def test_a_null_in_the_generation_config_leaves_the_end_tokens_to_the_config(tmp
             (2,),
             id="malformed",
         ),
+        pytest.param(
+            {"tokenizer_config.json": {"eos_token": "<end>"}, "tokenizer.json": {"model": {"vocab": [[]]}}},
+            (2,),
+            id="malformed unigram",
+        ),
+        pytest.param({"tokenizer_config.json": [], "tokenizer.json": {}}, (2,), id="no object"),
     ],
 )
 def test_the_end_token_of_the_tokenizer_ends_answers_too(
@@ -757,6 +763,13 @@ def test_weights_of_a_decoder_saved_without_a_head_are_read(tmp_path: Path) -> N
     read(tmp_path, *(f"model.{name}" for name in names))
     assert sorted(stored_tensors(tmp_path)) == sorted(f"model.{name}" for name in names)
     assert BaseWeights(tmp_path).rows("model.embed_tokens", 1, 3).shape == (2, 2)
+
+
+def test_a_prefix_is_put_only_before_names_of_which_none_has_it(tmp_path: Path) -> None:
+    tensors = {name: torch.ones(4, 2) for name in ("model.embed_tokens.weight", "norm.weight")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert sorted(stored_tensors(tmp_path)) == sorted(tensors)
+    read(tmp_path, *tensors)
 
 
 def test_a_missing_head_is_explained(tmp_path: Path) -> None:
