@@ -190,7 +190,8 @@ def alternating(target: PackTarget) -> PackTarget:
 
 
 @pytest.mark.parametrize(
-    ("version", "is_swapped"), [(None, False), ("0.17.1", False), ("0.18.1", False), ("0.19.0", True), ("0.19.1", False)]
+    ("version", "is_swapped"),
+    [(None, False), ("0.17.1", False), ("0.18.1", False), ("0.19.0", True), ("0.19.1", False)],
 )
 def test_one_release_of_peft_swapped_the_experts_of_gpt_oss(
     version: str | None, is_swapped: bool, tmp_path: Path
