@@ -29,6 +29,7 @@ from loramux.adapter_store.formats.files.tensor_writer import write_tensors
 from loramux.adapter_store.formats.quantization.gguf_blocks import BLOCK_TYPES, stored_bytes
 from loramux.adapter_store.gguf.base_config import config_fields, special_tokens
 from loramux.adapter_store.gguf.base_metadata import BaseMetadata
+from loramux.adapter_store.gguf.base_pooling import pooling_files
 from loramux.adapter_store.gguf.base_records import RECORDS, find_record
 from loramux.adapter_store.gguf.base_rope import FACTORS
 from loramux.adapter_store.gguf.base_tensors import BaseTensors, place_tensors
@@ -43,7 +44,7 @@ MAX_ELEMENTS = 1 << 22
 """
 
 MAX_FILES = 1024
-VERSION = 1
+VERSION = 2
 """Increased when the content of the directories changes, so that directories from older versions are not used."""
 
 SUFFIX = ".gguf"
@@ -184,6 +185,7 @@ def _write(
         return _floats(parts[file_of[tensor.name]], tensor)
 
     factors = {name: floats(tensors[name]) for name in FACTORS if name in tensors}
+    pooling = pooling_files(stated)
     config, tokens = config_fields(stated, record, factors), special_tokens(stated)
     placed = place_tensors(record, config, tensors, floats)
     config |= {"dtype": _dtype(placed), **tokens}
@@ -191,6 +193,9 @@ def _write(
         config["quantization_config"] = {"quant_method": "gguf", "types": placed.types}
     _write_json(directory / "config.json", config)
     _write_json(directory / GENERATION_FILE, tokens)
+    for name, content in pooling.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        _write_json(directory / name, content)
     if "tokenizer.ggml.model" in metadata:
         # Its list of the tokens that end an answer is longer than the metadata's.
         for name, content in tokenizer_files(metadata).items():

@@ -14,8 +14,6 @@ _WITHOUT_EFFECT = frozenset(
         "attention.causal",
         "expert_shared_count",
         "leading_dense_block_count",
-        "pooling_type",
-        "rope.scaling.attn_factor",
         "rope.scaling.finetuned",
         "vocab_size",
     )
@@ -27,7 +25,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "expert_weights_scale": (0.0, 1.0),
     "leading_dense_block_count": (0,),
     "nextn_predict_layers": (0,),
-    "pooling_type": (0,),
+    "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),
     "use_parallel_residual": (False,),

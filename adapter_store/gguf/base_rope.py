@@ -45,8 +45,9 @@ def rope_fields(
             raise ConversionRefused(
                 "missing_tensor", "the file has only one of the tensors of LongRoPE's factors", LONG
             )
-        # The kind may also be stated.
+        # The kind may also be stated, and the factor for cosine and sine that follows from the lengths.
         metadata.find("rope.scaling.type")
+        metadata.find("rope.scaling.attn_factor")
         length = metadata.integer("rope.scaling.original_context_length")
         scaling = {
             "rope_type": "longrope",
@@ -82,6 +83,8 @@ def _stated(metadata: BaseMetadata) -> dict[str, Any] | None:
     for key in ("beta_fast", "beta_slow"):
         if metadata.find(f"rope.scaling.yarn_{key}") is not None:
             scaling[key] = metadata.number(f"rope.scaling.yarn_{key}")
+    if metadata.find("rope.scaling.attn_factor") is not None:
+        scaling["attn_factor"] = metadata.number("rope.scaling.attn_factor")
     if metadata.architecture == "gpt-oss":
         # The file does not say that gpt-oss leaves the bounds of YaRN's transition as they are.
         scaling["truncate"] = False

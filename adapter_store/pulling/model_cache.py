@@ -6,8 +6,8 @@
     MODELS/hf/OWNER/NAME/pulled.json                  which revision is which commit, and the files' hashes
     MODELS/s3/BUCKET/PREFIX/...                       the same for a bucket
 
-A complete directory appears at once, by renaming, and is never changed. Each place has a lock, so that one process at a
-time pulls or removes its models.
+A complete directory appears at once, by renaming. Later pulls only add small files that it lacks. Each place has a
+lock, so that one process at a time pulls or removes its models.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from loramux.adapter_store.pulling.model_name import ModelName
 _RECORD = "pulled.json"
 _UNFINISHED = "unfinished"
 
+SELECTION = 2
+"""Increased when pulls of models in safetensors files fetch further small files."""
+
 
 class FileRecord(msgspec.Struct, frozen=True):
     size: int
@@ -46,6 +49,8 @@ class ModelRecord(msgspec.Struct, frozen=True):
     commit: str
     pulled_s: int
     files: dict[str, FileRecord]
+    selection: int = 1
+    """The `SELECTION` of the release that pulled the model."""
 
 
 class PlaceRecord(msgspec.Struct):
@@ -77,6 +82,11 @@ class PulledModel:
     @property
     def num_bytes(self) -> int:
         return sum(file.size for file in self.record.files.values())
+
+    @property
+    def may_lack_files(self) -> bool:
+        """Whether an earlier release, which did not fetch all files that this one fetches, pulled the model."""
+        return self.record.file is None and self.record.selection < SELECTION
 
 
 class ModelCache:
@@ -147,8 +157,9 @@ class ModelCache:
         for other in (place / _UNFINISHED).glob(f"*{key.removeprefix(commit)}" if name.file else "?" * len(commit)):
             shutil.rmtree(other, ignore_errors=True)
         record = _read(place)
-        new = ModelRecord(name.kind, name.place, name.file, commit, int(time.time()), files)
-        record.models.setdefault(key, new)
+        new = ModelRecord(name.kind, name.place, name.file, commit, int(time.time()), files, SELECTION)
+        if key not in record.models or record.models[key].selection < SELECTION:
+            record.models[key] = new
         record.revisions[_revision_key(name)] = key
         _write(place, record)
         found = _find(place, record, name)

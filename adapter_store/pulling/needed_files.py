@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from loramux.adapter_store.errors import PullRefused, printable
 from loramux.adapter_store.formats.files.file_names import (
     CONFIG_FILE,
+    EARLIER_TEMPLATE_FILE,
     GENERATION_FILE,
+    MODULES_FILE,
     TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -19,7 +21,16 @@ from loramux.adapter_store.pulling.model_name import ModelName
 from loramux.adapter_store.pulling.remote import Remote, RemoteFile
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-_OPTIONAL = (GENERATION_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "special_tokens_map.json", TEMPLATE_FILE)
+_OPTIONAL = (
+    GENERATION_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    "special_tokens_map.json",
+    TEMPLATE_FILE,
+    EARLIER_TEMPLATE_FILE,
+    MODULES_FILE,
+)
+_MODULE = re.compile(r"[A-Za-z0-9_]{1,64}/config\.json")
 _TEMPLATE = re.compile(r"additional_chat_templates/[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\.jinja")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors")
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)")
@@ -30,6 +41,8 @@ MAX_SMALL_BYTES = 256 << 20
 MAX_INDEX_BYTES = 64 << 20
 MAX_SHARDS = 1000
 MAX_TEMPLATES = 16
+MAX_MODULES = 16
+"""Most folders with the configuration of a step of sentence-transformers, such as `1_Pooling`."""
 _MAX_SHOWN = 12
 
 
@@ -40,7 +53,8 @@ def needed_files(remote: Remote, name: ModelName) -> tuple[list[RemoteFile], lis
         return [], [remote.file(file) for file in name.files]
     _check_kind(remote.names, name)
     templates = sorted(filter(_TEMPLATE.fullmatch, remote.names))[:MAX_TEMPLATES]
-    small = [remote.file(file) for file in (CONFIG, *_OPTIONAL, *templates) if file in remote.names]
+    modules = sorted(filter(_MODULE.fullmatch, remote.names))[:MAX_MODULES] if MODULES_FILE in remote.names else []
+    small = [remote.file(file) for file in (CONFIG, *_OPTIONAL, *templates, *modules) if file in remote.names]
     for file in small:
         _check_size(file, MAX_SMALL_BYTES)
     if INDEX not in remote.names:

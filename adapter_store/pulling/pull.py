@@ -53,12 +53,19 @@ class PullPlan:
         return sum(file.size for file in self.files)
 
     @property
+    def absent(self) -> list[RemoteFile]:
+        """The small files that the directory lacks. An earlier release of loramux may not have fetched them."""
+        return [file for file in self.small if not (self.directory / file.name).exists()]
+
+    @property
     def is_complete(self) -> bool:
-        return self.directory.is_dir()
+        return self.directory.is_dir() and not self.absent
 
     @property
     def missing_bytes(self) -> int:
-        return 0 if self.is_complete else self.num_bytes - self.kept_bytes
+        if self.directory.is_dir():
+            return sum(file.size for file in self.absent)
+        return self.num_bytes - self.kept_bytes
 
 
 def open_remote(name: ModelName, settings: PullSettings) -> Remote:
@@ -114,8 +121,11 @@ class Puller:
             try:
                 if not plan.is_complete:
                     unfinished.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if plan.directory.is_dir():
+                    self._complete(plan, unfinished, progress)
+                else:
                     self._reuse(plan, unfinished, records)
-                    self._check_space(plan, unfinished)
+                    self._check_space(plan, plan.files, unfinished)
                     self._fetch(plan, plan.small, unfinished, progress)
                     if plan.small:
                         accept(unfinished)
@@ -146,6 +156,20 @@ class Puller:
             remote=remote,
         )
 
+    def _complete(self, plan: PullPlan, unfinished: Path, progress: Progress) -> None:
+        """Add the small files that a directory of weights lacks. A server may be reading the directory."""
+        absent = plan.absent
+        if not absent:
+            return
+        self._check_space(plan, absent, unfinished)
+        self._fetch(plan, absent, unfinished, progress)
+        for file in absent:
+            into = plan.directory / file.name
+            into.parent.mkdir(exist_ok=True)
+            (unfinished / file.name).rename(into)
+            _sync(into.parent)
+        _sync(plan.directory)
+
     def _reuse(self, plan: PullPlan, unfinished: Path, records: dict[str, FileRecord]) -> None:
         """Link files that another commit has, too."""
         for name, record in records.items():
@@ -156,8 +180,8 @@ class Puller:
                     os.link(equal, unfinished / name)
                     _part(unfinished, name).unlink(missing_ok=True)
 
-    def _check_space(self, plan: PullPlan, unfinished: Path) -> None:
-        missing = sum(file.size - min(file.size, _kept_bytes(unfinished, file.name)) for file in plan.files)
+    def _check_space(self, plan: PullPlan, files: Sequence[RemoteFile], unfinished: Path) -> None:
+        missing = sum(file.size - min(file.size, _kept_bytes(unfinished, file.name)) for file in files)
         free = shutil.disk_usage(unfinished).free
         if missing + RESERVE_BYTES > free:
             message = (

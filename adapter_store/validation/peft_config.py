@@ -20,6 +20,7 @@ from loramux.adapter_store.validation.class_head import (
     parse_labels,
 )
 from loramux.adapter_store.validation.name_patterns import is_literal
+from loramux.adapter_store.validation.stacked_config import DETAIL_KEY, LAYOUT_KEY, is_from_unsloth, parse_b_layout
 from loramux.adapter_store.validation.trained_config import parse_modules_to_save, parse_token_indices
 from loramux.kernels.layout import MAX_RANK
 
@@ -51,6 +52,8 @@ _UNDERSTOOD = frozenset(
         "modules_to_save",
         "trainable_token_indices",
         "ensure_weight_tying",
+        LAYOUT_KEY,
+        DETAIL_KEY,
         *LABEL_KEYS,
     }
 )
@@ -64,7 +67,7 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     "lora_dropout": (int, float),
     "megatron_core": (str,),
     "qalora_group_size": (int,),
-    # PEFT writes the names of the training program's classes here if no task type was given.
+    # PEFT writes the names of the training program's classes here if no task type was given, and Unsloth in any case.
     "auto_mapping": (dict,),
     # True for bases that store their weights transposed. No supported base does, and PEFT ignores the key for other
     # bases.
@@ -131,8 +134,9 @@ class PeftConfig:
     With `has_class_head`, the file has the head of a classifier, whose labels `labels` can name.
 
     `target_parameters` names tensors of the base that the adapter changes like modules, such as the stacked weights of
-    experts. With `use_dora`, each module has a magnitude vector; with `lora_bias`, each B has a bias. PEFT does not
-    allow both.
+    experts. `b_layout` is the order of the columns of their B, or None if the configuration does not say. An earlier
+    Unsloth (`is_from_unsloth`) did not, and used another order than PEFT. With `use_dora`, each module has a magnitude
+    vector; with `lora_bias`, each B has a bias. PEFT does not allow both.
     """
 
     rank: int
@@ -142,6 +146,8 @@ class PeftConfig:
     lora_bias: bool
     target_modules: tuple[str, ...] | None
     target_parameters: tuple[str, ...]
+    b_layout: str | None
+    is_from_unsloth: bool
     exclude_modules: tuple[str, ...]
     rank_pattern: tuple[tuple[str, int], ...]
     alpha_pattern: tuple[tuple[str, float], ...]
@@ -215,6 +221,8 @@ def parse_peft_config(text: bytes) -> PeftConfig:
         lora_bias=lora_bias,
         target_modules=_target_modules(targets, may_be_empty=bool(parameters)),
         target_parameters=parameters,
+        b_layout=parse_b_layout(document),
+        is_from_unsloth=is_from_unsloth(document),
         exclude_modules=_exclude_modules(exclusions),
         rank_pattern=tuple((name, _rank(value, f"rank_pattern.{name}")) for name, value in ranks),
         alpha_pattern=tuple((name, _alpha(value, f"alpha_pattern.{name}")) for name, value in alphas),

@@ -10,6 +10,7 @@ from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected, printable
 from loramux.adapter_store.formats.files.ignored_tensors import is_of_training
+from loramux.adapter_store.formats.packed.stack_form import StackForm
 from loramux.adapter_store.formats.packed.trained_rows import TrainedRows
 from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.validation.weight_checks import Effect
@@ -71,8 +72,9 @@ class Report:
 
     `trained` maps outer modules to the rows that the adapter replaces. `vocab_size` is the adapter's vocabulary size,
     or None if the adapter has the base's vocabulary. `num_trained_vectors` counts the biases and norms that replace the
-    base's, by their names without layers. `names` maps PEFT's current name of each tensor to the file's own
-    name. `invocation_tokens` is empty unless the adapter is an activated LoRA.
+    base's, by their names without layers. `names` maps PEFT's current name of each tensor to the file's own name, and
+    `stack_forms` maps tensors of stacked experts to their forms in the file, if they are not in the usual one.
+    `invocation_tokens` is empty unless the adapter is an activated LoRA.
     """
 
     scales: Mapping[str, float]
@@ -81,6 +83,7 @@ class Report:
     num_trained_rows: Mapping[str, int]
     num_trained_vectors: Mapping[str, int]
     names: Mapping[str, str]
+    stack_forms: Mapping[str, StackForm]
     max_rank: int
     num_pages: int
     num_parameters: int

@@ -31,6 +31,7 @@ from loramux.adapter_store.formats.packed.module_places import (
 )
 from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.packed.rearranged_places import places_in_file
+from loramux.adapter_store.formats.packed.stack_form import StackForm
 from loramux.adapter_store.formats.packed.trained_rows import max_row_counts, outer_weight_names, tokens_of
 from loramux.adapter_store.formats.packed.trained_vectors import TrainedVector
 from loramux.adapter_store.formats.version_files.adapter_task import EMBEDDING_TASK
@@ -38,6 +39,7 @@ from loramux.adapter_store.validation.expected_modules import ExpectedModule, ex
 from loramux.adapter_store.validation.expected_vectors import expected_vectors
 from loramux.adapter_store.validation.peft_config import PeftConfig, parse_peft_config
 from loramux.adapter_store.validation.report import CheckList, Report, Warn, tensor_warnings, unmatched, without_effect
+from loramux.adapter_store.validation.stack_forms import in_usual_form, stack_forms
 from loramux.adapter_store.validation.stacked_names import with_stacked_names
 from loramux.adapter_store.validation.tensor_names import TensorNames, current_names
 from loramux.adapter_store.validation.trained_config import EMBEDDING, HEAD
@@ -73,6 +75,8 @@ def validate_files(
             unused = _of_modules(names, unused_projections(target))
             entries = _used(file, names, [*ignored, *unused])
             places = places_in_file(target, _modules(entries))
+            forms = stack_forms(parsed, target, places, entries)
+            names, entries = in_usual_form(forms, places, names, entries)
             expectation = expected_modules(parsed, target, places, _ranks(entries, places), names)
             expected = expectation.modules
             if parsed.invocation_tokens and any(module.shape.is_embedding for module in expected):
@@ -113,7 +117,7 @@ def validate_files(
             parts.check_shapes(entries)
         with checks.check("weights"):
             weights = WeightChecks()
-            for module, A, B in _matrices(file, entries, expected):
+            for module, A, B in _matrices(file, entries, expected, forms):
                 weights.check(module, A, B, (entries[module.a_name].name, entries[module.b_name].name))
                 if module.vector_name is not None:
                     vector = entries[module.vector_name].name
@@ -136,6 +140,13 @@ def validate_files(
             Warn(
                 "older_names",
                 "the tensor names differ from those that PEFT now writes for a text-only model, and were translated",
+            )
+        )
+    if forms:
+        warnings.append(
+            Warn(
+                "stacks_reordered",
+                "the tensors of stacked experts are in the order of an earlier Unsloth or PEFT, and were reordered",
             )
         )
     if parsed.targets_from_tensors:
@@ -167,6 +178,7 @@ def validate_files(
         task=EMBEDDING_TASK if parsed.is_for_embeddings else parts.task,
         num_trained_vectors=Counter(f"{one.place.kind}.{name.rpartition('.')[2]}" for name, one in vectors.items()),
         names=names.originals,
+        stack_forms=forms,
         max_rank=max(expectation.total_ranks.values()),
         num_pages=_num_pages(expected, parts, vectors, target),
         num_parameters=sum(math.prod(entry.shape) for entry in entries.values()),
@@ -191,7 +203,10 @@ def _check_vocabulary(token_ids: Sequence[int], vocab_size: int | None) -> None:
 
 
 def _matrices(
-    file: TensorFile, entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]
+    file: TensorFile,
+    entries: Mapping[str, TensorEntry],
+    expected: Sequence[ExpectedModule],
+    forms: Mapping[str, StackForm],
 ) -> Iterator[tuple[ExpectedModule, npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
     """Yield each module with its A `[rank, in_features]` and B `[out_features, rank]`.
 
@@ -201,9 +216,16 @@ def _matrices(
         stack: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None
         for module in modules:
             if stack is None:
-                stack = file.float32(entries[module.a_name].name), file.float32(entries[module.b_name].name)
+                stack = _matrix(file, entries, module.a_name, forms), _matrix(file, entries, module.b_name, forms)
             rows = module.a_rows(module.rank)
             yield module, stack[0][rows.start : rows.stop], module.of_module(stack[1][:, module.b_columns])
+
+
+def _matrix(
+    file: TensorFile, entries: Mapping[str, TensorEntry], name: str, forms: Mapping[str, StackForm]
+) -> npt.NDArray[np.float32]:
+    stored = file.float32(entries[name].name)
+    return forms[name].usual(name, stored) if name in forms else stored
 
 
 def _used(file: TensorFile, names: TensorNames, ignored: Collection[str]) -> dict[str, TensorEntry]:

@@ -53,6 +53,7 @@ def run_job(job: ValidationJob, target: PackTarget, base: WeightRows | None = No
             report.trained,
             report.vocab_size,
             report.num_labels,
+            report.stack_forms,
         )
         if report.invocation_tokens and report.trained and base is not None:
             with CanonicalAdapter(job.canonical) as file:

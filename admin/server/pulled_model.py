@@ -43,6 +43,12 @@ def local_model(settings: Settings) -> Iterator[Settings]:
     except OSError as error:
         raise StartRefused(f"{settings.data_dir} cannot be used: {error.strerror}") from error
     print(f"the model {name.url} is {found.path}", flush=True)
+    if found.may_lack_files:
+        print(
+            "an earlier release pulled it and may have left out small files, such as the pooling of an embedder: run "
+            f"'loramux pull {found.name.url}' and start again",
+            flush=True,
+        )
     with in_use(found.directory):
         yield settings.with_pulled_model(found.path, found.name.url)
 

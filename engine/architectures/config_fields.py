@@ -55,7 +55,7 @@ DECISIVE: dict[str, tuple[Any, ...]] = {
         ),
         _ONE,
     ),
-    "use_post_norm": (None, True),
+    **dict.fromkeys(("is_causal", "use_post_norm"), (None, True)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), (None,)),
     **dict.fromkeys(
         (

@@ -58,9 +58,15 @@ def full_every_sixth_and_last(raw: Mapping[str, Any], num_layers: int) -> list[s
 
 
 def full_by_pattern(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    """`full_every(sliding_window_pattern)`, or no windows if `sliding_window` is null."""
+    """`full_every(sliding_window_pattern)`, or no windows if `sliding_window` is null.
+
+    A pattern of letters, such as `LLLG`, is repeated: layers with L have windows, layers with G have none.
+    """
     if raw.get("sliding_window") is None:
         return [FULL] * num_layers
+    pattern = raw.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
+        return [FULL if pattern[layer % len(pattern)] == "G" else SLIDING for layer in range(num_layers)]
     return full_every(positive(raw, "sliding_window_pattern"))(raw, num_layers)
 
 

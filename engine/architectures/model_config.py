@@ -26,6 +26,7 @@ from loramux.engine.architectures.config_fields import (
 )
 from loramux.engine.architectures.delta_config import DELTA_NORM, DeltaConfig, parse_delta
 from loramux.engine.architectures.draft_head import DraftHeadNames
+from loramux.engine.architectures.end_tokens import end_tokens, eos_of_tokenizer
 from loramux.engine.architectures.family import PARALLEL, SCALED, STREAMS, Family, NormNames
 from loramux.engine.architectures.feed_forward import ClampedGate, FeedForwardNames
 from loramux.engine.architectures.feed_forward_config import intermediate_sizes, parse_activation, parse_clamped_gate
@@ -277,12 +278,15 @@ class ModelConfig:
 
     @staticmethod
     def load(model_dir: Path) -> ModelConfig:
-        """Read `config.json` and, if present, `generation_config.json`. Raises ModelNotSupported with the reason."""
+        """Read `config.json` and, if present, `generation_config.json` and the tokenizer's end token. Raises
+        ModelNotSupported with the reason.
+        """
         check_model_directory(model_dir)
         raw = _read_json(model_dir / "config.json") or {}
         generation = _read_json(model_dir / "generation_config.json") or {}
+        eos = eos_of_tokenizer(lambda name: _read_json(model_dir / name) or {})
         try:
-            return _parse(raw, generation)
+            return _parse(raw, generation, eos)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ModelNotSupported(f"config.json of {model_dir} is incomplete or malformed: {error}") from error
 
@@ -309,7 +313,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
+def _parse(raw: Mapping[str, Any], generation: dict[str, Any], tokenizer_eos: int | None) -> ModelConfig:
     architecture = (raw.get("architectures") or ["none"])[0]
     found = text_decoder(architecture, raw)
     if found is None:
@@ -383,7 +387,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         head_bias=family.head.has_bias,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=_parse_eos(generation.get("eos_token_id", raw.get("eos_token_id")), vocab_size),
+        eos_token_ids=end_tokens(raw, generation, tokenizer_eos, vocab_size),
         draft_tensors=(
             *family.draft_tensors,
             *_draft_layers(raw, num_layers),
@@ -430,9 +434,3 @@ def _layer_input_size(raw: Mapping[str, Any], family: Family) -> int:
             f"vocab_size_per_layer_input = {raw['vocab_size_per_layer_input']} in config.json differs from vocab_size"
         )
     return size
-
-
-def _parse_eos(value: Any, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end an answer. Some files also name -1 or tokens that the model lacks, which are ignored."""
-    listed = value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(token for token in map(int, listed) if 0 <= token < vocab_size)

@@ -141,6 +141,9 @@ WRAPPERS: dict[str, Wrapper] = {
 """The supported multimodal architectures. Their text decoders are served without images."""
 
 _TEXT_FAMILIES: dict[str, Family] = {**FAMILIES, **MIXTURE_FAMILIES, **GEMMA4_FAMILIES}
+_SPELLINGS = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}
+"""Other names of text decoders. K-EXAONE was published before transformers had its architecture."""
+
 SUPPORTED = frozenset((*_TEXT_FAMILIES, *WRAPPERS))
 """The names of all supported architectures."""
 
@@ -152,7 +155,7 @@ def text_decoder(architecture: str, raw: Mapping[str, Any]) -> tuple[Family, Map
     """
     wrapper = WRAPPERS.get(architecture)
     if wrapper is None:
-        family = _TEXT_FAMILIES.get(architecture)
+        family = _TEXT_FAMILIES.get(_SPELLINGS.get(architecture, architecture))
         return None if family is None else (family, raw)
     # Older versions of transformers saved the fields of some text decoders at the top level of `config.json`.
     text: Mapping[str, Any] = raw if raw.get("text_config") is None else raw["text_config"]

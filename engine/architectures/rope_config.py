@@ -20,6 +20,7 @@ _ROPE_FIELDS = {
     "yarn": (
         "factor",
         "attention_factor",
+        "attn_factor",
         "beta_fast",
         "beta_slow",
         "mscale",
@@ -180,7 +181,10 @@ def _parse_rope(
 
 
 def _parse_yarn(given: Mapping[str, Any], raw: Mapping[str, Any], theta: float, fraction: float) -> RopeConfig:
-    """YaRN (Peng et al., 2023). As in transformers, the original length defaults to `max_position_embeddings`."""
+    """YaRN (Peng et al., 2023). As in transformers, the original length defaults to `max_position_embeddings`.
+
+    As in vLLM and llama.cpp, `attn_factor` multiplies the default of `attention_factor`. transformers ignores it.
+    """
     original = _original_max_len({"original_max_position_embeddings": raw["max_position_embeddings"], **given}, raw)
     if theta <= 1:
         raise ValueError(f"rope_theta is {theta}, which YaRN cannot scale")
@@ -194,6 +198,10 @@ def _parse_yarn(given: Mapping[str, Any], raw: Mapping[str, Any], theta: float, 
         attention_factor = above / below
     else:
         attention_factor = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
+    if given.get("attn_factor") is not None:
+        if given.get("attention_factor") is not None:
+            refuse_field("attn_factor beside attention_factor", given["attn_factor"], "YaRN")
+        attention_factor *= positive_float(given, "attn_factor")
     turns = {name: default if not given.get(name) else positive_float(given, name) for name, default in _TURNS.items()}
     return RopeConfig(
         theta=theta,

@@ -12,7 +12,12 @@ from safetensors import SafetensorError, safe_open
 from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.files.mapped_tensors import map_directory
 from loramux.adapter_store.formats.files.text_names import text_name
-from loramux.adapter_store.formats.quantization.base_format import CheckpointTensors, find_coded, read_format
+from loramux.adapter_store.formats.quantization.base_format import (
+    CheckpointTensors,
+    find_coded,
+    is_zero_bias,
+    read_format,
+)
 from loramux.engine.protocol.errors import ModelNotSupported
 
 EMBEDDING, HEAD, HEAD_BIAS = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"
@@ -25,11 +30,15 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's header entry. For a quantised weight (`is_coded`), `dtype` is the dtype of its codes."""
+    """A tensor's header entry. For a quantised weight (`is_coded`), `dtype` is the dtype of its codes.
+
+    With `is_zero_bias`, it is a bias of zeros that the model need not have.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     is_coded: bool = False
+    is_zero_bias: bool = False
 
 
 def weight_paths(model_dir: Path) -> list[Path]:
@@ -59,7 +68,10 @@ def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
         except (SafetensorError, OSError) as error:
             raise unreadable(path, error) from error
     checkpoint = checkpoint_of(model_dir)
-    plain = {name: StoredTensor(tensor.dtype, tensor.shape) for name, tensor in checkpoint.plain.items()}
+    plain = {
+        name: StoredTensor(tensor.dtype, tensor.shape, is_zero_bias=is_zero_bias(name, checkpoint))
+        for name, tensor in checkpoint.plain.items()
+    }
     return plain | {name: StoredTensor(it.dtype, it.shape, True) for name, it in checkpoint.coded.items()}
 
 

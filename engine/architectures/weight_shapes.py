@@ -96,7 +96,8 @@ def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Non
             raise unexplained(name, tensor.dtype)
         if tensor.shape != shape:
             raise misshapen(name, tensor.shape, shape)
-    unused = unused_tensors(stored.keys() - wanted.keys() - stacks, config.draft_tensors)
+    rest = {name for name in stored.keys() - wanted.keys() - stacks if not stored[name].is_zero_bias}
+    unused = unused_tensors(rest, config.draft_tensors)
     if unused and unused != [HEAD]:
         raise unread(unused)
 
@@ -107,6 +108,11 @@ def unused_tensors(names: Collection[str], draft_tensors: tuple[str, ...]) -> li
 
 
 def missing(name: str) -> ModelNotSupported:
+    if name == HEAD:
+        return ModelNotSupported(
+            f"the model has no tensor {HEAD}, and tie_word_embeddings in config.json is not true: if it only makes "
+            "embeddings, set tie_word_embeddings to true"
+        )
     return ModelNotSupported(f"the model has no tensor {name}")
 
 

@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.files.float_formats import STORAGE
 from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
-from loramux.adapter_store.formats.quantization.base_format import CheckpointTensors, CodedTensor
+from loramux.adapter_store.formats.files.text_names import with_prefix
+from loramux.adapter_store.formats.quantization.base_format import CheckpointTensors, CodedTensor, is_zero_bias
 from loramux.adapter_store.formats.quantization.divided import divided
 from loramux.adapter_store.formats.quantization.parts import CodedWeight
 from loramux.engine.architectures.stacked_experts import StackedPlace, stacked_place
@@ -58,6 +59,7 @@ class Weights:
         GGUF files.
         """
         self._places = places
+        self._checkpoint = checkpoint
         self._plain, self._coded = checkpoint.plain, checkpoint.coded
         self._draft_tensors = draft_tensors
         self._unread = {*self._plain, *self._coded}
@@ -118,7 +120,8 @@ class Weights:
         """Raise ModelNotSupported if a tensor is unread, because the model then needs a computation that is not
         supported.
         """
-        unused = unused_tensors(self._unread, self._draft_tensors)
+        unread_names = [name for name in self._unread if not is_zero_bias(name, self._checkpoint)]
+        unused = unused_tensors(unread_names, self._draft_tensors)
         # A head tied to the embedding may be stored separately if the two are equal.
         if unused == [HEAD] and HEAD in self._plain and EMBEDDING in self._plain:
             if not torch.equal(self._read(HEAD), self._read(EMBEDDING)):
@@ -185,7 +188,7 @@ def open_weights(
                 raise unreadable(path, error) from error
             places.update((name, (file, stored)) for name, stored in text_tensors(file.keys(), places))
         checkpoint = checkpoint_of(model_dir, quantized_dir)
-        files = {name: place for name, place in places.items() if name in checkpoint.plain}
+        files = {name: place for name, place in with_prefix(places).items() if name in checkpoint.plain}
         weights = Weights(files, checkpoint, draft_tensors)
         yield weights
         weights.check_all_read()

@@ -87,6 +87,7 @@ def read_adapter(
             report.trained,
             report.vocab_size,
             report.num_labels,
+            report.stack_forms,
         )
         packed = pack(canonical, target, base)
     own_tokenizer = None

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
@@ -39,6 +40,10 @@ class ExpertPlan:
     use_dora: bool = False
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
+    is_swapped: bool = False
+    """True for a file of PEFT before 0.19.1, which swapped the inputs and outputs of stacks."""
+    is_grouped: bool = False
+    """True for a file whose B has all ranks of expert 0 first, as Unsloth trained it before September 2026."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -78,6 +83,14 @@ STACKED_ONLY = (
     "granite_moe_swa",
 )
 """Families whose checkpoints have always stacked the experts."""
+
+_GROUPED = ExpertPlan("grouped", 6, parameters=("experts.gate_up_proj", "experts.down_proj"), is_grouped=True)
+EARLIER_PLANS = [
+    _GROUPED,
+    replace(_GROUPED, name="swapped", is_grouped=False, is_swapped=True),
+    replace(_GROUPED, name="grouped-swapped", is_swapped=True),
+]
+"""Adapters with stacked tensors in the forms of earlier releases of Unsloth and PEFT."""
 
 WRAPPED = "glm4v_moe"
 """A family whose vision tower has linear layers with the same names as the experts' linear layers."""
@@ -187,13 +200,41 @@ def _with_peft(base: PreTrainedModel, _: str, plan: ExpertPlan, directory: Path)
             "The following (rank|alpha)_pattern keys did not match",
         ):
             warnings.filterwarnings("ignore", message)
-        model = get_peft_model(base, LoraConfig(**plan.config, init_lora_weights=False))
+        with _unswapped(base) if plan.is_swapped else nullcontext():
+            model = get_peft_model(base, LoraConfig(**plan.config, init_lora_weights=False))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, 0.08)
     model.save_pretrained(directory, save_embedding_layers=False)
+    if plan.is_grouped:
+        _group(directory)
     return model.eval()
+
+
+@contextmanager
+def _unswapped(base: PreTrainedModel) -> Iterator[None]:
+    """Let PEFT take the outputs of stacks for their inputs, as it did before 0.19.1."""
+    experts = [module for name, module in base.named_modules() if name.endswith(".experts")]
+    before = [module.is_transposed for module in experts]
+    for module in experts:
+        module.is_transposed = True
+    yield
+    for module, is_transposed in zip(experts, before, strict=True):
+        module.is_transposed = is_transposed
+
+
+def _group(directory: Path) -> None:
+    """Reorder the columns of each B of a file from ranks of all experts to experts with all their ranks."""
+    tensors = load_file(directory / "adapter_model.safetensors")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    for name, stored in tensors.items():
+        if ".experts." in name and ".lora_B." in name:
+            by_rank = stored.reshape(len(stored), config["r"], -1)
+            tensors[name] = by_rank.transpose(1, 2).reshape(stored.shape).contiguous()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config["lora_B_layout"] = "grouped_by_expert"
+    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 def merged(base: PreTrainedModel, family: str, plan: ExpertPlan, directory: Path) -> Any:

@@ -12,7 +12,14 @@ import torch
 from loramux.engine.device.backend import Backend
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
-from tests.conformance.expert_adapters import NOT_TARGETED, WRAPPED, ExpertSubject, make_expert_subject, plans_for
+from tests.conformance.expert_adapters import (
+    EARLIER_PLANS,
+    NOT_TARGETED,
+    WRAPPED,
+    ExpertSubject,
+    make_expert_subject,
+    plans_for,
+)
 from tests.conformance.mixture_families import MIXTURE_FAMILIES
 from tests.conformance.parity import Recorder, Subject, assert_parity, run
 from tests.conformance.tiny_models import SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE
@@ -82,6 +89,19 @@ def test_a_mixed_batch_equals_the_references(subject: ExpertSubject, monkeypatch
     assert num_equal == 2 * NUM_TOKENS
     assert num_changed > len(subject.digests) * NUM_TOKENS
     assembled.engine.check_integrity()
+    assembled.adapters.close()
+
+
+def test_stacks_of_earlier_releases_equal_their_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = make_expert_subject("qwen2-moe", tmp_path, EARLIER_PLANS, SMALL_SHAPE, SMALL_WINDOW)
+    assembled = subject.assemble()
+    recorder = Recorder(assembled.engine, monkeypatch)
+    asked = requests(subject)
+    for _, add in asked.values():
+        assembled.engine.add(b"", add)
+    run(assembled.engine)
+    for sequence_id, (name, add) in asked.items():
+        assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
     assembled.adapters.close()
 
 

@@ -425,5 +425,6 @@ def pack_peft_directory(directory: Path, target: PackTarget, base_dir: Path) -> 
         report.trained,
         report.vocab_size,
         report.num_labels,
+        report.stack_forms,
     )
     return pack(canonical, target, BaseWeights(base_dir))

@@ -27,6 +27,10 @@ refuses the model and names the setting. `MiMoForCausalLM`, whose code is not in
 in the campaign, too. It and `Glm4MoeForCausalLM` can draft tokens with [the base's own
 head](speculation.md#the-bases-own-head).
 
+Two things follow vLLM instead of `transformers`. With YaRN, `attn_factor` in `config.json` multiplies the default of
+`attention_factor`, while `transformers` ignores it. An answer ends at the `eos_token_id` of `generation_config.json`,
+or of `config.json` if the former has none, and also at the tokenizer's own `eos_token`.
+
 | architecture | serves | compared |
 |---|---|---|
 """

@@ -115,7 +115,7 @@ def test_checkpoint_format(make: Callable[..., Any], tmp_path: Path) -> None:
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({}))
     found = find_coded(make("checkpoint_formats", {"quant_method": "rowwise", "bits": 8}), map_directory(directory))
-    assert found.plain.keys() == {"norm.weight"}
+    assert found.plain.keys() == {"model.norm.weight"}
     expected = codes.float() * scales[:, None]
     np.testing.assert_array_equal(found.coded["a.weight"].read().dequantize(), expected.numpy())
     with pytest.raises(BaseNotSupported, match="bits is 4"):

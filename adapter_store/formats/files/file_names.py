@@ -11,6 +11,8 @@ TENSORS_FILE = "adapter_model.safetensors"
 UPLOAD_FILES = (CONFIG_FILE, TENSORS_FILE)
 """The names of an upload's two required files."""
 TEMPLATE_FILE = "chat_template.jinja"
+EARLIER_TEMPLATE_FILE = "chat_template.json"
+"""An object whose `chat_template` is the template. transformers before 4.50 wrote it beside processors."""
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.formats.files.float_formats import STORAGE, to_float32
-from loramux.adapter_store.formats.files.text_names import text_name
+from loramux.adapter_store.formats.files.text_names import text_name, with_prefix
 
 _INDEX = "model.safetensors.index.json"
 
@@ -93,13 +93,13 @@ def map_directory(model_dir: Path) -> dict[str, MappedTensor]:
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
     found: dict[str, MappedTensor] = {}
     for name in names or {"model.safetensors"}:
-        found |= map_file(model_dir / name)
+        found |= _map_file(model_dir / name)
     if (model_dir / GGUF_INDEX).is_file():
         found |= _map_gguf(model_dir / GGUF_INDEX)
-    return found
+    return with_prefix(found)
 
 
-def map_file(path: Path) -> dict[str, MappedTensor]:
+def _map_file(path: Path) -> dict[str, MappedTensor]:
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     start = 8 + int.from_bytes(data[:8], "little")

@@ -1,6 +1,11 @@
-"""The names that a multimodal checkpoint gives to the tensors and modules of its text decoder."""
+"""The names that checkpoints give to the tensors and modules of a text decoder."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _TEXT = (
     ("model.language_model.", "model."),
@@ -8,6 +13,8 @@ _TEXT = (
     ("language_model.lm_head.", "lm_head."),
     ("model.text_model.", "model."),
 )
+_BARE = ("embed_tokens.", "final_layernorm.", "layers.", "norm.")
+"""The beginnings of names without `model.`, in checkpoints of a decoder without a head, such as those of embedders."""
 _DRAFTS = "mtp"
 """The part with layers for multi-token prediction. The model's ordinary output does not depend on them."""
 DRAFT_LAYERS = "mtp_layers"
@@ -50,6 +57,13 @@ def text_name(stored: str) -> str | None:
         if stored.startswith(prefix):
             return replacement + stored.removeprefix(prefix)
     return stored
+
+
+def with_prefix(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Put `model.` before the names of the decoder's tensors, by name, if no tensor has this prefix."""
+    if any(name.startswith("model.") for name in tensors):
+        return dict(tensors)
+    return {f"model.{name}" if name.startswith(_BARE) else name: tensor for name, tensor in tensors.items()}
 
 
 def text_module(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.extensions import ExtensionKind, ExtensionRefused
+from loramux.adapter_store.formats.files.float_formats import STORAGE
 from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.awq import parse_awq
 from loramux.adapter_store.formats.quantization.bitsandbytes import parse_bitsandbytes
@@ -159,3 +160,15 @@ def find_coded(weight_format: WeightFormat | None, tensors: Mapping[str, MappedT
     if twice:
         raise BaseNotSupported(f"the model has the weight {min(twice)} in both quantised and unquantised form")
     return CheckpointTensors(coded, plain)
+
+
+def is_zero_bias(name: str, checkpoint: CheckpointTensors) -> bool:
+    """Return whether a tensor is the bias of a quantised weight, and all its values are zero.
+
+    AutoGPTQ stores such a bias for layers that have none.
+    """
+    tensor = checkpoint.plain.get(name)
+    if not name.endswith(".bias") or tensor is None or tensor.dtype not in STORAGE or len(tensor.shape) != 1:
+        return False
+    is_coded = name.removesuffix("bias") + "weight" in checkpoint.coded
+    return is_coded and not tensor.float_rows(0, tensor.shape[0]).any()

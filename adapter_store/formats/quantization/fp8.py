@@ -68,7 +68,7 @@ def fp8_weight(parts: Parts, scales: npt.NDArray[np.float32]) -> QuantizedWeight
 
 def parse_fp8(config: Mapping[str, Any]) -> Fp8Format:
     fmt = config.get("fmt", "e4m3")
-    if fmt != "e4m3":
+    if fmt not in ("e4m3", "float8_e4m3fn"):
         raise BaseNotSupported(f"quantization_config.fmt is {fmt!r:.60}; only e4m3 is supported")
     # fbgemm_fp8 has no other scheme.
     rounds_inputs = config.get("quant_method") == "fbgemm_fp8" or config.get("activation_scheme") == "dynamic"

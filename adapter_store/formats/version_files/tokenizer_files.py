@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.file_names import (
     CONFIG_FILE,
+    EARLIER_TEMPLATE_FILE,
     TEMPLATE_FILE,
     TENSORS_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -36,7 +37,7 @@ from loramux.adapter_store.formats.version_files.added_vocabulary import (
 )
 
 MAX_BYTES: Mapping[str, int] = MappingProxyType(
-    {TOKENIZER_FILE: 128 << 20, TOKENIZER_CONFIG_FILE: 4 << 20, CONFIG_FILE: 1 << 20}
+    {TOKENIZER_FILE: 128 << 20, TOKENIZER_CONFIG_FILE: 4 << 20, EARLIER_TEMPLATE_FILE: 1 << 20, CONFIG_FILE: 1 << 20}
 )
 """Largest size of each file that is read, in bytes. Gemma 3's `tokenizer_config.json` has 1.2 MB."""
 
@@ -118,7 +119,8 @@ def tokenizer_files(
 def template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates of a Hugging Face directory by name. `config` is its `tokenizer_config.json`.
 
-    As in transformers, files take precedence over the configuration. Raises OSError or UnicodeDecodeError.
+    As in transformers, Jinja files take precedence over the configuration. `chat_template.json` is read last. Raises
+    OSError, UnicodeDecodeError, or AdapterRejected if that file is malformed.
     """
     files = {
         DEFAULT: directory / TEMPLATE_FILE,
@@ -126,7 +128,7 @@ def template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, st
     }
     if read := {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}:
         return read
-    declared = config.get("chat_template")
+    declared = config.get("chat_template") or _object_in(directory / EARLIER_TEMPLATE_FILE).get("chat_template")
     if isinstance(declared, str):
         return {DEFAULT: declared}
     if not isinstance(declared, list):
@@ -154,9 +156,15 @@ def jinja_lines(source: str) -> str:
 
 
 def _own_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return an adapter's templates by name. Raises AdapterRejected if one is not text, or if none is the default."""
+    """Return an adapter's templates by name. Raises AdapterRejected if one is not text, or if none is the default.
+
+    A malformed `chat_template.json`, which is read only if there are no others, counts as none.
+    """
     try:
-        sources = template_sources(directory, config)
+        try:
+            sources = template_sources(directory, config)
+        except AdapterRejected:
+            sources = {}
         for source in sources.values():
             source.encode()
     except UnicodeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -19,6 +20,7 @@ from loramux.adapter_store.errors import ConversionRefused
 from loramux.adapter_store.formats.files.float_formats import STORAGE
 from loramux.adapter_store.formats.files.mapped_tensors import GGUF_INDEX, map_directory
 from loramux.adapter_store.formats.quantization.gguf_blocks import BLOCK_TYPES
+from loramux.adapter_store.formats.version_files.pooling_files import Pooling, directory_pooling
 from loramux.adapter_store.gguf.base_directory import MAX_ELEMENTS, base_directory, is_gguf, model_name
 from loramux.adapter_store.gguf.base_records import RECORDS
 from loramux.engine.architectures.gguf_model import model_directory
@@ -146,6 +148,14 @@ def test_several_files_are_one_model(tmp_path: Path) -> None:
         ({"llama.rope.freq_base": float("nan")}, {}, "llama", "invalid_metadata", "llama.rope.freq_base"),
         ({"llama.rope.scaling.type": "su"}, {}, "llama", "invalid_metadata", "llama.rope.scaling.type"),
         ({"llama.logit_scale": 0.5}, {}, "llama", "unsupported_metadata", "llama.logit_scale"),
+        (
+            {"llama.rope.scaling.attn_factor": 0.5},
+            {},
+            "llama",
+            "unsupported_metadata",
+            "llama.rope.scaling.attn_factor",
+        ),
+        ({"llama.pooling_type": 4}, {}, "llama", "invalid_metadata", "llama.pooling_type"),
         ({"llama.use_parallel_residual": 1}, {}, "llama", "unsupported_metadata", "llama.use_parallel_residual"),
         ({"tokenizer.ggml.eos_token_id": "2"}, {}, "llama", "invalid_metadata", "tokenizer.ggml.eos_token_id"),
         ({}, {"token_embd.weight": ()}, "llama", "missing_tensor", "token_embd.weight"),
@@ -166,6 +176,22 @@ def test_a_model_that_contradicts_itself_is_refused(
 ) -> None:
     error = refusal(write(tmp_path / "model.gguf", entries, shapes, architecture=architecture), tmp_path / "root")
     assert (error.code, error.param) == (code, param)
+
+
+def test_yarn_is_read_with_its_factor(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "attn_factor": 0.5}
+    entries = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
+    directory = base_directory(write(tmp_path / "model.gguf", entries), tmp_path / "root")
+    rope = ModelConfig.load(directory).attention.ropes[0]
+    assert (rope.kind, rope.attention_factor) == ("yarn", pytest.approx(0.5 * (0.1 * math.log(4) + 1)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling"), [(0, None), (1, Pooling("mean")), (2, Pooling("cls")), (3, Pooling("last"))]
+)
+def test_the_pooling_of_an_embedder_is_read(kind: int, pooling: Pooling | None, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", {"llama.pooling_type": kind})
+    assert directory_pooling(base_directory(path, tmp_path / "root")) == pooling
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ NEEDED: dict[str, bytes] = {
     "tokenizer_config.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
     "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+    "chat_template.json": b'{"chat_template": "{{ messages }}"}',
+    "modules.json": b"[]",
+    "1_Pooling/config.json": b"{}",
     "model.safetensors.index.json": json.dumps(
         {"weight_map": {f"layer.{number}": name for number, name in enumerate(SHARDS)}}
     ).encode(),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loramux.adapter_store.errors import PullRefused, Refused
-from loramux.adapter_store.pulling.model_cache import ModelCache, in_use
+from loramux.adapter_store.pulling.model_cache import ModelCache, PulledModel, in_use
 from loramux.adapter_store.pulling.model_name import ModelName
 from tests.adapter_store.hub.local_hub import TOKEN, Answer, LocalHub
 from tests.adapter_store.pulling.pulled import BASE, FILES, NEEDED, SHARDS, WEIGHTS, Pulls, contents
@@ -22,6 +22,12 @@ def code_of(call: object) -> str:
     with pytest.raises(Refused) as error:
         call()
     return error.value.code
+
+
+def found(pulls: Pulls) -> PulledModel:
+    model = pulls.find()
+    assert model is not None
+    return model
 
 
 def downloads(hub: LocalHub) -> list[str]:
@@ -76,6 +82,53 @@ def test_moved_revision_is_pulled_again_and_equal_files_are_reused(hub: LocalHub
     old = pulls.find(f"{BASE}@{before.record.commit}")
     assert old is not None
     assert old.path == before.path
+
+
+def test_small_files_that_an_earlier_release_left_out_are_added(hub: LocalHub, pulls: Pulls) -> None:
+    before = pulls()
+    left_out = ("modules.json", "1_Pooling/config.json")
+    for name in left_out:
+        (before.path / name).unlink()
+    (before.path / "1_Pooling").rmdir()
+    record = before.path.parent / "pulled.json"
+    record.write_text(record.read_text().replace(',"selection":2', ""))
+    before = found(pulls)
+    assert before.may_lack_files
+    weights = before.path / SHARDS[0]
+    written_ns = weights.stat().st_mtime_ns
+    assert pulls.find() == before, "a server does not ask the hub"
+    plan = pulls.puller.plan(NAME)
+    assert (plan.is_complete, plan.missing_bytes) == (False, sum(len(NEEDED[name]) for name in left_out))
+    after = pulls(before.name.url)
+    assert (contents(after.path), after.may_lack_files) == (NEEDED, False)
+    assert pulls.find() == after, "the revision leads to the same directory"
+    assert weights.stat().st_mtime_ns == written_ns
+    assert pulls.puller.plan(NAME).is_complete
+    assert not list((before.path.parent / "unfinished").iterdir())
+
+
+def test_adding_small_files_leaves_space_and_keeps_them_private(
+    hub: LocalHub, pulls: Pulls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pulls()
+    (model.path / "modules.json").unlink()
+    modes: list[int] = []
+    unfinished = model.path.parent / "unfinished" / model.path.name
+
+    def watch(name: str, num_bytes: int) -> None:
+        modes.append(unfinished.stat().st_mode & 0o777)
+
+    plan = pulls.puller.plan(NAME)
+    with monkeypatch.context() as patched:
+        patched.setattr("loramux.adapter_store.pulling.pull.RESERVE_BYTES", 1 << 62)
+        assert code_of(lambda: pulls.puller.carry_out(plan)) == "disk_full"
+    assert pulls.puller.carry_out(plan, watch).path == model.path
+    assert modes == [0o700]
+
+
+def test_folders_without_a_list_of_steps_are_left_out(hub: LocalHub, pulls: Pulls) -> None:
+    hub.push(BASE, {name: content for name, content in FILES.items() if name != "modules.json"})
+    assert "1_Pooling/config.json" not in contents(pulls().path)
 
 
 def test_hub_that_answers_with_another_commit_is_refused(hub: LocalHub, pulls: Pulls) -> None:

@@ -114,6 +114,18 @@ def test_model_is_pulled_once_and_takes_the_place_of_its_url(
     assert capsys.readouterr().out.splitlines() == told[-1:]
 
 
+def test_server_says_that_an_earlier_release_pulled_its_model(
+    hub: LocalHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with local_model(settings_of(tmp_path)) as local:
+        commit = local.model_dir.name
+    assert "earlier release" not in capsys.readouterr().out
+    record = tmp_path / "models" / "hf" / "acme" / "demo" / "pulled.json"
+    record.write_text(record.read_text().replace(',"selection":2', ""))
+    with local_model(settings_of(tmp_path)):
+        assert f"run 'loramux pull {NAME}@{commit}'" in capsys.readouterr().out
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -331,3 +331,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_unusable_mixtures_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelNotSupported, match=message):
         load(tmp_path, changes)
+
+
+def test_k_exaone_is_read_under_both_spellings(tmp_path: Path) -> None:
+    changes = {**EXAONE_MOE, "sliding_window_pattern": "LLLG", "num_experts": 8}
+    usual = load(tmp_path, changes)
+    other = load(tmp_path, {**changes, "architectures": ["ExaoneMoEForCausalLM"]})
+    assert other == replace(usual, architecture="ExaoneMoEForCausalLM")

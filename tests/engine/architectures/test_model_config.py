@@ -73,6 +73,69 @@ def test_end_tokens_that_the_model_lacks_are_left_out(tmp_path: Path, listed: An
     assert load(tmp_path, {"eos_token_id": listed}).eos_token_ids == ends
 
 
+def test_a_null_in_the_generation_config_leaves_the_end_tokens_to_the_config(tmp_path: Path) -> None:
+    assert load(tmp_path, {}, {"eos_token_id": None}).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        pytest.param({"tokenizer_config.json": {"eos_token": "</s>"}}, (2,), id="no such token"),
+        pytest.param(
+            {
+                "tokenizer_config.json": {
+                    "eos_token": {"content": "<end>"},
+                    "added_tokens_decoder": {"6": {"content": "<end>"}},
+                }
+            },
+            (2, 6),
+            id="listed in the configuration",
+        ),
+        pytest.param(
+            {
+                "tokenizer_config.json": {"eos_token": "<end>"},
+                "tokenizer.json": {"added_tokens": [{"id": 7, "content": "<end>"}]},
+            },
+            (2, 7),
+            id="added token",
+        ),
+        pytest.param(
+            {
+                "special_tokens_map.json": {"eos_token": "<end>"},
+                "tokenizer.json": {"model": {"vocab": {"<start>": 3, "<end>": 4}}},
+            },
+            (2, 4),
+            id="ordinary token",
+        ),
+        pytest.param(
+            {
+                "tokenizer_config.json": {"eos_token": "<end>"},
+                "tokenizer.json": {"model": {"vocab": [["<start>", 0.0], ["<end>", 0.0]]}},
+            },
+            (2, 1),
+            id="unigram",
+        ),
+        pytest.param(
+            {"tokenizer_config.json": {"eos_token": "<end>"}, "tokenizer.json": {"added_tokens": [1]}},
+            (2,),
+            id="malformed",
+        ),
+        pytest.param(
+            {"tokenizer_config.json": {"eos_token": "<end>"}, "tokenizer.json": {"model": {"vocab": [[]]}}},
+            (2,),
+            id="malformed unigram",
+        ),
+        pytest.param({"tokenizer_config.json": [], "tokenizer.json": {}}, (2,), id="no object"),
+    ],
+)
+def test_the_end_token_of_the_tokenizer_ends_answers_too(
+    tmp_path: Path, files: dict[str, Any], ends: tuple[int, ...]
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert load(tmp_path, {}).eos_token_ids == ends
+
+
 def test_gemma_2_defaults_match_transformers(tmp_path: Path) -> None:
     config = load(tmp_path, {**GEMMA2, "num_key_value_heads": 4})
     assert (config.activation, config.norm_offset, config.norms) == (GELU_TANH, 1.0, GEMMA_NORMS)
@@ -184,8 +247,13 @@ SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
         ),
         ({"architectures": ["Exaone4ForCausalLM"]}, [True, True, True, False], [4096, 4096, 4096, None]),
         ({"architectures": ["Exaone4ForCausalLM"], "sliding_window": None}, [True] * 4, [None] * 4),
+        (
+            {"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LG"},
+            [True, False] * 2,
+            [4096, None] * 2,
+        ),
     ],
-    ids=["every fourth", "every second", "listed", "exaone4", "exaone4 without windows"],
+    ids=["every fourth", "every second", "listed", "exaone4", "exaone4 without windows", "letters"],
 )
 def test_layers_without_positions(
     tmp_path: Path, changes: dict[str, Any], rotated: list[bool], windows: list[int | None]
@@ -492,6 +560,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GEMMA2, "layer_types": ["full_attention", "chunked_attention"] * 2}, "layer_types names 'chunked_attention'"),
     ({**GEMMA2, "layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
     ({**GEMMA2, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ({"architectures": ["Qwen2ForCausalLM"], "is_causal": False}, "is_causal = False"),
     ({**GEMMA3, "sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
     ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types = "),
     (
@@ -526,6 +595,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**COHERE2, "use_qk_norm": True}, "use_qk_norm = True"),
     ({**COHERE2, "layer_norm_eps": 0}, "layer_norm_eps is 0"),
     ({**COHERE2, "sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+    ({**COHERE2, "sliding_window_pattern": "LX"}, "sliding_window_pattern is 'LX'"),
     ({"architectures": ["StableLmForCausalLM"], "use_parallel_residual": True}, "use_parallel_residual = True"),
     ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "qk_layernorm = True"),
     ({"architectures": ["ArceeForCausalLM"], "hidden_act": "silu"}, "activation 'silu'.* supported: gelu_py.*, relu2"),
@@ -610,6 +680,7 @@ def test_tied_head_must_equal_the_embedding(tmp_path: Path, is_same: bool) -> No
         ("model.embed_tokens.weight", "visual.a"),
         ("model.text_model.embed_tokens.weight", "model.connector.a"),
         ("language_model.model.embed_tokens.weight", "image_newline"),
+        ("embed_tokens.weight", "visual.a"),
     ],
 )
 def test_text_decoder_inside_a_multimodal_checkpoint_is_read(tmp_path: Path, stored: str, vision: str) -> None:
@@ -684,3 +755,37 @@ def test_weights_of_a_dtype_that_nothing_explains_are_refused(tmp_path: Path) ->
     save_file({"a": torch.ones(4, 2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelNotSupported, match="a has dtype float8_e4m3fn, which quantization_config"):
         read(tmp_path, "a")
+
+
+def test_weights_of_a_decoder_saved_without_a_head_are_read(tmp_path: Path) -> None:
+    names = ("embed_tokens.weight", "layers.0.input_layernorm.weight", "norm.weight")
+    save_file({name: torch.ones(4, 2) for name in names}, tmp_path / "model.safetensors")
+    read(tmp_path, *(f"model.{name}" for name in names))
+    assert sorted(stored_tensors(tmp_path)) == sorted(f"model.{name}" for name in names)
+    assert BaseWeights(tmp_path).rows("model.embed_tokens", 1, 3).shape == (2, 2)
+
+
+def test_a_prefix_is_put_only_before_names_of_which_none_has_it(tmp_path: Path) -> None:
+    tensors = {name: torch.ones(4, 2) for name in ("model.embed_tokens.weight", "norm.weight")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert sorted(stored_tensors(tmp_path)) == sorted(tensors)
+    read(tmp_path, *tensors)
+
+
+def test_a_missing_head_is_explained(tmp_path: Path) -> None:
+    save_file({"embed_tokens.weight": torch.ones(4, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelNotSupported, match=r"no tensor lm_head\.weight.* set tie_word_embeddings to true"):
+        read(tmp_path, "model.embed_tokens.weight", "lm_head.weight")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def test_attn_factor_multiplies_yarns_default(tmp_path: Path) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B cancels the default."""
+    cancelled = load(tmp_path, {"rope_scaling": {**YARN, "attn_factor": 0.8782488562869419}})
+    assert cancelled.attention.ropes[0].attention_factor == pytest.approx(1.0)
+    twice = load(tmp_path, {"rope_scaling": {**YARN, "attn_factor": 2.0}})
+    assert twice.attention.ropes[0].attention_factor == pytest.approx(2 * (0.1 * math.log(4) + 1))
+    with pytest.raises(ModelNotSupported, match="attn_factor beside attention_factor"):
+        load(tmp_path, {"rope_scaling": {**YARN, "attn_factor": 2.0, "attention_factor": 1.0}})

@@ -22,6 +22,7 @@ from loramux.engine.decoder.weights import open_weights
 from loramux.engine.device.backend import open_backend
 from loramux.engine.loop.config import pack_target
 from loramux.engine.protocol.errors import ModelNotSupported
+from tests.quantized_layouts import LAYOUTS
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 48,
@@ -154,6 +155,19 @@ def test_headers_say_what_loading_says(tmp_path: Path, change: dict[str, Any], s
     shapes = {**weight_shapes(config), **change}
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items() if shape is not None}
     save_file(tensors, tmp_path / "model.safetensors")
+    assert says in checked(tmp_path, config)
+    assert checked(tmp_path, config) == loaded(tmp_path, config)
+
+
+@pytest.mark.parametrize(("value", "says"), [(0.0, "loaded"), (0.5, "such as model.layers.0.self_attn.o_proj.bias")])
+def test_a_quantised_layer_may_have_a_bias_of_zeros(tmp_path: Path, value: float, says: str) -> None:
+    """AutoGPTQ stores a bias for each layer, even for layers that have none."""
+    layout, module = LAYOUTS["gptq-sym"], "model.layers.0.self_attn.o_proj"
+    config = write_config(tmp_path, "llama", quantization_config=layout.config)
+    tensors = {name: torch.zeros(shape) for name, shape in weight_shapes(config).items()}
+    stored, _ = layout.quantize(torch.randn(tensors.pop(f"{module}.weight").shape))
+    tensors |= {module + suffix: tensor for suffix, tensor in stored.items()}
+    save_file({**tensors, f"{module}.bias": torch.full((48,), value)}, tmp_path / "model.safetensors")
     assert says in checked(tmp_path, config)
     assert checked(tmp_path, config) == loaded(tmp_path, config)
 

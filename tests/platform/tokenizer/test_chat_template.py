@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.tokenizer.chat_template import ChatTemplate
+from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
 from loramux.platform.tokenizer.jinja_sandbox import MAX_RENDER_S
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.template_kwargs import MAX_DEPTH, MAX_KWARGS, MAX_SIZE, check_kwargs
@@ -66,6 +66,21 @@ def test_template_files_go_before_the_configuration(tmp_path: Path) -> None:
     template = ChatTemplate.load(tmp_path)
     assert template is not None
     assert [template.render(ASKED), template.render(ASKED, tools=[])] == ["file", "tools file"]
+
+
+def test_the_file_of_earlier_processors_is_read_last(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "earlier"}))
+    for content, expected in (({}, "earlier"), ({"chat_template": "configured"}, "configured")):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+        template = ChatTemplate.load(tmp_path)
+        assert template is not None
+        assert template.render(ASKED) == expected
+
+
+def test_a_malformed_file_of_earlier_processors_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text("[")
+    with pytest.raises(ModelFilesError, match=r"chat_template.json is not JSON"):
+        ChatTemplate.load(tmp_path)
 
 
 def test_template_for_tools_alone_refuses_requests_without_tools() -> None:

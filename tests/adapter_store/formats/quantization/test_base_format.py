@@ -34,6 +34,11 @@ def test_names(layout: str, name: str) -> None:
     assert found.name == name
 
 
+def test_fp8_is_read_under_both_names() -> None:
+    for fmt in ("e4m3", "float8_e4m3fn"):
+        assert parse_format({"quantization_config": {**FP8_CONFIG, "fmt": fmt}}) is not None
+
+
 def test_older_names_of_fields_are_read() -> None:
     assert parse_format({"compression_config": LAYOUTS["ct-w4a16"].config}) is not None
     without_method = {name: value for name, value in LAYOUTS["ct-w8a8"].config.items() if name != "quant_method"}

@@ -169,6 +169,23 @@ def test_a_template_in_the_configuration_becomes_a_file(directory: Path, declare
     assert TEMPLATE_FILE not in tokenizer_files(directory, BASE), "as in transformers, the file takes precedence"
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (json.dumps({"chat_template": TEXT}), {TEMPLATE_FILE: TEXT.encode()}),
+        ("{", {}),
+        ("[]", {}),
+        (" " * (MAX_BYTES["chat_template.json"] + 1), {}),
+    ],
+    ids=["template", "no JSON", "no object", "too large"],
+)
+def test_the_file_of_earlier_processors_is_used_if_it_can_be_read(
+    directory: Path, content: str, expected: dict[str, bytes]
+) -> None:
+    (directory / "chat_template.json").write_text(content)
+    assert tokenizer_files(directory, BASE) == expected
+
+
 def test_a_template_for_tools_in_its_own_file_is_included(directory: Path) -> None:
     (directory / TEMPLATE_FILE).write_text(TEXT)
     (directory / "additional_chat_templates").mkdir()
