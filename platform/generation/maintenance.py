@@ -85,6 +85,8 @@ class Maintenance:
                     sweep_s = time.monotonic() + (0 if num_swept else SWEEP_INTERVAL_S)
             except SQLAlchemyError as error:
                 log.warning("checkpoint failed; trying again", error=str(error))
+            except Exception:
+                log.exception("checkpoint failed; trying again")
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
 
     def _may_recover(self) -> bool:
@@ -103,6 +105,8 @@ class Maintenance:
                     await self._settler.replay()
             except (SQLAlchemyError, OSError) as error:
                 log.warning("the database or the spool is in trouble; trying again", error=type(error).__name__)
+            except Exception:
+                log.exception("tending the database failed; trying again")
             await asyncio.sleep(TEND_INTERVAL_S)
 
     async def checkpoint(self) -> None:
