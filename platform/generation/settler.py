@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import structlog
+from sqlalchemy.exc import DataError, IntegrityError
 
 from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
 from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
@@ -155,8 +156,12 @@ class Settler:
             self._give_up(closing)
 
     async def _settle_all(self, closings: Sequence[Closing]) -> list[Closing] | None:
-        """Settle the closings. Log and return the refused closings, or return None if the database is failing."""
-        refused = []
+        """Settle the closings. Log and return those that the database refuses.
+
+        Return None if some have to be tried again, because the database is failing or for an unknown reason.
+        """
+        refused: dict[Closing, BaseException] = {}
+        is_complete = True
         for start in range(0, len(closings), REPLAY_AT_ONCE):
             some = closings[start : start + REPLAY_AT_ONCE]
             outcomes = await asyncio.gather(*map(self._commit.submit, some), return_exceptions=True)
@@ -164,10 +169,18 @@ class Settler:
                 if isinstance(outcome, (*TROUBLE, CommitterClosed)):
                     return None
                 # A request that never ran may have no reservation, so its refusal is not an error.
-                if isinstance(outcome, BaseException) and closing.settlement.has_run:
-                    log.error("a settlement was refused", error=repr(outcome), **_in_full(closing))
-                    refused.append(closing)
-        return refused
+                if not isinstance(outcome, BaseException) or not closing.settlement.has_run:
+                    continue
+                if _is_refusal(outcome):
+                    refused[closing] = outcome
+                else:
+                    log.error("a settlement failed; trying again", request_id=closing.request_id, error=repr(outcome))
+                    is_complete = False
+        if not is_complete:
+            return None
+        for closing, error in refused.items():
+            log.error("a settlement was refused", error=repr(error), **_in_full(closing))
+        return list(refused)
 
     def _note_settled(self, closings: Sequence[Closing], refused: Sequence[Closing]) -> None:
         self._metrics.settle_failures.inc(len(refused))
@@ -226,6 +239,13 @@ class Settler:
             "the gateway stopped before it wrote this settlement: add the record to DATA_DIR/spool/replaying.jsonl",
             **_in_full(closing),
         )
+
+
+def _is_refusal(outcome: BaseException) -> bool:
+    """Return whether the database will never accept the settlement: it has no such request, or its rules forbid the
+    row. Subclasses of LookupError, such as KeyError, are mistakes of ours.
+    """
+    return type(outcome) is LookupError or isinstance(outcome, (IntegrityError, DataError))
 
 
 def _in_full(closing: Closing) -> dict[str, str]:

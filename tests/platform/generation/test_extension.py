@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
 from loramux.migrations import schema
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.records import Operation, Outcome
 from loramux.platform.generation import generation, plan
 from loramux.platform.quotas.counters import UNITS
 from loramux.platform.requests import planning
@@ -100,3 +103,11 @@ async def test_unlimited_answer_ends_with_the_context(gateway: Any) -> None:
     most = gateway.services.max_model_len - len(gateway.engine.adds[0].prompt)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (most, "length")
     assert gateway.engine.extensions[-1].max_tokens == most
+
+
+async def test_mistake_of_ours_refuses_an_extension(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Admission, operations: Sequence[Operation]) -> list[Outcome]:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(Admission, "commit", fail)
+    assert await gateway.services.run.requests._extend("req_1", CHUNK) is False
