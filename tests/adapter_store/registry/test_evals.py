@@ -4,11 +4,13 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from sqlalchemy import update
 
 from loramux.adapter_store.errors import ClaimLost, EvalNotFound, LimitReached
 from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.evals import MAX_OPEN_EVALS, PPM, Eval, EvalAnswer, Evals, NewEval, safe_name
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.migrations import schema
 from loramux.migrations.database import Database
 from tests.adapter_store.registry.bare_versions import Versions
 from tests.adapter_store.tenant_rows import add_tenant
@@ -88,6 +90,16 @@ def test_expired_claim_is_taken_over_with_its_answers(database: Database, add_ad
     assert (found.state, found.score_ppm, found.num_passed, found.num_answers) == ("done", 500_000, 1, 3)
     assert (found.compared_ppm, found.compared_passed) == (83_333, 0)
     assert Evals(database).answers(eval_id, 10)[0][-1].answer == "a\ufffdb"
+
+
+def test_claim_from_before_the_clock_was_set_back_does_not_count(database: Database, add_adapter: AddAdapter) -> None:
+    queue(database, add_adapter("acme"))
+    claims = EvalClaims(database)
+    assert claims.claim() is not None
+    assert claims.claim() is None
+    with database.write() as connection:
+        connection.execute(update(schema.evals).values(claim_expires_us=database.now_us(connection) + 3_600_000_000))
+    assert claims.claim() is not None
 
 
 def test_cancelled_eval_takes_no_answers(database: Database, add_adapter: AddAdapter) -> None:
