@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import structlog
 
-from loramux.adapter_store.errors import AliasChanged, StoreError
+from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.records import CanaryRule, WatchedAlias
 from loramux.adapter_store.registry.registry import AdapterRegistry
@@ -51,21 +49,16 @@ class Canaries:
         return None
 
     def _roll_back(self, watched: WatchedAlias, verdict: str) -> None:
-        alias, rule = watched.alias, watched.alias.canary
-        assert rule is not None
+        alias = watched.alias
         names = {"adapter_id": watched.adapter_id, "alias": alias.name}
         try:
-            self._aliases.rollback(
-                watched.adapter_id,
-                alias.name,
-                expected_revision=alias.revision,
-                canary=replace(rule, verdict=verdict),
-            )
-        except AliasChanged:
-            # Somebody has moved the alias, or another server has rolled it back.
-            return
+            judged = self._aliases.fail_canary(watched.adapter_id, alias.name, alias.revision, verdict)
         except StoreError as error:
-            log.warning("a canary cannot be rolled back", **names, verdict=verdict, error=str(error))
+            # Somebody has moved or removed the alias, or another server has rolled it back.
+            log.info("a canary ended before its verdict", **names, verdict=verdict, error=str(error))
+            return
+        if judged.revision == alias.revision:
+            log.error("a canary cannot be rolled back", **names, verdict=verdict)
             return
         self._metrics.rollbacks.inc()
         log.warning("a canary was rolled back", **names, verdict=verdict)

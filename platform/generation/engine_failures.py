@@ -34,3 +34,10 @@ def engine_failure(code: str | None, message: str | None) -> ApiError:
             return ApiError("the model produced non-finite values", code=code)
         case _:
             return ApiError(message or "the engine failed")
+
+
+def is_of_model(failure: ApiError) -> bool:
+    """Return whether the fault may be the model's or its adapter's. Wrong requests, overload, missed deadlines and
+    stopped engines are not. Unknown errors and output that is not finite are plain ApiErrors.
+    """
+    return type(failure) is ApiError or failure.code in ("adapter_unavailable", "adapter_quarantined")
