@@ -41,7 +41,7 @@ def window_at(period: Period, timezone: str, now_us: int) -> Window:
     """Return the day or month that contains `now_us` in the given timezone.
 
     If clocks skip midnight, the period starts at the skip. If midnight occurs twice, it starts at the first midnight.
-    On a host that does not know the timezone, the period is UTC's.
+    On a host that does not know the timezone, the period is UTC's, which has counters of its own.
     """
     zone = _zone(timezone)
     today = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone).date()

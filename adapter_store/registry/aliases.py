@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+import structlog
 from sqlalchemy import Connection, Row, delete, func, insert, select, true, tuple_, update
+from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.adapter_store.errors import (
     AliasChanged,
@@ -44,14 +46,18 @@ from loramux.migrations.schema import (
     adapter_versions,
 )
 
+log = structlog.get_logger(__name__)
+
 MAX_TARGETS = 8
 MAX_WEIGHT = 10_000
 DEFAULT_WEIGHT = 100
 WATCHED_AT_ONCE = 100
 """Number of aliases with a canary that are read in one transaction."""
+FIRST = ("", "")
+"""The place before the first alias of the first adapter."""
 MAX_PASSED_OVER = 1000
 """Maximum number of earlier revisions among which a failed canary looks for one to return to."""
-NOT_ROLLED_BACK = "not rolled back, because no earlier revision without this canary's versions can be served"
+NOT_ROLLED_BACK = "not rolled back, because no earlier revision without the failed versions can be served"
 MAX_WATCHED_TENANTS = 20
 """Maximum number of tenants whose requests count for one alias: the owner and tenants with a grant."""
 SYSTEM = "system"
@@ -222,8 +228,10 @@ class AdapterAliases:
             settings = AliasSettings(present.required_eval, None, present.overflow, past.share_base_cache)
             return change_alias(connection, adapter_id, name, ready, actor, "rollback", now_us, settings)
 
-    def fail_canary(self, adapter_id: str, name: str, expected_revision: int, verdict: str) -> Alias:
-        """End an alias's canary, and return to the newest revision without the canary's versions.
+    def fail_canary(
+        self, adapter_id: str, name: str, expected_revision: int, failed_versions: Collection[int], verdict: str
+    ) -> Alias:
+        """End an alias's canary, and return to the newest revision without the versions that failed.
 
         Revisions whose versions can no longer all be served are passed over. If none is left, the alias keeps its
         targets and gets only the verdict. Raises AdapterNotFound, AliasNotFound, or AliasChanged if the alias is no
@@ -236,7 +244,7 @@ class AdapterAliases:
             if rule is None or rule.verdict is not None:
                 raise AliasChanged(f"the alias {name!r} has no canary that watches its versions")
             _check_revision(present.revision, expected_revision)
-            past = _newest_without(connection, adapter_id, name, present.revision, rule.versions)
+            past = _newest_without(connection, adapter_id, name, present.revision, failed_versions)
             if past is None:
                 verdict += f"; {NOT_ROLLED_BACK}"
             now_us, judged = self._database.now_us(connection), replace(rule, verdict=verdict)
@@ -253,30 +261,36 @@ class AdapterAliases:
             audit(connection, now_us, "alias.canary", f"{adapter_id}:{name}", tenant_id=owner, **changed)
             return alias
 
-    def watched(self) -> Iterator[WatchedAlias]:
-        """Yield the aliases with a canary that has no verdict yet."""
+    def watched(self, after: tuple[str, str] = FIRST) -> tuple[list[WatchedAlias], tuple[str, str]]:
+        """Return up to WATCHED_AT_ONCE aliases with a canary that has no verdict yet, from those after the adapter ID
+        and name `after`, and the place to go on from, which is FIRST after the last alias.
+
+        An alias that cannot be read is logged and left out.
+        """
         table, grants = adapter_aliases.c, adapter_grants.c
         is_open = table.canary.is_not(None) & table.canary["verdict"].as_string().is_(None)
-        query = select(table.adapter_id, table.name).where(is_open).order_by(table.adapter_id, table.name)
-        after: tuple[str, str] = ("", "")
-        while True:
-            found = []
-            with self._database.read() as connection:
-                page = query.where(tuple_(table.adapter_id, table.name) > after).limit(WATCHED_AT_ONCE)
-                rows = connection.execute(page).all()
-                for adapter_id, name in rows:
+        query = select(table.adapter_id, table.name).where(is_open, tuple_(table.adapter_id, table.name) > after)
+        found = []
+        with self._database.read() as connection:
+            page = query.order_by(table.adapter_id, table.name).limit(WATCHED_AT_ONCE)
+            rows = connection.execute(page).all()
+            for adapter_id, name in rows:
+                try:
                     alias = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
-                    # Another server may have removed or judged the alias since.
-                    if alias is None or alias.canary is None or alias.canary.verdict is not None:
-                        continue
-                    owner = connection.execute(select(owner_of(adapter_id))).scalar_one()
-                    granted = select(grants.tenant_id).where(grants.adapter_id == adapter_id)
-                    others = connection.scalars(granted.limit(MAX_WATCHED_TENANTS - 1))
-                    found.append(WatchedAlias(adapter_id, alias, (owner, *others)))
-            yield from found
-            if len(rows) < WATCHED_AT_ONCE:
-                return
-            after = rows[-1].adapter_id, rows[-1].name
+                except SQLAlchemyError:
+                    raise
+                except Exception:
+                    log.exception("an alias with a canary cannot be read", adapter_id=adapter_id, alias=name)
+                    continue
+                # Another server may have removed or judged the alias since.
+                if alias is None or alias.canary is None or alias.canary.verdict is not None:
+                    continue
+                owner = connection.execute(select(owner_of(adapter_id))).scalar_one()
+                granted = select(grants.tenant_id).where(grants.adapter_id == adapter_id)
+                others = connection.scalars(granted.limit(MAX_WATCHED_TENANTS - 1))
+                found.append(WatchedAlias(adapter_id, alias, (owner, *others)))
+        is_last = len(rows) < WATCHED_AT_ONCE
+        return found, FIRST if is_last else (rows[-1].adapter_id, rows[-1].name)
 
     def targets_at(self, adapter_id: str, name: str, revision: int | None = None) -> tuple[AliasTarget, ...]:
         """Return the targets that a rollback would restore. Raises AliasNotFound or NothingToRollBack."""
@@ -344,7 +358,7 @@ def change_alias(
     state = {
         "revision": revision,
         "updated_us": now_us,
-        "required_eval": None if settings.required_eval is None else asdict(settings.required_eval),
+        "required_eval": None if settings.required_eval is None else _demand(settings.required_eval),
         "canary": None if settings.canary is None else asdict(settings.canary),
         "overflow": settings.overflow,
         "share_base_cache": settings.share_base_cache,
@@ -472,6 +486,11 @@ def _not_sharing(connection: Connection, num_own: int | None, targets: Sequence[
     if num_own is None:
         return ()
     return tuple(not_sharing(connection, [target.version_id for target in targets]))
+
+
+def _demand(wanted: RequiredEval) -> dict[str, Any]:
+    """Return the stored form. Servers from before judges were part of it can read it if there is no judge."""
+    return {key: value for key, value in asdict(wanted).items() if value is not None}
 
 
 def _canary(document: Mapping[str, Any]) -> CanaryRule:

@@ -244,11 +244,12 @@ def check_passed(connection: Connection, target: AliasTarget, wanted: RequiredEv
     query = select(evals.c.judge, evals.c.score_ppm).where(
         evals.c.version_id == target.version_id, evals.c.sha256 == wanted.sha256, evals.c.state == "done"
     )
-    finished = connection.execute(query.order_by(evals.c.id.desc())).all()
-    score = next((row.score_ppm for row in finished if row.judge == wanted.judge), None)
+    newest = query.order_by(evals.c.id.desc()).limit(1)
+    score = connection.scalar(newest.where(evals.c.judge == wanted.judge).with_only_columns(evals.c.score_ppm))
     version = f"version {target.number}"
-    if score is None and finished:
-        judges = f"with the judge {finished[0].judge or 'none'}, and the alias demands {wanted.judge or 'none'}"
+    other = connection.execute(newest).first() if score is None else None
+    if other is not None:
+        judges = f"with the judge {other.judge or 'none'}, and the alias demands {wanted.judge or 'none'}"
         raise EvalNotPassed(f"{version} has an eval of {wanted.name} {judges}")
     if score is None:
         raise EvalNotPassed(f"{version} has no finished eval of {wanted.name}, which the alias demands: run it first")

@@ -130,12 +130,10 @@ def promote(
         if require_eval is not None:
             given = read_eval_file(require_eval)
             demanded = DEFAULT_SCORE if min_score is None else min_score
-            body["require_eval"] = {
-                "sha256": given.sha256,
-                "name": given.name,
-                "min_score": demanded,
-                "judge": judge,
-            }
+            body["require_eval"] = {"sha256": given.sha256, "name": given.name, "min_score": demanded}
+            if judge is not None:
+                # A server from before judges were part of a demand refuses the field.
+                body["require_eval"]["judge"] = judge
         _tell(named.document, client.put(path, {"targets": targets, **body}), as_json)
         if share_base_cache is not None and not as_json:
             _tell_divergence(client, named, share_base_cache)

@@ -4,11 +4,13 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from loramux.adapter_store.errors import ClaimLost, EvalNotFound, LimitReached
+from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.evals import MAX_OPEN_EVALS, PPM, Eval, EvalAnswer, Evals, NewEval, safe_name
+from loramux.adapter_store.registry.records import RequiredEval
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -100,6 +102,28 @@ def test_claim_from_before_the_clock_was_set_back_does_not_count(database: Datab
     with database.write() as connection:
         connection.execute(update(schema.evals).values(claim_expires_us=database.now_us(connection) + 3_600_000_000))
     assert claims.claim() is not None
+
+
+def test_demand_without_a_judge_can_be_read_by_servers_that_know_no_judges(
+    database: Database, add_adapter: AddAdapter
+) -> None:
+    adapter_id, aliases = add_adapter("acme"), AdapterAliases(database)
+    for judge in (None, "the-base"):
+        eval_id = (
+            Evals(database)
+            .create(adapter_id, 1, NewEval(name="tests.jsonl", sha256=SHA256, content=b"{}", num_cases=1, judge=judge))
+            .id
+        )
+        passed = {"state": "done", "score_ppm": PPM}
+        with database.write() as connection:
+            connection.execute(update(schema.evals).where(schema.evals.c.id == eval_id).values(passed))
+        wanted = RequiredEval(SHA256, "tests.jsonl", PPM, judge)
+        alias = aliases.set(adapter_id, "judged" if judge else "plain", {1: 1}, required_eval=wanted)
+        assert aliases.get(adapter_id, alias.name).required_eval == wanted
+    stored = {"sha256": SHA256, "name": "tests.jsonl", "min_ppm": PPM}
+    with database.read() as connection:
+        demands = {row.name: row.required_eval for row in connection.execute(select(schema.adapter_aliases))}
+    assert demands == {"plain": stored, "judged": {**stored, "judge": "the-base"}}
 
 
 def test_cancelled_eval_takes_no_answers(database: Database, add_adapter: AddAdapter) -> None:

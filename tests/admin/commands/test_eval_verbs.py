@@ -106,12 +106,30 @@ def test_promotion_demands_an_eval(loramux: Run, admin_side: AdminSide, adapter_
     assert "tests.jsonl 0.750 judged by the-base" in shown
     assert "watching" in shown
     aliases = admin_side.services.adapters.aliases
-    aliases.fail_canary(adapter_id, "default", alias["revision"], "version 2: slow")
+    aliases.fail_canary(adapter_id, "default", alias["revision"], [2], "version 2: slow")
     assert "rolled back: version 2: slow" in loramux("aliases", "list", "acme/support").stdout
     free = loramux("adapters", "promote", "acme/support@1", "--no-require-eval", "--no-warm", "--json")
     assert printed_json(free)["require_eval"] is None
     both = loramux("adapters", "promote", "acme/support@1", *demand, "--no-require-eval")
     assert both.exit_code == 2
+
+
+def test_demand_without_a_judge_names_none(
+    loramux: Run, admin_side: AdminSide, adapter_id: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server from before judges were part of a demand refuses the field."""
+    bodies: list[Any] = []
+    put = AdminClient.put
+
+    def keep(self: AdminClient, path: str, body: Any) -> Any:
+        bodies.append(body)
+        return put(self, path, body)
+
+    monkeypatch.setattr(AdminClient, "put", keep)
+    add_finished_eval(admin_side.services.database, adapter_id, 2, passed=4)
+    moved = loramux("adapters", "promote", "acme/support@2", "--require-eval", file, "--no-warm")
+    assert moved.exit_code == 0, moved.output
+    assert bodies[0]["require_eval"] == {"sha256": SHA256, "name": "tests.jsonl", "min_score": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ async def test_alias_shows_its_demand_and_its_canary(tab: Tab) -> None:
     assert moved.canary == CanaryRule(max_error_rate=0.05, versions=(2,))
     assert "watched" in await tab.text()
     verdict = "version 2: 9 of 9 requests failed"
-    aliases.fail_canary(tab.adapter_id, "default", moved.revision, verdict)
+    aliases.fail_canary(tab.adapter_id, "default", moved.revision, [2], verdict)
     shown = await tab.text()
     assert "rolled back" in shown
     assert "version 2: 9 of 9 requests failed" in shown

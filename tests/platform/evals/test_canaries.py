@@ -4,20 +4,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, select, update
+from structlog.testing import capture_logs
 
 from loramux.adapter_store.registry import aliases
 from loramux.adapter_store.registry.aliases import NOT_ROLLED_BACK, AdapterAliases
-from loramux.adapter_store.registry.records import Alias, CanaryRule
+from loramux.adapter_store.registry.records import Alias, CanaryRule, WatchedAlias
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.sharing import AdapterGrants
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
-from loramux.migrations.schema import events
+from loramux.migrations.schema import adapter_aliases, events
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
+from loramux.platform.evals import canaries as canaries_module
 from loramux.platform.evals.canaries import Canaries, judge
 from loramux.platform.ledger.outcomes import Outcomes
 from loramux.platform.ledger.settlement import MODEL_FAILED, Settlement
@@ -155,9 +157,9 @@ def test_alias_that_has_moved_is_left_alone(watched: Watched, acme: Tenant) -> N
     watched.move()
     watched.serve(acme, 9, MODEL_FAILED)
     canaries = Canaries(watched.database, AdapterRegistry(watched.database), watched.aliases, watched.metrics.evals)
-    [seen] = watched.aliases.watched()
+    [seen], _ = watched.aliases.watched()
     watched.move(None)
-    canaries._roll_back(seen, "late")
+    canaries._roll_back(seen, [2], "late")
     assert shares(watched.check()) == {1: 90, 2: 10}
 
 
@@ -177,6 +179,30 @@ def test_ramp_returns_to_a_revision_without_the_failing_version(watched: Watched
     watched.move(shares={1: 50, 2: 50})
     watched.serve(acme, 9, MODEL_FAILED)
     assert shares(watched.check()) == {1: 100}
+
+
+def test_only_the_version_that_failed_is_taken_back(watched: Watched, acme: Tenant) -> None:
+    watched.move(None, {1: 30, 2: 70})
+    moved = watched.move(shares={2: 80, 3: 20})
+    assert moved.canary is not None
+    assert moved.canary.versions == (2, 3)
+    watched.serve(acme, 9)
+    watched.serve(acme, 9, MODEL_FAILED, model="acme/support@3")
+    alias = watched.check()
+    assert shares(alias) == {1: 30, 2: 70}
+    assert alias.canary is not None
+    assert alias.canary.verdict == "version 3: 9 of 9 requests failed"
+
+
+def test_every_version_that_failed_is_taken_back(watched: Watched, acme: Tenant) -> None:
+    watched.move(None, {1: 30, 2: 70})
+    watched.move(shares={2: 80, 3: 20})
+    watched.serve(acme, 9, MODEL_FAILED)
+    watched.serve(acme, 9, MODEL_FAILED, model="acme/support@3")
+    alias = watched.check()
+    assert shares(alias) == {1: 100}
+    assert alias.canary is not None
+    assert alias.canary.verdict == "version 2: 9 of 9 requests failed; version 3: 9 of 9 requests failed"
 
 
 def test_revisions_that_can_no_longer_be_served_are_passed_over(watched: Watched, acme: Tenant) -> None:
@@ -219,8 +245,57 @@ def test_all_canaries_are_watched_except_those_with_a_verdict(
     for name in names:
         alias = watched.aliases.set(watched.adapter_id, name, {2: 100}, canary=RULE)
         if name in names[:2]:
-            watched.aliases.fail_canary(watched.adapter_id, name, alias.revision, "version 2: slow")
-    assert [one.alias.name for one in watched.aliases.watched()] == names[2:]
+            watched.aliases.fail_canary(watched.adapter_id, name, alias.revision, [2], "version 2: slow")
+    first, after = watched.aliases.watched()
+    rest, end = watched.aliases.watched(after)
+    assert [one.alias.name for one in (*first, *rest)] == names[2:]
+    assert (len(first), end) == (2, aliases.FIRST)
+
+
+def test_a_call_looks_at_a_bounded_number_of_canaries_and_the_next_goes_on(
+    watched: Watched, acme: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aliases, "WATCHED_AT_ONCE", 1)
+    monkeypatch.setattr(canaries_module, "MAX_PAGES", 2)
+    names = ["a", "b", "c"]
+    for name in names:
+        watched.aliases.set(watched.adapter_id, name, {1: 100})
+        watched.aliases.set(watched.adapter_id, name, {2: 100}, canary=RULE)
+    looked_at: list[str] = []
+    monkeypatch.setattr(Canaries, "_check_one", lambda self, one: looked_at.append(one.alias.name))
+    canaries = Canaries(watched.database, AdapterRegistry(watched.database), watched.aliases, watched.metrics.evals)
+    for _ in range(3):
+        canaries.check()
+    assert looked_at == ["a", "b", "c", "a", "b"], "the second call has found the end"
+
+
+def test_canary_that_cannot_be_read_or_judged_holds_up_no_other(
+    watched: Watched, acme: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        watched.aliases.set(watched.adapter_id, name, {1: 100})
+        watched.aliases.set(watched.adapter_id, name, {2: 100}, canary=RULE)
+    table = adapter_aliases.c
+    with watched.database.write() as connection:
+        change = update(adapter_aliases).where(table.name == "a")
+        connection.execute(change.values(canary={"versions": [2], "verdict": None, "of_a_newer_server": 1}))
+    verdicts = Canaries._verdicts
+
+    def fail(self: Canaries, one: WatchedAlias) -> dict[int, str]:
+        if one.alias.name == "b":
+            raise KeyError("a mistake of ours")
+        return verdicts(self, one)
+
+    monkeypatch.setattr(Canaries, "_verdicts", fail)
+    watched.move()
+    watched.serve(acme, 9, MODEL_FAILED)
+    with capture_logs() as logs:
+        assert shares(watched.check()) == {1: 100}
+    assert [(log["log_level"], log["alias"]) for log in logs] == [
+        ("error", "a"),
+        ("error", "b"),
+        ("warning", "default"),
+    ]
 
 
 def test_alias_that_is_removed_meanwhile_is_not_watched(
@@ -236,7 +311,7 @@ def test_alias_that_is_removed_meanwhile_is_not_watched(
     watched.aliases.set(watched.adapter_id, "removed", {1: 100})
     watched.aliases.set(watched.adapter_id, "removed", {2: 100}, canary=RULE)
     monkeypatch.setattr(aliases, "_read", read_late)
-    assert [one.alias.name for one in watched.aliases.watched()] == ["default"]
+    assert [one.alias.name for one in watched.aliases.watched()[0]] == ["default"]
 
 
 @pytest.mark.parametrize(
