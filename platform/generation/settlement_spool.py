@@ -51,8 +51,8 @@ class SettlementSpool:
     records can be replayed repeatedly. Once no record is waiting, the file is overwritten with zeros.
 
     A torn last line, left by a crash, was never acknowledged. A damaged line elsewhere is reported and, like a record
-    that is refused or fails too often, moved to the file REFUSED. Lines in the file LEFT, which come from an earlier version or
-    were copied from the log or from REFUSED by an operator, are replayed at the next start and then removed.
+    that is refused or fails too often, moved to the file REFUSED. Lines in the file LEFT, which come from an earlier
+    version or were copied from the log or from REFUSED by an operator, are replayed at the next start and then removed.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:

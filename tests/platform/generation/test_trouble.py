@@ -235,6 +235,7 @@ async def test_the_client_raises_for_an_error_inside_a_stream(gateway: Any) -> N
     ("code", "status", "shown"),
     [
         ("adapter_unavailable", 503, "adapter_unavailable"),
+        ("adapter_unloaded", 503, "adapter_unavailable"),
         ("overloaded", 503, "overloaded"),
         ("prompt_too_long", 400, "context_length_exceeded"),
         ("request_too_large", 400, "request_too_large"),
@@ -256,6 +257,7 @@ async def test_engine_errors_map_to_http_statuses(gateway: Any, code: str, statu
         ("adapter_quarantined", "model_failed"),
         ("not_finite", "model_failed"),
         ("something_new", "model_failed"),
+        ("adapter_unloaded", "failed"),
         ("no_token_allowed", "failed"),
         ("grammar_failed", "failed"),
         ("request_excluded", "failed"),
