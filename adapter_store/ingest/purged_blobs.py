@@ -70,9 +70,12 @@ class PurgedBlobs:
                 if row.kind == "digest":
                     # Before the row, as in `PurgeRows`, so that a purge of the same weights cannot cause a deadlock.
                     lock_digest(connection, row.id)
+                still_due = select(_purges.id).where(_purges.id == row.id, is_due).with_for_update(skip_locked=True)
+                if connection.execute(still_due).first() is None:
+                    continue
                 is_used = row.kind == "digest" and is_shared(connection, row.id)
                 state = "deleted" if is_used else "deleting"
-                connection.execute(update(purges).where(_purges.id == row.id, is_due).values(state=state, due_us=None))
+                connection.execute(update(purges).where(_purges.id == row.id).values(state=state, due_us=None))
 
     @contextmanager
     def _claimed(self, purge_id: str) -> Iterator[bool]:

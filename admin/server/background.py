@@ -9,6 +9,9 @@ from contextlib import asynccontextmanager
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+RETRY_S = 5.0
+"""Longest pause after an error in repeated work, in seconds."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -28,17 +31,25 @@ async def in_background(work: Coroutine[None, None, None], name: str) -> AsyncIt
 
 
 async def repeat(work: Callable[[], Awaitable[None]], interval_s: float, trouble: str) -> None:
-    """Call `work` with pauses of `interval_s` until cancelled. Every error is logged as `trouble`, and ends only one
-    call.
+    """Call `work` with pauses of `interval_s` until cancelled. After an error, the pause is at most RETRY_S.
+
+    Every error is logged as `trouble`, and ends only one call. An error that repeats the last one has no traceback.
     """
+    last: str | None = None
     while True:
+        pause_s, failure = interval_s, None
         try:
             await work()
-        except SQLAlchemyError as error:
-            log.warning(f"{trouble}; trying again", error=str(error))
-        except Exception:
-            log.exception(f"{trouble}; trying again")
-        await asyncio.sleep(interval_s)
+        except Exception as error:
+            pause_s, failure = min(interval_s, RETRY_S), repr(error)
+            if isinstance(error, SQLAlchemyError):
+                log.warning(f"{trouble}; trying again", error=str(error))
+            elif failure == last:
+                log.error(f"{trouble}; trying again", error=failure)
+            else:
+                log.exception(f"{trouble}; trying again")
+        last = failure
+        await asyncio.sleep(pause_s)
 
 
 def _log_error(task: asyncio.Task[None]) -> None:

@@ -314,3 +314,24 @@ def test_second_deletion_takes_turns_with_a_purge_of_the_same_weights(
         found = connection.execute(select(schema.purges)).one()
     database.close()
     assert (found.state, found.due_us) == ("deleted", clock() + AGAIN_US), "it is not due any more"
+
+
+def test_second_deletion_does_not_wait_for_a_purge_that_another_server_has_in_hand(
+    migrated_postgres_url: str, memory_blobs: Any, clock: Clock
+) -> None:
+    database, row = Database(migrated_postgres_url, clock), {"state": "deleted", "purged_us": 0, "due_us": 0}
+    held, free = "a" * 64, "b" * 64
+    again = threading.Thread(target=PurgedBlobs(database, memory_blobs)._begin_again)
+    with database.write() as connection:
+        for digest in (held, free):
+            connection.execute(insert(schema.purges).values(id=digest, kind="digest", **row))
+    with database.write() as connection:
+        connection.execute(select(schema.purges).where(schema.purges.c.id == held).with_for_update()).one()
+        again.start()
+        again.join(20)
+        is_waiting = again.is_alive()
+    again.join(20)
+    with database.read() as connection:
+        states = {row.id: row.state for row in connection.execute(select(schema.purges))}
+    database.close()
+    assert (is_waiting, states) == (False, {held: "deleted", free: "deleting"})

@@ -6,13 +6,15 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from structlog.testing import capture_logs
 
+from loramux.admin.server import background
 from loramux.admin.server.background import in_background, repeat
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_an_error_ends_only_one_call_of_repeated_work() -> None:
-    errors: list[Exception] = [KeyError("zone"), OperationalError("SELECT", {}, Exception("gone"))]
+    trouble = OperationalError("SELECT", {}, Exception("gone"))
+    errors: list[Exception] = [KeyError("zone"), KeyError("zone"), trouble, KeyError("zone")]
     has_gone_on = asyncio.Event()
 
     async def work() -> None:
@@ -23,10 +25,30 @@ async def test_an_error_ends_only_one_call_of_repeated_work() -> None:
     with capture_logs() as logs:
         async with in_background(repeat(work, 0.0, "nothing is swept"), "sweeps"), asyncio.timeout(10):
             await has_gone_on.wait()
-    assert [(log["event"], log["log_level"]) for log in logs] == [
-        ("nothing is swept; trying again", "error"),
-        ("nothing is swept; trying again", "warning"),
+    assert {log["event"] for log in logs} == {"nothing is swept; trying again"}
+    # Only the first of equal errors in a row has a traceback.
+    assert [(log["log_level"], "exc_info" in log) for log in logs] == [
+        ("error", True),
+        ("error", False),
+        ("warning", False),
+        ("error", True),
     ]
+
+
+async def test_failed_work_is_tried_again_before_its_interval_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_gone_on = asyncio.Event()
+    num_calls = 0
+
+    async def work() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise KeyError("zone")
+        has_gone_on.set()
+
+    monkeypatch.setattr(background, "RETRY_S", 0.0)
+    async with in_background(repeat(work, 3600.0, "nothing is swept"), "sweeps"), asyncio.timeout(10):
+        await has_gone_on.wait()
 
 
 async def test_error_that_ends_work_is_logged_at_once() -> None:
