@@ -109,11 +109,8 @@ def test_demand_without_a_judge_can_be_read_by_servers_that_know_no_judges(
 ) -> None:
     adapter_id, aliases = add_adapter("acme"), AdapterAliases(database)
     for judge in (None, "the-base"):
-        eval_id = (
-            Evals(database)
-            .create(adapter_id, 1, NewEval(name="tests.jsonl", sha256=SHA256, content=b"{}", num_cases=1, judge=judge))
-            .id
-        )
+        new = NewEval(name="tests.jsonl", sha256=SHA256, content=b"{}", num_cases=1, judge=judge)
+        eval_id = Evals(database).create(adapter_id, 1, new).id
         passed = {"state": "done", "score_ppm": PPM}
         with database.write() as connection:
             connection.execute(update(schema.evals).where(schema.evals.c.id == eval_id).values(passed))
@@ -123,7 +120,7 @@ def test_demand_without_a_judge_can_be_read_by_servers_that_know_no_judges(
     stored = {"sha256": SHA256, "name": "tests.jsonl", "min_ppm": PPM}
     with database.read() as connection:
         demands = {row.name: row.required_eval for row in connection.execute(select(schema.adapter_aliases))}
-    assert demands == {"plain": stored, "judged": {**stored, "judge": "the-base"}}
+    assert demands == {"default": None, "plain": stored, "judged": {**stored, "judge": "the-base"}}
 
 
 def test_cancelled_eval_takes_no_answers(database: Database, add_adapter: AddAdapter) -> None:
