@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Table, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Table, not_, or_, select, update
 
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 
 LEASE_US = 30_000_000
-"""Duration of a claim that is not renewed, in microseconds."""
+"""Duration of a claim that is not renewed, in microseconds. Its server is then presumed dead."""
 
 
 class RowClaims:
     """One server's claims on the rows of a table. Blocking.
 
-    The table has the columns `id`, `tenant_id`, `state`, `claimed_by` and `claim_expires_us`. Rows in one of the states
-    `unfinished` can be claimed while no server holds a claim that has not expired.
+    The table has the columns `id`, `state`, `claimed_by`, `claim_expires_us` and, for `find`, `tenant_id`. Rows in one
+    of the states `unfinished` can be claimed while no server holds a claim that has not expired.
     """
 
     def __init__(self, database: Database, table: Table, unfinished: Sequence[str], lease_us: int = LEASE_US) -> None:
@@ -40,7 +40,7 @@ class RowClaims:
         """
         table = self._table.c
         with self._database.read() as connection:
-            is_free = self._is_free(self._database.now_us(connection))
+            is_free = self.claimable(self._database.now_us(connection))
             query = select(table.id).where(is_free, table.tenant_id.not_in(but_tenants))
             return connection.scalar(query.order_by(table.id).limit(1))
 
@@ -51,7 +51,7 @@ class RowClaims:
         meets the conditions.
         """
         now_us = self._database.now_us(connection)
-        is_free = (self._table.c.id == row_id, self._is_free(now_us), *conditions)
+        is_free = (self._table.c.id == row_id, self.claimable(now_us), *conditions)
         claimed = {**values, "claimed_by": self.server_id, "claim_expires_us": now_us + self._lease_us}
         return connection.execute(update(self._table).where(*is_free).values(claimed)).rowcount > 0
 
@@ -65,10 +65,20 @@ class RowClaims:
         renewed = {"claim_expires_us": self._database.now_us(connection) + self._lease_us, **values}
         return connection.execute(update(self._table).where(*is_own).values(renewed)).rowcount > 0
 
-    def _is_free(self, now_us: int) -> ColumnElement[bool]:
+    def claimable(self, now_us: int) -> ColumnElement[bool]:
+        """Match the rows that a server may claim."""
         table = self._table.c
-        is_unclaimed = or_(table.claim_expires_us.is_(None), table.claim_expires_us < now_us)
-        return table.state.in_(self._unfinished) & is_unclaimed
+        # Other servers' leases can be longer than this one's.
+        longest_us = max(self._lease_us, LEASE_US)
+        return table.state.in_(self._unfinished) & is_free(now_us, table.claim_expires_us, longest_us)
+
+
+def is_free(now_us: int, expires_us: ColumnElement[Any], lease_us: int = LEASE_US) -> ColumnElement[bool]:
+    """Match rows that a server may claim: neither postponed nor under an unexpired claim.
+
+    A claim that expires more than two leases from now was made before the clock was set back, and does not count.
+    """
+    return or_(expires_us.is_(None), not_(expires_us.between(now_us + 1, now_us + 2 * lease_us)))
 
 
 def end_claims(database: Database, tables: Collection[Table]) -> None:

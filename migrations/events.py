@@ -15,6 +15,7 @@ EventType = Literal[
     "version.ready",
     "version.rejected",
     "alias.moved",
+    "canary.failed",
     "adapter.loaded",
     "adapter.evicted",
     "adapter.struck",

@@ -306,8 +306,8 @@ adapter_aliases = Table(
     # Number of changes to the alias. The history has a row for each change.
     Column("revision", Integer, nullable=False),
     Column("updated_us", BigInteger, nullable=False),
-    # {"sha256", "name", "min_ppm"}: the eval that a version must have passed before the alias moves to it. NULL if the
-    # alias demands none.
+    # {"sha256", "name", "min_ppm", "judge"}, without "judge" if there is none: the eval that a version must have passed
+    # before the alias moves to it. NULL if the alias demands none.
     Column("required_eval", JSON(none_as_null=True), nullable=True),
     # The bounds within which the alias's new versions must stay, and the verdict: see CanaryRule in
     # adapter_store/registry/records.py. NULL if the alias does not watch its versions.

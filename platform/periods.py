@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import UTC, date, datetime, time, timedelta, tzinfo
 from enum import StrEnum
 from functools import lru_cache
-from zoneinfo import ZoneInfo, available_timezones
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
+
+import structlog
 
 MAX_ZONE = 64
+
+log = structlog.get_logger(__name__)
 
 
 class Period(StrEnum):
@@ -37,6 +41,7 @@ def window_at(period: Period, timezone: str, now_us: int) -> Window:
     """Return the day or month that contains `now_us` in the given timezone.
 
     If clocks skip midnight, the period starts at the skip. If midnight occurs twice, it starts at the first midnight.
+    On a host that does not know the timezone, the period is UTC's, which has counters of its own.
     """
     zone = _zone(timezone)
     today = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone).date()
@@ -45,7 +50,7 @@ def window_at(period: Period, timezone: str, now_us: int) -> Window:
     return window if now_us < window.end_us else _window(period, zone, today + timedelta(days=1))
 
 
-def _window(period: Period, zone: ZoneInfo, day: date) -> Window:
+def _window(period: Period, zone: tzinfo, day: date) -> Window:
     if period is Period.DAY:
         first, following = day, day + timedelta(days=1)
     else:
@@ -54,7 +59,7 @@ def _window(period: Period, zone: ZoneInfo, day: date) -> Window:
     return Window(_midnight_us(zone, first), _midnight_us(zone, following))
 
 
-def _midnight_us(zone: ZoneInfo, day: date) -> int:
+def _midnight_us(zone: tzinfo, day: date) -> int:
     # fold=0, the default, selects the earlier of two midnights. For a skipped midnight, it gives the time of the skip.
     return int(datetime.combine(day, time.min, zone).timestamp()) * 1_000_000
 
@@ -65,5 +70,10 @@ def _zones() -> frozenset[str]:
 
 
 @lru_cache(maxsize=1024)
-def _zone(name: str) -> ZoneInfo:
-    return ZoneInfo(name)
+def _zone(name: str) -> tzinfo:
+    try:
+        return ZoneInfo(name)
+    except ZoneInfoNotFoundError:
+        # Another server, with other timezone data, has accepted the name.
+        log.warning("this host does not know a timezone and counts its days and months in UTC", timezone=name)
+        return UTC

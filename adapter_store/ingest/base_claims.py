@@ -9,10 +9,10 @@ from sqlalchemy import ColumnElement, Select, and_, case, delete, func, not_, or
 
 from loramux.adapter_store.errors import ClaimLost, printable
 from loramux.adapter_store.ingest.turns import Candidate, TenantTurns
-from loramux.adapter_store.ingest.upload_rows import is_free
 from loramux.adapter_store.registry.bases import note_validated
 from loramux.adapter_store.registry.records import AdapterVersion
 from loramux.adapter_store.registry.registry import select_versions, version_of
+from loramux.migrations.claims import is_free
 from loramux.migrations.database import LONGEST_READ_S, Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_versions, adapters, version_bases

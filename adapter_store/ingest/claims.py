@@ -16,11 +16,9 @@ from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.formats.version_files.further_files import NO_FURTHER_FILES, FurtherFiles, version_digest
 from loramux.adapter_store.ingest.purge_rows import refuse_purged
 from loramux.adapter_store.ingest.upload_rows import (
-    LEASE_US,
     files_sha256,
     identical_version,
     is_for_base,
-    is_free,
     upload_of,
 )
 from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, SYSTEM, change_alias
@@ -35,9 +33,9 @@ from loramux.adapter_store.registry.records import (
 )
 from loramux.adapter_store.registry.registry import StockLimits, lock_adapter, select_versions, version_of
 from loramux.adapter_store.registry.version_files import delete_further_files, replace_further_files
+from loramux.migrations.claims import LEASE_US, RowClaims
 from loramux.migrations.database import Database
 from loramux.migrations.events import EventType, note_event
-from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_aliases, adapter_versions, adapters, uploads
 
 LEASE_S = LEASE_US / 1_000_000
@@ -88,10 +86,15 @@ class VersionClaims:
         self._database = database
         self._limits = limits
         self._base_id = base_id
-        self._lease_us = round(lease_s * 1_000_000)
-        self.lease_s = lease_s
-        self.server_id = new_id("srv")
-        """Unique to this process. After a restart, earlier claims count as another server's."""
+        self._rows = RowClaims(database, adapter_versions, UNFINISHED, round(lease_s * 1_000_000))
+
+    @property
+    def server_id(self) -> str:
+        return self._rows.server_id
+
+    @property
+    def lease_s(self) -> float:
+        return self._rows.lease_s
 
     def claim_version(self, version_id: str) -> ClaimedVersion | None:
         """Claim a version. Return None if it has a verdict, is postponed, is already claimed, or is still left to
@@ -99,18 +102,8 @@ class VersionClaims:
         """
         columns = adapter_versions.c
         with self._database.write() as connection:
-            now_us = self._database.now_us(connection)
-            taken = connection.execute(
-                update(adapter_versions)
-                .where(
-                    columns.id == version_id,
-                    columns.state.in_(UNFINISHED),
-                    is_free(now_us),
-                    is_for_base(self._base_id, now_us),
-                )
-                .values(state="validating", claimed_by=self.server_id, claim_expires_us=now_us + self._lease_us)
-            )
-            if taken.rowcount == 0:
+            is_ours = is_for_base(self._base_id, self._database.now_us(connection))
+            if not self._rows.claim(connection, version_id, {"state": "validating"}, is_ours):
                 return None
             version = version_of(connection.execute(select_versions().where(columns.id == version_id)).one())
             query = select(uploads).join(adapter_versions, columns.upload_id == uploads.c.id)
@@ -120,8 +113,7 @@ class VersionClaims:
     def renew(self, version_id: str) -> None:
         """Extend the claim to one lease from now. Raises ClaimLost."""
         with self._database.write() as connection:
-            expires_us = self._database.now_us(connection) + self._lease_us
-            self._change(connection, version_id, {"claim_expires_us": expires_us})
+            self._change(connection, version_id, {})
 
     def give_back(self, version_id: str, delay_s: float = 0.0) -> None:
         """Return a version to the queue. No server can claim it for `delay_s` seconds. Raises ClaimLost."""
@@ -140,8 +132,8 @@ class VersionClaims:
         change = update(uploads).where(uploads.c.id == claimed.upload.id)
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
-            # Reset any size that an earlier attempt counted.
-            self._change(connection, claimed.version.id, {"canonical_bytes": None})
+            self._change(connection, claimed.version.id, {})
+            # Do not count what an earlier attempt has announced.
             connection.execute(change.values(files=[]))
             if self._limits is not None:
                 owner = connection.execute(select(adapters.c.tenant_id).where(adapters.c.id == adapter_id)).scalar_one()
@@ -238,13 +230,7 @@ class VersionClaims:
         note_event(connection, now_us, kind, data, tenant_id=row.tenant_id, adapter_id=row.adapter_id)
 
     def _change(self, connection: Connection, version_id: str, values: Mapping[str, Any]) -> None:
-        columns = adapter_versions.c
-        changed = connection.execute(
-            update(adapter_versions)
-            .where(columns.id == version_id, columns.state == "validating", columns.claimed_by == self.server_id)
-            .values(values)
-        )
-        if changed.rowcount == 0:
+        if not self._rows.change(connection, version_id, values):
             raise ClaimLost("another server has taken over the version")
 
 

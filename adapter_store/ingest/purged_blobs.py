@@ -65,10 +65,14 @@ class PurgedBlobs:
         with self._database.write() as connection:
             is_due = (_purges.state == "deleted") & (_purges.due_us <= self._database.now_us(connection))
             # Transactions that lock several digests lock them in order.
-            query = select(purges).where(is_due).order_by(_purges.id).with_for_update(skip_locked=True)
+            query = select(_purges.id, _purges.kind).where(is_due).order_by(_purges.id)
             for row in connection.execute(query).all():
                 if row.kind == "digest":
+                    # Before the row, as in `PurgeRows`, so that a purge of the same weights cannot cause a deadlock.
                     lock_digest(connection, row.id)
+                still_due = select(_purges.id).where(_purges.id == row.id, is_due).with_for_update(skip_locked=True)
+                if connection.execute(still_due).first() is None:
+                    continue
                 is_used = row.kind == "digest" and is_shared(connection, row.id)
                 state = "deleted" if is_used else "deleting"
                 connection.execute(update(purges).where(_purges.id == row.id).values(state=state, due_us=None))

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from sqlalchemy import case, func, not_, select
 
-from loramux.adapter_store.ingest.upload_rows import is_for_base, is_free
+from loramux.adapter_store.ingest.upload_rows import is_for_base
 from loramux.adapter_store.registry.records import UNFINISHED
+from loramux.migrations.claims import is_free
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_versions, adapters
 
@@ -68,10 +69,10 @@ class IngestTurns(TenantTurns):
         columns = adapter_versions.c
         with self._database.read() as connection:
             now_us = self._database.now_us(connection)
-            is_waiting = is_free(now_us) & is_for_base(self._base_id, now_us)
+            is_waiting = is_free(now_us, columns.claim_expires_us) & is_for_base(self._base_id, now_us)
             oldest = func.min(case((is_waiting & columns.id.not_in(sorted(but)), columns.id)))
             # A postponed version is unclaimed, but cannot be claimed until its retry is due.
-            is_claimed = columns.claimed_by.is_not(None) & not_(is_free(now_us))
+            is_claimed = columns.claimed_by.is_not(None) & not_(is_free(now_us, columns.claim_expires_us))
             query = (
                 select(oldest, adapters.c.tenant_id, func.count(case((is_claimed, 1))))
                 .join(adapters, adapters.c.id == columns.adapter_id)

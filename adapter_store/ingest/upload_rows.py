@@ -30,8 +30,6 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_page
 from loramux.migrations.schema import adapter_versions, uploads
 
-LEASE_US = 30_000_000
-"""Lifetime of a claim, in microseconds. A server that does not renew its claim in this time is presumed dead."""
 OTHER_BASE_WAIT_US = 600_000_000
 """How long only servers of the receiving server's base may validate a new version, in microseconds."""
 _MAX_NAMES = 500
@@ -262,16 +260,6 @@ class UploadRows:
             )
         )
         return Upload(upload_id, adapter_id, tuple(files), state, now_us, now_us + lifetime_us, source_url)
-
-
-def is_free(
-    now_us: int, expires_us: ColumnElement[int | None] = adapter_versions.c.claim_expires_us
-) -> ColumnElement[bool]:
-    """Match versions that a server may claim: neither postponed nor under an unexpired claim.
-
-    A claim that expires more than two leases from now was made before the clock was set back, and does not count.
-    """
-    return or_(expires_us.is_(None), not_(expires_us.between(now_us + 1, now_us + 2 * LEASE_US)))
 
 
 def is_for_base(base_id: str | None, now_us: int) -> ColumnElement[bool]:

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, true, update
+import structlog
+from sqlalchemy import Connection, Row, delete, func, insert, select, true, tuple_, update
+from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.adapter_store.errors import (
     AliasChanged,
@@ -44,11 +46,18 @@ from loramux.migrations.schema import (
     adapter_versions,
 )
 
+log = structlog.get_logger(__name__)
+
 MAX_TARGETS = 8
 MAX_WEIGHT = 10_000
 DEFAULT_WEIGHT = 100
-MAX_WATCHED = 100
-"""Maximum number of aliases with a canary that a server looks at in one round."""
+WATCHED_AT_ONCE = 100
+"""Number of aliases with a canary that are read in one transaction."""
+FIRST = ("", "")
+"""The place before the first alias of the first adapter."""
+MAX_PASSED_OVER = 1000
+"""Maximum number of earlier revisions among which a failed canary looks for one to return to."""
+NOT_ROLLED_BACK = "not rolled back, because no earlier revision without the failed versions can be served"
 MAX_WATCHED_TENANTS = 20
 """Maximum number of tenants whose requests count for one alias: the owner and tenants with a grant."""
 SYSTEM = "system"
@@ -199,14 +208,12 @@ class AdapterAliases:
         actor: str = SYSTEM,
         revision: int | None = None,
         expected_revision: int | None = None,
-        canary: CanaryRule | None = None,
     ) -> Alias:
         """Restore the targets and the `share_base_cache` that an alias had at `revision`, by default the previous one.
 
-        The rollback adds a revision, so another rollback undoes it. It needs no eval, and ends a canary. `canary` is
-        then the rule with its verdict, if it caused the rollback. Raises AdapterNotFound, AliasNotFound,
-        NothingToRollBack, VersionNotReady if one of the targets can no longer be served, or AliasChanged if the alias
-        is no longer at `expected_revision`.
+        The rollback adds a revision, so another rollback undoes it. It needs no eval, and ends a canary. Raises
+        AdapterNotFound, AliasNotFound, NothingToRollBack, VersionNotReady if one of the targets can no longer be
+        served, or AliasChanged if the alias is no longer at `expected_revision`.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -218,23 +225,72 @@ class AdapterAliases:
                 raise _nothing_at(revision)
             ready = [_ready_target(connection, adapter_id, target.number, target.weight) for target in past.targets]
             now_us = self._database.now_us(connection)
-            settings = AliasSettings(present.required_eval, canary, present.overflow, past.share_base_cache)
+            settings = AliasSettings(present.required_eval, None, present.overflow, past.share_base_cache)
             return change_alias(connection, adapter_id, name, ready, actor, "rollback", now_us, settings)
 
-    def watched(self) -> list[WatchedAlias]:
-        """List aliases with a canary that has no verdict yet."""
+    def fail_canary(
+        self, adapter_id: str, name: str, expected_revision: int, failed_versions: Collection[int], verdict: str
+    ) -> Alias:
+        """End an alias's canary, and return to the newest revision without the versions that failed.
+
+        Revisions whose versions can no longer all be served are passed over. If none is left, the alias keeps its
+        targets and gets only the verdict. Raises AdapterNotFound, AliasNotFound, or AliasChanged if the alias is no
+        longer at `expected_revision`.
+        """
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            present = _require(connection, adapter_id, name)
+            rule = present.canary
+            if rule is None or rule.verdict is not None:
+                raise AliasChanged(f"the alias {name!r} has no canary that watches its versions")
+            _check_revision(present.revision, expected_revision)
+            past = _newest_without(connection, adapter_id, name, present.revision, failed_versions)
+            if past is None:
+                verdict += f"; {NOT_ROLLED_BACK}"
+            now_us, judged = self._database.now_us(connection), replace(rule, verdict=verdict)
+            failed = {"alias": name, "revision": present.revision, "verdict": verdict, "rolled_back": past is not None}
+            owner = owner_of(adapter_id)
+            note_event(connection, now_us, "canary.failed", failed, tenant_id=owner, adapter_id=adapter_id)
+            if past is not None:
+                settings = AliasSettings(present.required_eval, judged, present.overflow, past.share_base_cache)
+                return change_alias(connection, adapter_id, name, past.targets, SYSTEM, "rollback", now_us, settings)
+            table, alias = adapter_aliases.c, replace(present, canary=judged)
+            place = (table.adapter_id == adapter_id, table.name == name)
+            connection.execute(update(adapter_aliases).where(*place).values(canary=asdict(judged)))
+            changed = {"before": _shown(present), "after": _shown(alias)}
+            audit(connection, now_us, "alias.canary", f"{adapter_id}:{name}", tenant_id=owner, **changed)
+            return alias
+
+    def watched(self, after: tuple[str, str] = FIRST) -> tuple[list[WatchedAlias], tuple[str, str]]:
+        """Return up to WATCHED_AT_ONCE aliases with a canary that has no verdict yet, from those after the adapter ID
+        and name `after`, and the place to go on from, which is FIRST after the last alias.
+
+        An alias that cannot be read is logged and left out.
+        """
         table, grants = adapter_aliases.c, adapter_grants.c
-        query = select(table.adapter_id, table.name).where(table.canary.is_not(None)).limit(MAX_WATCHED)
+        is_open = table.canary.is_not(None) & table.canary["verdict"].as_string().is_(None)
+        query = select(table.adapter_id, table.name).where(is_open, tuple_(table.adapter_id, table.name) > after)
         found = []
         with self._database.read() as connection:
-            for adapter_id, name in connection.execute(query.order_by(table.updated_us.desc())).all():
-                [(_, alias)] = _read(connection, [adapter_id], name)
-                if alias.canary is None or alias.canary.verdict is not None:
+            page = query.order_by(table.adapter_id, table.name).limit(WATCHED_AT_ONCE)
+            rows = connection.execute(page).all()
+            for adapter_id, name in rows:
+                try:
+                    alias = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
+                except SQLAlchemyError:
+                    raise
+                except Exception:
+                    log.exception("an alias with a canary cannot be read", adapter_id=adapter_id, alias=name)
+                    continue
+                # Another server may have removed or judged the alias since.
+                if alias is None or alias.canary is None or alias.canary.verdict is not None:
                     continue
                 owner = connection.execute(select(owner_of(adapter_id))).scalar_one()
-                granted = select(grants.tenant_id).where(grants.adapter_id == adapter_id).limit(MAX_WATCHED_TENANTS - 1)
-                found.append(WatchedAlias(adapter_id, alias, (owner, *connection.scalars(granted))))
-        return found
+                granted = select(grants.tenant_id).where(grants.adapter_id == adapter_id)
+                others = connection.scalars(granted.limit(MAX_WATCHED_TENANTS - 1))
+                found.append(WatchedAlias(adapter_id, alias, (owner, *others)))
+        is_last = len(rows) < WATCHED_AT_ONCE
+        return found, FIRST if is_last else (rows[-1].adapter_id, rows[-1].name)
 
     def targets_at(self, adapter_id: str, name: str, revision: int | None = None) -> tuple[AliasTarget, ...]:
         """Return the targets that a rollback would restore. Raises AliasNotFound or NothingToRollBack."""
@@ -302,7 +358,7 @@ def change_alias(
     state = {
         "revision": revision,
         "updated_us": now_us,
-        "required_eval": None if settings.required_eval is None else asdict(settings.required_eval),
+        "required_eval": None if settings.required_eval is None else _demand(settings.required_eval),
         "canary": None if settings.canary is None else asdict(settings.canary),
         "overflow": settings.overflow,
         "share_base_cache": settings.share_base_cache,
@@ -359,7 +415,8 @@ def _shown(alias: Alias | None) -> dict[str, object]:
         "targets": {str(target.number): target.weight for target in alias.targets},
     }
     if alias.required_eval is not None:
-        shown["required_eval"] = f"{alias.required_eval.name} {alias.required_eval.min_ppm}"
+        demand = alias.required_eval
+        shown["required_eval"] = f"{demand.name} {demand.min_ppm}" + (f" {demand.judge}" if demand.judge else "")
     if alias.canary is not None:
         shown["canary"] = alias.canary.verdict or "watching"
     if alias.overflow is not None:
@@ -431,6 +488,11 @@ def _not_sharing(connection: Connection, num_own: int | None, targets: Sequence[
     return tuple(not_sharing(connection, [target.version_id for target in targets]))
 
 
+def _demand(wanted: RequiredEval) -> dict[str, Any]:
+    """Return the stored form. Servers from before judges were part of it can read it if there is no judge."""
+    return {key: value for key, value in asdict(wanted).items() if value is not None}
+
+
 def _canary(document: Mapping[str, Any]) -> CanaryRule:
     return CanaryRule(**{**document, "versions": tuple(document["versions"])})
 
@@ -490,6 +552,21 @@ def _change_at(connection: Connection, adapter_id: str, name: str, revision: int
     query = select(table).where(table.c.adapter_id == adapter_id, table.c.name == name, table.c.revision == revision)
     row = connection.execute(query).first()
     return None if row is None else _change(row)
+
+
+def _newest_without(
+    connection: Connection, adapter_id: str, name: str, revision: int, numbers: Collection[int]
+) -> AliasChange | None:
+    """Return the newest change before `revision` whose versions are all ready and not among `numbers`."""
+    table = adapter_alias_history
+    before = (table.c.adapter_id == adapter_id, table.c.name == name, table.c.revision < revision)
+    query = select(table).where(*before).order_by(table.c.revision.desc()).limit(MAX_PASSED_OVER)
+    ready = select(adapter_versions.c.number).where(
+        adapter_versions.c.adapter_id == adapter_id, adapter_versions.c.state == "ready"
+    )
+    usable = set(connection.scalars(ready)) - set(numbers)
+    changes = map(_change, connection.execute(query))
+    return next((change for change in changes if all(one.number in usable for one in change.targets)), None)
 
 
 def _change(row: Row[Any]) -> AliasChange:

@@ -238,12 +238,19 @@ def safe_name(name: str, sha256: str) -> str:
 
 
 def check_passed(connection: Connection, target: AliasTarget, wanted: RequiredEval) -> None:
-    """Raise EvalNotPassed unless the version's newest finished eval of the file has at least the score."""
-    query = select(evals.c.score_ppm).where(
+    """Raise EvalNotPassed unless the version's newest finished eval of the file, by the demanded judge, has at least
+    the score.
+    """
+    query = select(evals.c.judge, evals.c.score_ppm).where(
         evals.c.version_id == target.version_id, evals.c.sha256 == wanted.sha256, evals.c.state == "done"
     )
-    score = connection.scalar(query.order_by(evals.c.id.desc()).limit(1))
+    newest = query.order_by(evals.c.id.desc()).limit(1)
+    score = connection.scalar(newest.where(evals.c.judge == wanted.judge).with_only_columns(evals.c.score_ppm))
     version = f"version {target.number}"
+    other = connection.execute(newest).first() if score is None else None
+    if other is not None:
+        judges = f"with the judge {other.judge or 'none'}, and the alias demands {wanted.judge or 'none'}"
+        raise EvalNotPassed(f"{version} has an eval of {wanted.name} {judges}")
     if score is None:
         raise EvalNotPassed(f"{version} has no finished eval of {wanted.name}, which the alias demands: run it first")
     if score < wanted.min_ppm:

@@ -76,11 +76,15 @@ class AliasTarget:
 
 @dataclass(frozen=True, slots=True)
 class RequiredEval:
-    """The score, in millionths, that a version needs in an eval of this file before an alias gives it requests."""
+    """The score, in millionths, that a version needs in an eval of this file before an alias gives it requests.
+
+    `judge` is the model that must have judged the answers, or None for a file without lines that need a judge.
+    """
 
     sha256: str
     name: str
     min_ppm: int
+    judge: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,8 @@ def event_text(event: Document) -> str:
             return f"{data['alias']} -> " + ", ".join(
                 f"version {number}" + (f" ({weight})" if len(targets) > 1 else "") for number, weight in targets.items()
             )
+        case "canary.failed":
+            return f"{data['alias']}: {data['verdict']}"
         case "budget.threshold":
             return f"{data['metric']} of {data['subject_id']}: {data['percent']} % of {data['limit']}"
         case "adapter.loaded" | "adapter.evicted" | "adapter.struck":

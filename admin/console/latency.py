@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loramux.platform.ledger.settlement import FAILURES
+
 Document = dict[str, Any]
 
 
@@ -27,7 +29,7 @@ def latency_of(events: Sequence[Document]) -> Latency:
     between = sorted(gap for event in events if (gap := _between_tokens_s(event)) is not None)
     return Latency(
         num_requests=len(events),
-        num_failed=sum(event["status"] == "failed" for event in events),
+        num_failed=sum(event["status"] in FAILURES for event in events),
         first_token_p50_s=quantile(first, 0.5),
         first_token_p95_s=quantile(first, 0.95),
         between_tokens_p50_s=quantile(between, 0.5),

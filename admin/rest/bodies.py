@@ -121,19 +121,22 @@ class WeightedVersion(_Body):
 
 class EvalDemand(_Body):
     """The score that a version needs in its newest finished eval of a file. `sha256` is the checksum of the file's
-    lines, as an eval reports it.
+    lines, as an eval reports it. `judge` is the judge of these evals, as in their own `judge`. A file with lines that
+    need a judge needs it here, too.
     """
 
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     name: str = Field(default="the file", min_length=1, max_length=255)
     min_score: float = Field(ge=0, le=1)
+    judge: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_NAME)
 
     def demand(self) -> RequiredEval:
-        return RequiredEval(self.sha256, safe_name(self.name, self.sha256), round(self.min_score * PPM))
+        name = safe_name(self.name, self.sha256)
+        return RequiredEval(self.sha256, name, round(self.min_score * PPM), self.judge)
 
 
 class CanaryBounds(_Body):
-    """When the alias goes back to its previous revision on its own. At least one bound is needed."""
+    """When the alias goes back to a revision without these versions on its own. At least one bound is needed."""
 
     max_error_rate: float | None = Field(default=None, ge=0, lt=1)
     max_first_token_s: float | None = Field(default=None, gt=0, le=3600)

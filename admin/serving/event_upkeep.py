@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-
-import structlog
-from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.admin.rest.services import AdminServices
+from loramux.admin.server.background import repeat
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.events.budget_events import BudgetEvents
 from loramux.platform.events.residency_events import ResidencyEvents
@@ -17,8 +14,6 @@ ENGINE_INTERVAL_S = 2.0
 BUDGET_INTERVAL_S = 10.0
 SWEEP_INTERVAL_S = 600.0
 STATS_TIMEOUT_S = 5.0
-
-log = structlog.get_logger(__name__)
 
 
 class EventUpkeep:
@@ -34,11 +29,9 @@ class EventUpkeep:
         """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
             # Separate tasks, because an engine that does not answer must not delay budgets.
-            group.create_task(
-                _repeat(self.report_engine, ENGINE_INTERVAL_S, "changes to adapters are not reported yet")
-            )
-            group.create_task(_repeat(self.report_budgets, BUDGET_INTERVAL_S, "budgets are not looked at"))
-            group.create_task(_repeat(self.sweep, SWEEP_INTERVAL_S, "old events are not deleted yet"))
+            group.create_task(repeat(self.report_engine, ENGINE_INTERVAL_S, "changes to adapters are not reported yet"))
+            group.create_task(repeat(self.report_budgets, BUDGET_INTERVAL_S, "budgets are not looked at"))
+            group.create_task(repeat(self.sweep, SWEEP_INTERVAL_S, "old events are not deleted yet"))
 
     async def report_engine(self) -> None:
         """Write the events of adapters that the engine has loaded, evicted or struck since the last call."""
@@ -56,12 +49,3 @@ class EventUpkeep:
     async def sweep(self) -> None:
         """Delete old events."""
         await self._services.call(self._services.events.log.sweep, self._kept_days)
-
-
-async def _repeat(work: Callable[[], Awaitable[None]], interval_s: float, trouble: str) -> None:
-    while True:
-        try:
-            await work()
-        except SQLAlchemyError as error:
-            log.warning(f"{trouble}; trying again", error=str(error))
-        await asyncio.sleep(interval_s)

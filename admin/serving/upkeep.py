@@ -19,6 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.rest.purging import forget_copies, forget_prefixes
 from loramux.admin.rest.services import AdminServices
+from loramux.admin.server.background import repeat
 from loramux.admin.serving.expired_rows import ExpiredRows
 from loramux.engine.protocol.messages import Pin, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineUnavailable
@@ -58,9 +59,12 @@ class Upkeep:
     async def run(self, own: OwnServer, draining: asyncio.Event) -> None:
         """Run until cancelled. `draining` is set when the server starts to drain."""
         async with asyncio.TaskGroup() as group:
-            # Reports have their own task, because restoring pins can take minutes.
+            # Separate tasks, because restoring pins can take minutes.
             group.create_task(self._report(own, draining))
-            group.create_task(self._look())
+            group.create_task(repeat(self.check_canaries, LOOK_INTERVAL_S, "canaries are not looked at"))
+            group.create_task(repeat(self.renew_pins, LOOK_INTERVAL_S, "pins are not restored yet"))
+            group.create_task(repeat(self.forget_purged, PURGE_INTERVAL_S, "copies of purged data are not deleted yet"))
+            group.create_task(repeat(self.sweep, SWEEP_INTERVAL_S, "expired rows are not deleted yet"))
 
     async def _report(self, own: OwnServer, draining: asyncio.Event) -> None:
         while True:
@@ -69,6 +73,8 @@ class Upkeep:
                 await self._services.call(own.report, is_draining)
             except SQLAlchemyError as error:
                 log.warning("the server cannot report its state; trying again", error=str(error))
+            except Exception:
+                log.exception("the server cannot report its state; trying again")
             if is_draining:
                 await asyncio.sleep(REPORT_INTERVAL_S)
                 continue
@@ -77,23 +83,12 @@ class Upkeep:
                 async with asyncio.timeout(REPORT_INTERVAL_S):
                     await draining.wait()
 
-    async def _look(self) -> None:
-        swept_s, looked_s = -SWEEP_INTERVAL_S, -PURGE_INTERVAL_S
-        while True:
-            try:
-                await self._services.call(self._canaries.check)
-                await self.renew_pins()
-                if time.monotonic() - looked_s >= PURGE_INTERVAL_S:
-                    await self.forget_purged()
-                    looked_s = time.monotonic()
-                if time.monotonic() - swept_s >= SWEEP_INTERVAL_S:
-                    await self._sweep()
-                    swept_s = time.monotonic()
-            except SQLAlchemyError as error:
-                log.warning("upkeep failed; trying again", error=str(error))
-            await asyncio.sleep(LOOK_INTERVAL_S)
+    async def check_canaries(self) -> None:
+        """Roll back the aliases whose new versions fail."""
+        await self._services.call(self._canaries.check)
 
-    async def _sweep(self) -> None:
+    async def sweep(self) -> None:
+        """Delete expired rows."""
         services = self._services
         await services.call(self._expired.sweep)
         await services.call(services.accounts.api_keys.restart_grace_periods)

@@ -471,7 +471,7 @@ class Engine:
         if add.digest is not None and self._strikes.is_quarantined(add.digest):
             return "adapter_quarantined", "the adapter produced non-finite values too many times"
         if add.digest is not None and self._calls.is_draining(add.digest):
-            return "adapter_unavailable", "the adapter is being unloaded"
+            return "adapter_unloaded", "the adapter is being unloaded"
         return None
 
     def _leaves_room(self) -> bool:
@@ -525,7 +525,7 @@ class Engine:
         """End sequences that still need an adapter whose unload deadline has passed."""
         for digest in self._calls.overdue():
             for sequence in self._live.of_digest(digest):
-                self._end(sequence, "error", "adapter_unavailable", "the adapter was unloaded")
+                self._end(sequence, "error", "adapter_unloaded", "the adapter was unloaded")
 
     def _end_failed(self, settled: list[AdapterLoad]) -> None:
         for load in settled:

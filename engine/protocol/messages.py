@@ -183,8 +183,8 @@ class Unload(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
     """Free an adapter's pages and cached prefixes once no sequence needs the adapter. The answer is an AdapterState.
 
     Until the answer, the adapter drains. Earlier sequences continue, but sequences that are still live after
-    `deadline_s` seconds end with `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the
-    pages are always freed eventually. After the answer, the next sequence loads the adapter again. An unload ends the
+    `deadline_s` seconds end with `adapter_unloaded`. New sequences are refused with `adapter_unloaded`, so the pages
+    are always freed eventually. After the answer, the next sequence loads the adapter again. An unload ends the
     adapter's pin, and answers waiting loads and pins with `superseded`. `is_purge` also deletes the host tier's copy.
     """
 
@@ -277,10 +277,11 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The end of a sequence and its final token counts. It follows the sequence's last SequenceOutput.
 
     `reason` is `stop` (end of sequence, stop id or pooled prompt), `length`, `abort` or `error`. With `error`, `code`
-    is one of `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
-    `request_too_large`, `not_finite`, `grammar_failed`, `no_token_allowed`, `engine_unavailable`, `request_excluded`,
-    `replica_draining` or `overloaded`. `completion_tokens` counts the committed new tokens, including the
-    end-of-sequence token; Stats counts the same tokens. `prompt_tokens` is 0 if the sequence was never part of a step.
+    is one of `adapter_unavailable`, `adapter_unloaded`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`,
+    `prompt_too_long`, `request_too_large`, `not_finite`, `grammar_failed`, `no_token_allowed`, `engine_unavailable`,
+    `request_excluded`, `replica_draining` or `overloaded`. `completion_tokens` counts the committed new tokens,
+    including the end-of-sequence token; Stats counts the same tokens. `prompt_tokens` is 0 if the sequence was never
+    part of a step.
     """
 
     sequence_id: str

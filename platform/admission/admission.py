@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+import structlog
 from sqlalchemy import Connection, bindparam, case, delete, insert, not_, select, tuple_, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
+from loramux.platform.admission.database_health import TROUBLE
 from loramux.platform.admission.records import (
     RECOVERED,
     Closing,
@@ -27,6 +29,8 @@ from loramux.platform.ledger.rollups import MAX_BATCHES, UsageRollups
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.counter_rows import CounterRows
 from loramux.platform.quotas.policy_cache import PolicyReader
+
+log = structlog.get_logger(__name__)
 
 _RECOVER_AT_ONCE = 100
 
@@ -63,6 +67,7 @@ class Admission:
         self._prices = PriceReader(database)
         self._rollups = UsageRollups(database)
         self._turn = threading.Lock()
+        self._recovered_to = ""
 
     @property
     def num_writers(self) -> int:
@@ -142,7 +147,8 @@ class Admission:
             return [request_id for request_id in flagged if request_id in wanted]
 
     def recover_expired(self) -> int:
-        """Settle a batch of reservations whose gateways seem dead, and return the number settled.
+        """Settle a batch of reservations whose gateways seem dead, and return the number settled. The next call goes on
+        with later reservations, so those that cannot be settled do not hold up others.
 
         The prompt and the last checkpoint's tokens are charged. A lease that ends more than two lease lengths ahead was
         written before the clock was set back, so it counts as expired.
@@ -151,8 +157,9 @@ class Admission:
         with self._database.read() as connection:
             now_us = self._database.now_us(connection)
             is_held = table.c.lease_expires_us.between(now_us, now_us + 2 * LEASE_US)
-            query = select(table).where(table.c.state == "open", not_(is_held))
+            query = select(table).where(table.c.state == "open", not_(is_held), table.c.id > self._recovered_to)
             expired = connection.execute(query.order_by(table.c.id).limit(_RECOVER_AT_ONCE)).all()
+        self._recovered_to = expired[-1].id if len(expired) == _RECOVER_AT_ONCE else ""
         closings = [
             Closing(
                 request_id=row.id,
@@ -163,7 +170,19 @@ class Admission:
             )
             for row in expired
         ]
-        return sum(outcome is True for outcome in self.commit(closings)) if closings else 0
+        return sum(outcome is True for outcome in self._recover(closings)) if closings else 0
+
+    def _recover(self, closings: Sequence[Closing]) -> list[Outcome]:
+        """Commit the closings together, or each for itself if one of them fails."""
+        try:
+            return self.commit(closings)
+        except TROUBLE:
+            raise
+        except Exception as error:
+            if len(closings) == 1:
+                log.error("a request cannot be recovered", request_id=closings[0].request_id, error=repr(error))
+                return [error]
+            return [outcome for closing in closings for outcome in self._recover([closing])]
 
     def sweep_counters(self) -> int:
         """Delete a batch of counters for long-past days and months, and return their number.

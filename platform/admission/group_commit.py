@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
@@ -52,7 +52,7 @@ class GroupCommit:
     An operation that finds the threads idle is committed immediately. Other operations wait for the commit in progress.
     A busy gateway therefore waits for the disk once per batch, and an idle one never waits for a batch to fill. If
     enough operations are waiting, a second thread checks them while the database executes the first batch. A refusal,
-    or a statement that the database rejects, affects only its own operation.
+    or any error other than a failing database, affects only its own operation.
     """
 
     def __init__(
@@ -149,16 +149,14 @@ class GroupCommit:
                 return self._commit(operations, attempt + 1)
             # The database is in trouble. Retrying each operation would only repeat the error.
             return [error] * len(operations)
-        except DBAPIError as error:
-            if len(operations) == 1:
-                return [error]
-            _log.warning("a batch was refused; retrying each operation in its own transaction", error=repr(error.orig))
-            return [outcome for operation in operations for outcome in self._commit([operation])]
-        except SQLAlchemyError as error:
-            return [error] * len(operations)
         except Exception as error:
-            _log.exception("committing failed")
-            return [error] * len(operations)
+            if len(operations) == 1:
+                if not isinstance(error, SQLAlchemyError):
+                    _log.exception("an operation failed")
+                return [error]
+            cause = repr(getattr(error, "orig", error))
+            _log.warning("a batch failed; retrying each operation in its own transaction", error=cause)
+            return [outcome for operation in operations for outcome in self._commit([operation])]
 
 
 def _is_transient(error: SQLAlchemyError) -> bool:

@@ -113,6 +113,8 @@ class BatchRunner:
                 await call_on(executor, self._files.clear_up)
             except (*TROUBLE, BlobStoreUnavailable) as error:
                 log.warning("files cannot be cleared up; trying again", error=repr(error))
+            except Exception:
+                log.exception("files cannot be cleared up; trying again")
             await asyncio.sleep(SWEEP_INTERVAL_S)
 
     async def _run(self, executor: ThreadPoolExecutor, claimed: ClaimedBatch) -> None:

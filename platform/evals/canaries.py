@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
 
 import structlog
 
-from loramux.adapter_store.errors import AliasChanged, StoreError
-from loramux.adapter_store.registry.aliases import AdapterAliases
+from loramux.adapter_store.errors import StoreError
+from loramux.adapter_store.registry.aliases import FIRST, AdapterAliases
 from loramux.adapter_store.registry.records import CanaryRule, WatchedAlias
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
+from loramux.platform.admission.database_health import TROUBLE
 from loramux.platform.evals.questions import ENDPOINT
 from loramux.platform.ledger.outcomes import Outcomes, version_outcomes
 from loramux.platform.ledger.prices import BATCHES
 from loramux.platform.telemetry.package_metrics import EvalMetrics
 
+MAX_PAGES = 10
+"""Maximum number of pages of WATCHED_AT_ONCE aliases that one call of `check` looks at: up to 2 s of work."""
+
 log = structlog.get_logger(__name__)
 
 
 class Canaries:
-    """Looks at all aliases with a canary. Blocking. Several servers can look: the first rollback ends the canary."""
+    """Looks at the aliases with a canary. Blocking. Several servers can look: the first rollback ends the canary."""
 
     def __init__(
         self, database: Database, registry: AdapterRegistry, aliases: AdapterAliases, metrics: EvalMetrics
@@ -29,17 +33,34 @@ class Canaries:
         self._registry = registry
         self._aliases = aliases
         self._metrics = metrics
+        self._after = FIRST
 
     def check(self) -> None:
-        for watched in self._aliases.watched():
-            verdict = self._verdict(watched)
-            if verdict is not None:
-                self._roll_back(watched, verdict)
+        """Look at up to MAX_PAGES pages of aliases. The next call goes on after them, and finally starts again."""
+        for _ in range(MAX_PAGES):
+            page, self._after = self._aliases.watched(self._after)
+            for watched in page:
+                try:
+                    self._check_one(watched)
+                except TROUBLE:
+                    raise
+                except Exception:
+                    log.exception("a canary cannot be judged", adapter_id=watched.adapter_id, alias=watched.alias.name)
+            if self._after == FIRST:
+                return
 
-    def _verdict(self, watched: WatchedAlias) -> str | None:
+    def _check_one(self, watched: WatchedAlias) -> None:
+        verdicts = self._verdicts(watched)
+        if verdicts:
+            verdict = "; ".join(f"version {number}: {verdict}" for number, verdict in verdicts.items())
+            self._roll_back(watched, verdicts.keys(), verdict)
+
+    def _verdicts(self, watched: WatchedAlias) -> dict[int, str]:
+        """Return what speaks against each version that has failed."""
         adapter, rule = self._registry.get_adapter(watched.adapter_id), watched.alias.canary
         if adapter is None or rule is None:
-            return None
+            return {}
+        verdicts = {}
         for number in rule.versions:
             model = f"{adapter.tenant_slug}/{adapter.name}@{number}"
             since_us = watched.alias.updated_us
@@ -47,25 +68,20 @@ class Canaries:
             found = version_outcomes(self._database, watched.tenant_ids, model, since_us, (ENDPOINT, BATCHES))
             verdict = judge(rule, found)
             if verdict is not None:
-                return f"version {number}: {verdict}"
-        return None
+                verdicts[number] = verdict
+        return verdicts
 
-    def _roll_back(self, watched: WatchedAlias, verdict: str) -> None:
-        alias, rule = watched.alias, watched.alias.canary
-        assert rule is not None
+    def _roll_back(self, watched: WatchedAlias, numbers: Collection[int], verdict: str) -> None:
+        alias = watched.alias
         names = {"adapter_id": watched.adapter_id, "alias": alias.name}
         try:
-            self._aliases.rollback(
-                watched.adapter_id,
-                alias.name,
-                expected_revision=alias.revision,
-                canary=replace(rule, verdict=verdict),
-            )
-        except AliasChanged:
-            # Somebody has moved the alias, or another server has rolled it back.
-            return
+            judged = self._aliases.fail_canary(watched.adapter_id, alias.name, alias.revision, numbers, verdict)
         except StoreError as error:
-            log.warning("a canary cannot be rolled back", **names, verdict=verdict, error=str(error))
+            # Somebody has moved or removed the alias, or another server has rolled it back.
+            log.info("a canary ended before its verdict", **names, verdict=verdict, error=str(error))
+            return
+        if judged.revision == alias.revision:
+            log.error("a canary cannot be rolled back", **names, verdict=verdict)
             return
         self._metrics.rollbacks.inc()
         log.warning("a canary was rolled back", **names, verdict=verdict)

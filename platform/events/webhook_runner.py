@@ -75,6 +75,8 @@ class WebhookRunner:
                     await self.begin_due()
                 except SQLAlchemyError as error:
                     log.warning("webhooks are not delivered; trying again", error=str(error))
+                except Exception:
+                    log.exception("webhooks are not delivered; trying again")
                 await asyncio.sleep(LOOK_INTERVAL_S)
             await self.settled()
         finally:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from sqlalchemy import Row, case, delete, func, insert, or_, select
+from sqlalchemy import Row, case, delete, func, insert, select
 
 from loramux.migrations.audit import audit
 from loramux.migrations.claims import RowClaims
@@ -157,7 +157,7 @@ class WebhookQueue:
                     table.state == _ACTIVE,
                     table.due_us <= now_us,
                     table.sequence < event_heads.c.number,
-                    or_(table.claim_expires_us.is_(None), table.claim_expires_us < now_us),
+                    self._claims.claimable(now_us),
                     table.tenant_id.not_in(but_tenants),
                 )
                 .order_by(table.due_us)

@@ -7,6 +7,10 @@ from loramux.platform.errors import ApiError, DeadlineExceeded, InvalidRequest, 
 RETRY_S = 5.0
 
 
+class AdapterUnloaded(Unavailable):
+    """An operator or an administrator has unloaded the adapter. Clients see no difference to a failed load."""
+
+
 def engine_failure(code: str | None, message: str | None) -> ApiError:
     """Return the API error for a sequence that failed."""
     match code:
@@ -16,8 +20,10 @@ def engine_failure(code: str | None, message: str | None) -> ApiError:
             return InvalidRequest(message or "the engine cannot run this request", code=code)
         case "request_excluded":
             return InvalidRequest(message or "the engine stopped twice while running this request", code=code)
-        case "adapter_unavailable":
-            return Unavailable("the adapter cannot be loaded now; try again", code=code, retry_after_s=RETRY_S)
+        case "adapter_unavailable" | "adapter_unloaded":
+            kind = Unavailable if code == "adapter_unavailable" else AdapterUnloaded
+            message = "the adapter cannot be loaded now; try again"
+            return kind(message, code="adapter_unavailable", retry_after_s=RETRY_S)
         case "adapter_quarantined":
             return InvalidRequest(message or "the adapter contains non-finite values", code=code)
         case "deadline_exceeded":
@@ -34,3 +40,12 @@ def engine_failure(code: str | None, message: str | None) -> ApiError:
             return ApiError("the model produced non-finite values", code=code)
         case _:
             return ApiError(message or "the engine failed")
+
+
+def is_of_model(failure: ApiError) -> bool:
+    """Return whether the fault may be the model's or its adapter's. Wrong requests, overload, missed deadlines,
+    unloaded adapters and stopped engines are not. Unknown errors and output that is not finite are plain ApiErrors.
+    """
+    if isinstance(failure, AdapterUnloaded):
+        return False
+    return type(failure) is ApiError or failure.code in ("adapter_unavailable", "adapter_quarantined")

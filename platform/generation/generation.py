@@ -14,10 +14,10 @@ from loramux.engine.protocol.messages import Finished
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.errors import ApiError, RequestCancelled
 from loramux.platform.generation.choice import Choice, ChoiceDelta
-from loramux.platform.generation.engine_failures import engine_failure
+from loramux.platform.generation.engine_failures import engine_failure, is_of_model
 from loramux.platform.generation.pending_deltas import PendingDeltas
 from loramux.platform.generation.plan import CHUNK_TOKENS, Plan
-from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.ledger.settlement import MODEL_FAILED, Settlement
 from loramux.platform.telemetry.tracing import begin_span
 
 FINISHED_WAIT_S = 1.0
@@ -294,9 +294,9 @@ class Generation:
         n = self.plan.num_choices
         # Charge each prompt once, no matter how many choices continue it.
         groups = [choices[start : start + n] for start in range(0, len(choices), n)]
-        is_complete = all(choice.is_done for choice in choices)
-        is_failed = self._failure is not None and not isinstance(self._failure, RequestCancelled)
-        status = "failed" if is_failed else "completed" if is_complete else "aborted"
+        status = "completed" if all(choice.is_done for choice in choices) else "aborted"
+        if self._failure is not None and not isinstance(self._failure, RequestCancelled):
+            status = MODEL_FAILED if is_of_model(self._failure) else "failed"
         return Settlement(
             status=status,
             prompt_tokens=sum(max(choice.prompt_tokens for choice in group) for group in groups),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.platform.admission.admission import Admission
-from loramux.platform.admission.database_health import DatabaseHealth
+from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
 from loramux.platform.admission.reservation_rows import LEASE_US
 from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.first_token_gate import FirstTokenGate
@@ -74,22 +75,26 @@ class Maintenance:
         sweep_s = time.monotonic()
         while True:
             try:
-                await self.checkpoint()
-                if self._may_recover():
-                    num_recovered = await self._call(self._admission.recover_expired)
-                    self._metrics.recovered.inc(num_recovered)
-                await self._call(self._admission.roll_up)
-                if time.monotonic() >= sweep_s:
-                    num_swept = await self._call(self._admission.sweep_counters)
-                    # If any counters were swept, there may be more.
-                    sweep_s = time.monotonic() + (0 if num_swept else SWEEP_INTERVAL_S)
-            except SQLAlchemyError as error:
+                with _mistakes_logged("a checkpoint or a recovery"):
+                    # Without the checkpoint, recovery could end requests that this gateway runs.
+                    await self.checkpoint()
+                    if self._may_recover():
+                        num_recovered = await self._call(self._admission.recover_expired)
+                        self._metrics.recovered.inc(num_recovered)
+                with _mistakes_logged("adding usage to the rollups"):
+                    await self._call(self._admission.roll_up)
+                with _mistakes_logged("deleting old counters"):
+                    if time.monotonic() >= sweep_s:
+                        num_swept = await self._call(self._admission.sweep_counters)
+                        # If any counters were swept, there may be more.
+                        sweep_s = time.monotonic() + (0 if num_swept else SWEEP_INTERVAL_S)
+            except TROUBLE as error:
                 log.warning("checkpoint failed; trying again", error=str(error))
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
 
     def _may_recover(self) -> bool:
         """Return whether every healthy gateway has had time to renew its leases, so that recovery is safe."""
-        return not self._settler.has_waiting and self._health.well_for_s > RECOVERY_GRACE_S
+        return not self._settler.is_behind and self._health.well_for_s > RECOVERY_GRACE_S
 
     async def _tend_database(self) -> None:
         while True:
@@ -103,6 +108,8 @@ class Maintenance:
                     await self._settler.replay()
             except (SQLAlchemyError, OSError) as error:
                 log.warning("the database or the spool is in trouble; trying again", error=type(error).__name__)
+            except Exception:
+                log.exception("tending the database failed; trying again")
             await asyncio.sleep(TEND_INTERVAL_S)
 
     async def checkpoint(self) -> None:
@@ -111,3 +118,14 @@ class Maintenance:
         if checkpoints:
             for request_id in await self._call(self._admission.checkpoint, checkpoints):
                 self._running.cancel(request_id)
+
+
+@contextmanager
+def _mistakes_logged(step: str) -> Iterator[None]:
+    """Log an error that ends a step, unless the database is in trouble, which would end the next step, too."""
+    try:
+        yield
+    except TROUBLE:
+        raise
+    except Exception:
+        log.exception(f"{step} failed; trying again")

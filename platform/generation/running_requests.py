@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import structlog
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError
 
 from loramux.platform.accounts.tenants import DELETED
 from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth, DatabaseTrouble
-from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
+from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.admission.records import Extension, RequestCheckpoint, Reservation, ReservationRequest
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.errors import Unauthenticated
@@ -219,7 +219,7 @@ class RunningRequests:
         """Reserve more tokens for a request. Return False if no more are granted."""
         try:
             return bool(await self._commit.submit(Extension(request_id=request_id, tokens=tokens)))
-        except (SQLAlchemyError, CommitterClosed) as error:
+        except Exception as error:
             log.warning("extending failed", request_id=request_id, error=str(error))
             return False
 

@@ -51,8 +51,8 @@ class SettlementSpool:
     records can be replayed repeatedly. Once no record is waiting, the file is overwritten with zeros.
 
     A torn last line, left by a crash, was never acknowledged. A damaged line elsewhere is reported and, like a record
-    that the database refuses, moved to the file REFUSED. Lines in the file LEFT, which come from an earlier version or
-    were copied from the log by an operator, are replayed at the next start and then removed.
+    that is refused or fails too often, moved to the file REFUSED. Lines in the file LEFT, which come from an earlier
+    version or were copied from the log or from REFUSED by an operator, are replayed at the next start and then removed.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -118,11 +118,11 @@ class SettlementSpool:
         Raises OSError if that file cannot be written. All records then remain waiting.
         """
         with self._lock:
-            kept = [*map(msgspec.json.encode, refused), *self._damaged]
+            kept = [*map(record_of, refused), *(line + b"\n" for line in self._damaged)]
             if kept:
                 log.error("some settlements could not be replayed and were set aside", count=len(kept), file=REFUSED)
                 with (self._directory / REFUSED).open("ab") as file:
-                    file.writelines(line + b"\n" for line in kept)
+                    file.writelines(kept)
                     file.flush()
                     os.fsync(file.fileno())
             if self._left_bytes:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import structlog
+from sqlalchemy.exc import DataError, IntegrityError
 
 from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
 from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
@@ -20,6 +21,9 @@ SETTLE_WAIT_S = 2.0
 """A settlement that takes longer than this in the database, in seconds, is also spooled."""
 
 REPLAY_AT_ONCE = 256
+
+MAX_TRIES = 5
+"""Number of replays after which a settlement that fails for an unknown reason is set aside."""
 
 NEVER_RAN = Settlement(status="aborted", prompt_tokens=0, completion_tokens=0, has_run=False, has_begun=False)
 
@@ -51,6 +55,10 @@ class Settler:
         self._held: dict[str, Closing] = {}
         self._none_is_held = asyncio.Event()
         self._none_is_held.set()
+        # Settlements that failed for an unknown reason: how often each did, and those that the last replay spooled
+        # again.
+        self._num_tries: dict[str, int] = {}
+        self._again: tuple[Closing, ...] = ()
         self._is_closed = False
 
     async def settle(self, request_id: str, settlement: Settlement) -> None:
@@ -97,6 +105,12 @@ class Settler:
     @property
     def has_waiting(self) -> bool:
         return bool(self._held) or (self._spool is not None and self._spool.num_bytes > 0)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether settlements wait that have not been replayed yet. Their requests must not be recovered."""
+        num_bytes = 0 if self._spool is None else self._spool.num_bytes
+        return bool(self._held) or num_bytes > sum(len(record_of(closing)) for closing in self._again)
 
     @property
     def trouble(self) -> str | None:
@@ -155,24 +169,45 @@ class Settler:
             self._give_up(closing)
 
     async def _settle_all(self, closings: Sequence[Closing]) -> list[Closing] | None:
-        """Settle the closings. Log and return the refused closings, or return None if the database is failing."""
-        refused = []
+        """Settle the closings. Log and return those that are to be set aside: the database refuses them, or they failed
+        MAX_TRIES times. Others that failed for an unknown reason are spooled again, behind the waiting ones.
+
+        Return None if the database is failing.
+        """
+        refused: dict[Closing, BaseException] = {}
+        failed: dict[Closing, BaseException] = {}
         for start in range(0, len(closings), REPLAY_AT_ONCE):
             some = closings[start : start + REPLAY_AT_ONCE]
             outcomes = await asyncio.gather(*map(self._commit.submit, some), return_exceptions=True)
             for closing, outcome in zip(some, outcomes, strict=True):
                 if isinstance(outcome, (*TROUBLE, CommitterClosed)):
                     return None
+                if isinstance(outcome, BaseException) and not _is_refusal(outcome):
+                    failed[closing] = outcome
+                    continue
+                self._num_tries.pop(closing.request_id, None)
                 # A request that never ran may have no reservation, so its refusal is not an error.
                 if isinstance(outcome, BaseException) and closing.settlement.has_run:
-                    log.error("a settlement was refused", error=repr(outcome), **_in_full(closing))
-                    refused.append(closing)
-        return refused
+                    refused[closing] = outcome
+        again = []
+        for closing, error in failed.items():
+            num_tries = self._num_tries.pop(closing.request_id, 0) + 1
+            if num_tries < MAX_TRIES and await self._spool_one(closing):
+                log.error("a settlement failed; trying again", request_id=closing.request_id, error=repr(error))
+                self._num_tries[closing.request_id] = num_tries
+                again.append(closing)
+            else:
+                refused[closing] = error
+        self._again = tuple(again)
+        for closing, error in refused.items():
+            log.error("a settlement was refused or failed too often", error=repr(error), **_in_full(closing))
+        return list(refused)
 
     def _note_settled(self, closings: Sequence[Closing], refused: Sequence[Closing]) -> None:
         self._metrics.settle_failures.inc(len(refused))
-        if closings:
-            log.info("waiting settlements were written to the ledger", count=len(closings), refused=len(refused))
+        count = len(closings) - len(self._again)
+        if count:
+            log.info("waiting settlements were written to the ledger", count=count, refused=len(refused))
 
     async def _settle_now(self, closing: Closing) -> bool:
         """Settle in the database. Return whether the database accepted or already had the settlement."""
@@ -226,6 +261,13 @@ class Settler:
             "the gateway stopped before it wrote this settlement: add the record to DATA_DIR/spool/replaying.jsonl",
             **_in_full(closing),
         )
+
+
+def _is_refusal(outcome: BaseException) -> bool:
+    """Return whether the database will never accept the settlement: it has no such request, or its rules forbid the
+    row. Subclasses of LookupError, such as KeyError, are mistakes of ours.
+    """
+    return type(outcome) is LookupError or isinstance(outcome, (IntegrityError, DataError))
 
 
 def _in_full(closing: Closing) -> dict[str, str]:

@@ -9,6 +9,7 @@ from sqlalchemy import select
 
 from loramux.migrations.database import Database
 from loramux.migrations.schema import usage_events
+from loramux.platform.ledger.settlement import MODEL_FAILED
 
 MAX_READ = 2000
 """Number of a tenant's most recent requests that are looked at."""
@@ -16,7 +17,9 @@ MAX_READ = 2000
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The failed requests among `num_requests`, and the times to their first tokens in seconds, sorted."""
+    """`num_failed` requests of `num_requests` failed by a possible fault of the version. Requests that failed for
+    another reason are not counted. `first_token_s` are the times to first tokens in seconds, sorted.
+    """
 
     num_requests: int
     num_failed: int
@@ -45,8 +48,9 @@ def version_outcomes(
             for row in connection.execute(query.order_by(table.finished_us.desc()).limit(MAX_READ)):
                 if row.model != model or row.started_us < since_us or row.endpoint in but_endpoints:
                     continue
-                num_requests += 1
-                num_failed += row.status == "failed"
+                if row.status != "failed":
+                    num_requests += 1
+                    num_failed += row.status == MODEL_FAILED
                 if row.first_token_us is not None:
                     waits.append((row.first_token_us - row.started_us) / 1_000_000)
     return Outcomes(num_requests, num_failed, tuple(sorted(waits)))

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 from loramux.platform.ledger.prices import Price, cost_of
 
+MODEL_FAILED = "model_failed"
+"""The status of a failed request if the fault may be the model's or its adapter's."""
+FAILURES = ("failed", MODEL_FAILED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settlement:
     """The actual, billable usage of one request.
 
-    `status` is `completed`, `aborted`, `failed` or `recovered`. `has_run` is False if the engine never ran the request.
-    Such a request costs nothing and does not count against request limits.
+    `status` is `completed`, `aborted`, `failed`, MODEL_FAILED or `recovered`. `has_run` is False if the engine never
+    ran the request. Such a request costs nothing and does not count against request limits.
     """
 
     status: str

@@ -21,12 +21,14 @@ EXCEEDED_HEADER = "x-loramux-quota-exceeded"
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """A rate and its remaining amount. `kind` is `requests` or `tokens`, as in the response headers."""
+    """A rate and its remaining amount. `kind` is `requests` or `tokens`, as in the response headers. The limit and the
+    reset are None if another tenant has set the limit.
+    """
 
     kind: str
-    limit: int
+    limit: int | None
     remaining: int
-    reset_us: int
+    reset_us: int | None
     """Time until the bucket is full again if nothing more is used, in microseconds."""
 
 
@@ -242,9 +244,11 @@ def _policy_header(binding: Binding) -> dict[str, str]:
 def rate_limit_headers(limits: Sequence[RateLimit]) -> dict[str, str]:
     headers = {}
     for rate in limits:
-        headers[f"x-ratelimit-limit-{rate.kind}"] = str(rate.limit)
+        if rate.limit is not None:
+            headers[f"x-ratelimit-limit-{rate.kind}"] = str(rate.limit)
         headers[f"x-ratelimit-remaining-{rate.kind}"] = str(rate.remaining)
-        headers[f"x-ratelimit-reset-{rate.kind}"] = f"{-(-rate.reset_us // 1_000_000)}s"
+        if rate.reset_us is not None:
+            headers[f"x-ratelimit-reset-{rate.kind}"] = f"{-(-rate.reset_us // 1_000_000)}s"
     return headers
 
 
@@ -263,6 +267,7 @@ def _limits(standing: Sequence[tuple[Binding, Counter]], now_us: int) -> tuple[R
             continue
         remaining = binding.remaining(counter)
         if kind not in tightest or remaining < tightest[kind].remaining:
-            reset_us = binding.reset_us(counter, now_us)
-            tightest[kind] = RateLimit(kind, binding.policy.limit, remaining, reset_us)
+            is_told = not binding.is_anothers
+            reset_us = binding.reset_us(counter, now_us) if is_told else None
+            tightest[kind] = RateLimit(kind, binding.policy.limit if is_told else None, remaining, reset_us)
     return tuple(tightest.values())

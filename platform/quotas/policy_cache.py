@@ -143,7 +143,8 @@ class PolicyCache:
         period = METRICS[policy.metric].period
         if period is None:
             return NO_WINDOW
-        return window_at(period, self._timezones[policy.tenant_id or tenant_id], now_us)
+        # A tenant without a row has been deleted. The database refuses its reservation.
+        return window_at(period, self._timezones.get(policy.tenant_id or tenant_id, "UTC"), now_us)
 
     def _read_timezones(self, connection: Connection, tenant_ids: Collection[str]) -> None:
         missing = [one for one in tenant_ids if one not in self._timezones] if self._has_windows else []

@@ -34,7 +34,7 @@ def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -
     """Return a tenant's stock at `now_us`.
 
     Stored responses and chat completions count as they are stored, and conversations before compression. The bytes of a
-    version are its canonical bytes plus its optional files. Until the version has been validated, they are the bytes
+    version are its canonical bytes plus its optional files. Until the version is ready or rejected, they are the bytes
     that its upload declared.
     """
     if metric == STORED_BYTES:
@@ -44,12 +44,14 @@ def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -
         query = select(func.count()).select_from(_adapters).where(_adapters.c.tenant_id == tenant_id)
         return Stock(int(connection.execute(query).scalar_one()))
     of_tenant = _versions.join(_adapters, _adapters.c.id == _versions.c.adapter_id)
+    # An accepted version has its sizes already while its blobs are stored, and is not ready yet.
+    is_validated = (_adapters.c.tenant_id == tenant_id, _versions.c.state.not_in(UNFINISHED))
     known = select(func.coalesce(func.sum(_versions.c.canonical_bytes), 0)).select_from(of_tenant)
-    num_bytes = int(connection.execute(known.where(_adapters.c.tenant_id == tenant_id)).scalar_one())
+    num_bytes = int(connection.execute(known.where(*is_validated)).scalar_one())
     further = select(func.coalesce(func.sum(_files.c.size), 0)).select_from(
         of_tenant.join(_files, _files.c.version_id == _versions.c.id)
     )
-    num_bytes += int(connection.execute(further.where(_adapters.c.tenant_id == tenant_id)).scalar_one())
+    num_bytes += int(connection.execute(further.where(*is_validated)).scalar_one())
     announced = (
         select(_uploads.c.files)
         .select_from(of_tenant.join(_uploads, _uploads.c.id == _versions.c.upload_id))

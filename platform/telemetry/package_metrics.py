@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from loramux.adapter_store.registry.bases import Base
 from loramux.engine.protocol.service_tiers import SERVICE_TIERS
 from loramux.platform.grammars.keywords import JSON_SCHEMA_KEYWORDS
-from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.ledger.settlement import FAILURES, Settlement
 from loramux.platform.quotas.policies import QuotaPolicy
 from loramux.platform.telemetry.token_gaps import TokenGaps
 from loramux.platform.telemetry.top_refusals import TopRefusals
@@ -94,7 +94,7 @@ class GenerationMetrics:
             "loramux_settled_requests",
             "Settled requests, by status",
             "status",
-            values=("completed", "aborted", "failed"),
+            values=("completed", "aborted", *FAILURES),
         )
         self._tokens = new.counter(
             "loramux_tokens", "Settled tokens", "kind", values=("prompt", "cached", "completion", "discarded")

@@ -22,6 +22,7 @@ def add_finished_eval(
     compared: int | None = None,
     others: int = 0,
     share_base_cache: int | None = None,
+    judge: str | None = None,
 ) -> str:
     """Add a finished eval of four lines. The version passes `passed` of them, and `compared` passes `others`.
 
@@ -36,6 +37,7 @@ def add_finished_eval(
         num_cases=4,
         compared=compared,
         share_base_cache=share_base_cache,
+        judge=judge,
     )
     found, claims = Evals(database).create(adapter_id, number, new), EvalClaims(database)
     assert claims.claim() is not None

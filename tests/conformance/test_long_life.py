@@ -191,7 +191,7 @@ class Life:
                         self.tokens[output.sequence_id].extend(output.token_ids)
                 case Finished() as finished:
                     assert finished.sequence_id not in self.ends, "ended twice"
-                    was_unloaded = (finished.reason, finished.code) == ("error", "adapter_unavailable")
+                    was_unloaded = (finished.reason, finished.code) == ("error", "adapter_unloaded")
                     assert was_unloaded or finished.reason in ("length", "abort"), finished
                     self.num_aborts += finished.reason == "abort"
                     self.ends[finished.sequence_id] = finished

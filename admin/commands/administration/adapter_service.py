@@ -41,6 +41,10 @@ def promote(
             "--min-score", min=0, max=1, help="The score that --require-eval demands (default: 1).", show_default=False
         ),
     ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option("--judge", metavar="MODEL", help="The judge that --require-eval demands, for lines with 'judge'."),
+    ] = None,
     no_require_eval: Annotated[
         bool, typer.Option("--no-require-eval", help="Demand no eval any more, for this and later moves.")
     ] = False,
@@ -96,6 +100,8 @@ def promote(
     # Ignored options would leave an alias without the check that the caller relies on.
     if min_score is not None and require_eval is None:
         fail("--min-score needs --require-eval", WRONG_CALL)
+    if judge is not None and require_eval is None:
+        fail("--judge needs --require-eval", WRONG_CALL)
     if min_requests is not None and not has_bounds:
         fail("--min-requests needs --max-error-rate or --max-first-token", WRONG_CALL)
     body: Document = {"warm": not no_warm}
@@ -125,6 +131,9 @@ def promote(
             given = read_eval_file(require_eval)
             demanded = DEFAULT_SCORE if min_score is None else min_score
             body["require_eval"] = {"sha256": given.sha256, "name": given.name, "min_score": demanded}
+            if judge is not None:
+                # A server from before judges were part of a demand refuses the field.
+                body["require_eval"]["judge"] = judge
         _tell(named.document, client.put(path, {"targets": targets, **body}), as_json)
         if share_base_cache is not None and not as_json:
             _tell_divergence(client, named, share_base_cache)

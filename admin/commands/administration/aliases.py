@@ -69,7 +69,10 @@ def _versions(named: Document) -> str:
 
 def _demand(alias: Document) -> str | None:
     wanted = alias["require_eval"]
-    return wanted and f"{wanted['name']} {wanted['min_score']:.3f}"
+    if not wanted:
+        return None
+    judge = wanted.get("judge")
+    return f"{wanted['name']} {wanted['min_score']:.3f}" + (f" judged by {judge}" if judge else "")
 
 
 def _share_base_cache(alias: Document) -> str | None:
@@ -84,4 +87,7 @@ def _canary(alias: Document) -> str | None:
     canary = alias["canary"]
     if canary is None:
         return None
-    return "watching" if canary["verdict"] is None else f"rolled back: {canary['verdict']}"
+    if canary["verdict"] is None:
+        return "watching"
+    is_rolled_back = not {one["version"] for one in alias["targets"]} & set(canary["versions"])
+    return f"{'rolled back' if is_rolled_back else 'failed'}: {canary['verdict']}"

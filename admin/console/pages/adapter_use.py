@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from loramux.admin.console.latency import Latency, latency_of
 from loramux.admin.console.rest_calls import Document, RestCalls
+from loramux.platform.ledger.settlement import FAILURES
 
 DAY_S = 86_400
 
@@ -27,7 +28,7 @@ async def use_by_version(rest: RestCalls, adapter: Document, others: Sequence[st
         sums = found.setdefault(row["version"] or "", {"requests": 0, "failed": 0, "tokens": 0})
         sums["requests"] += row["requests"]
         sums["tokens"] += row["prompt_tokens"] + row["completion_tokens"]
-        if row["status"] == "failed":
+        if row["status"] in FAILURES:
             sums["failed"] += row["requests"]
     return found
 

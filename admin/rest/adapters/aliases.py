@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Request, Response
 from typing_extensions import TypedDict
 
-from loramux.adapter_store.registry.aliases import KEPT, KEPT_SHARE
+from loramux.adapter_store.registry.aliases import KEPT, KEPT_OVERFLOW, KEPT_SHARE
 from loramux.adapter_store.registry.evals import PPM
 from loramux.adapter_store.registry.records import (
     DEFAULT_ALIAS,
@@ -39,16 +39,19 @@ IfMatch = Annotated[str | None, Header(description="The alias's ETag; if the ali
 
 
 class EvalDemandDocument(TypedDict):
-    """The score that a version needs in an eval of this file before it gets more of the alias's requests."""
+    """The score that a version needs in an eval of this file before it gets more of the alias's requests. `judge` is
+    the judge of this eval, or null.
+    """
 
     sha256: str
     name: str
     min_score: float
+    judge: str | None
 
 
 class CanaryDocument(TypedDict):
-    """The bounds of the `versions` that got more requests at the last move. `verdict` says why the alias was rolled
-    back.
+    """The bounds of the `versions` that got more requests at the last move. `verdict` says why the versions failed. If
+    the alias still has them, no earlier revision without them could be served.
     """
 
     max_error_rate: float | None
@@ -129,19 +132,19 @@ async def set_alias(
     an administrator may move `default`, the alias behind an adapter's bare name.
 
     With `require_eval`, the alias gives a version more requests only if the version has passed the eval. Only an
-    administrator may change a demand, or `share_base_cache` while there is one. With `canary`, the alias is rolled back
-    if a version that gets more requests fails or is slow. With `overflow`, another model answers requests that would be
-    refused because the engine is overloaded or the adapter cannot be loaded. With `share_base_cache`, the base computes
-    the beginnings of prompts, so that adapters share their K and V; the answers are then approximations. The call
-    replaces the whole alias or creates it, so If-Match is optional here.
+    administrator may change a demand, or `overflow` or `share_base_cache` while there is one. With `canary`, the alias
+    is rolled back if a version that gets more requests fails or is slow. With `overflow`, another model answers
+    requests that would be refused because the engine is overloaded or the adapter cannot be loaded. With
+    `share_base_cache`, the base computes the beginnings of prompts, so that adapters share their K and V; the answers
+    are then approximations. The call replaces the whole alias or creates it, so If-Match is optional here.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     check_may_move(caller, name)
     body = await read_json(request, AliasTargets)
     weights, demand = body.weights(), body.demand()
-    await _check_may_demand(services, caller, adapter.id, name, body)
     canary = None if body.canary is None else body.canary.rule()
     overflow = await _overflow(services, caller, adapter, name, body)
+    await _check_may_demand(services, caller, adapter.id, name, body, overflow)
     revision = _revision(if_match)
     if body.warm:
         await warm(services, caller, adapter.id, weights)
@@ -213,20 +216,22 @@ def check_may_move(caller: Caller, name: str) -> None:
 
 
 async def _check_may_demand(
-    services: AdminServices, caller: Caller, adapter_id: str, name: str, body: AliasTargets
+    services: AdminServices, caller: Caller, adapter_id: str, name: str, body: AliasTargets, overflow: str | None
 ) -> None:
     """Raise PermissionDenied if the alias demands an eval, and the call would change or bypass the demand."""
     demand, num_own = body.demand(), body.num_own_tokens()
-    if caller.is_administrator or (demand is KEPT and num_own == KEPT_SHARE):
+    if caller.is_administrator or (demand is KEPT and num_own == KEPT_SHARE and overflow == KEPT_OVERFLOW):
         return
     present = (await services.call(services.adapters.aliases.of, [adapter_id]))[adapter_id].get(name)
     if present is None or present.required_eval is None:
         return
     if demand is not KEPT and demand != present.required_eval:
         raise PermissionDenied("only an administrator may change the eval that the alias demands")
-    # The eval measured the version without the option.
+    # The eval measured the version without the option, and no other model.
     if num_own not in (KEPT_SHARE, present.share_base_cache):
         raise PermissionDenied("the alias demands an eval: only an administrator may change share_base_cache")
+    if overflow not in (KEPT_OVERFLOW, present.overflow):
+        raise PermissionDenied("the alias demands an eval: only an administrator may change overflow")
 
 
 async def _overflow(
@@ -292,7 +297,8 @@ def describe_alias(adapter_id: str, alias: Alias) -> AliasDocument:
 def _describe_demand(demand: RequiredEval | None) -> EvalDemandDocument | None:
     if demand is None:
         return None
-    return {"sha256": demand.sha256, "name": demand.name, "min_score": demand.min_ppm / PPM}
+    score = demand.min_ppm / PPM
+    return {"sha256": demand.sha256, "name": demand.name, "min_score": score, "judge": demand.judge}
 
 
 def _describe_canary(rule: CanaryRule) -> CanaryDocument:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, func, insert, select
+from sqlalchemy import delete, func, insert, select, update
 
 from loramux.adapter_store.blobs.interface import canonical_key, packed_key
 from loramux.adapter_store.errors import (
@@ -18,8 +18,8 @@ from loramux.adapter_store.errors import (
     WeightsBeingPurged,
 )
 from loramux.adapter_store.ingest.failpoints import Failpoint
-from loramux.adapter_store.ingest.purge_rows import AGAIN_US
-from loramux.adapter_store.ingest.purged_blobs import KEPT_US
+from loramux.adapter_store.ingest.purge_rows import AGAIN_US, lock_digest
+from loramux.adapter_store.ingest.purged_blobs import KEPT_US, PurgedBlobs
 from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.sharing import AdapterGrants
 from loramux.migrations import schema
@@ -27,6 +27,7 @@ from loramux.migrations.audit import Actor
 from loramux.migrations.database import Database
 from tests.adapter_store.ingest.ingest_world import FailingBlobStore, IngestWorld
 from tests.migrations.acting import acting_as
+from tests.platform.lock_waits import until_wait
 
 Worlds = Callable[..., IngestWorld]
 
@@ -291,3 +292,46 @@ def test_equal_weights_that_are_pushed_during_a_purge_are_complete(
         world.ingest.purge_rows.purge_adapter(world.adapter_id)
         world.ingest.remove_abandoned()
         assert list(memory_blobs.list_keys()) == []
+
+
+def test_second_deletion_takes_turns_with_a_purge_of_the_same_weights(
+    migrated_postgres_url: str, memory_blobs: Any, clock: Clock
+) -> None:
+    """Both lock the digest before the row."""
+    database, digest = Database(migrated_postgres_url, clock), "a" * 64
+    row = {"kind": "digest", "state": "deleted", "purged_us": 0, "due_us": 0}
+    again = threading.Thread(target=PurgedBlobs(database, memory_blobs)._begin_again)
+    with database.write() as connection:
+        connection.execute(insert(schema.purges).values(id=digest, **row))
+    with database.write() as connection:
+        lock_digest(connection, digest)
+        again.start()
+        until_wait(migrated_postgres_url, 1)
+        # The purge of a version that has had these weights again.
+        connection.execute(update(schema.purges).values(purged_us=clock(), due_us=clock() + AGAIN_US))
+    again.join(20)
+    with database.read() as connection:
+        found = connection.execute(select(schema.purges)).one()
+    database.close()
+    assert (found.state, found.due_us) == ("deleted", clock() + AGAIN_US), "it is not due any more"
+
+
+def test_second_deletion_does_not_wait_for_a_purge_that_another_server_has_in_hand(
+    migrated_postgres_url: str, memory_blobs: Any, clock: Clock
+) -> None:
+    database, row = Database(migrated_postgres_url, clock), {"state": "deleted", "purged_us": 0, "due_us": 0}
+    held, free = "a" * 64, "b" * 64
+    again = threading.Thread(target=PurgedBlobs(database, memory_blobs)._begin_again)
+    with database.write() as connection:
+        for digest in (held, free):
+            connection.execute(insert(schema.purges).values(id=digest, kind="digest", **row))
+    with database.write() as connection:
+        connection.execute(select(schema.purges).where(schema.purges.c.id == held).with_for_update()).one()
+        again.start()
+        again.join(20)
+        is_waiting = again.is_alive()
+    again.join(20)
+    with database.read() as connection:
+        states = {row.id: row.state for row in connection.execute(select(schema.purges))}
+    database.close()
+    assert (is_waiting, states) == (False, {held: "deleted", free: "deleting"})

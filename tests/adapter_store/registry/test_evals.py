@@ -4,11 +4,15 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from sqlalchemy import select, update
 
 from loramux.adapter_store.errors import ClaimLost, EvalNotFound, LimitReached
+from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.evals import MAX_OPEN_EVALS, PPM, Eval, EvalAnswer, Evals, NewEval, safe_name
+from loramux.adapter_store.registry.records import RequiredEval
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.migrations import schema
 from loramux.migrations.database import Database
 from tests.adapter_store.registry.bare_versions import Versions
 from tests.adapter_store.tenant_rows import add_tenant
@@ -88,6 +92,35 @@ def test_expired_claim_is_taken_over_with_its_answers(database: Database, add_ad
     assert (found.state, found.score_ppm, found.num_passed, found.num_answers) == ("done", 500_000, 1, 3)
     assert (found.compared_ppm, found.compared_passed) == (83_333, 0)
     assert Evals(database).answers(eval_id, 10)[0][-1].answer == "a\ufffdb"
+
+
+def test_claim_from_before_the_clock_was_set_back_does_not_count(database: Database, add_adapter: AddAdapter) -> None:
+    queue(database, add_adapter("acme"))
+    claims = EvalClaims(database)
+    assert claims.claim() is not None
+    assert claims.claim() is None
+    with database.write() as connection:
+        connection.execute(update(schema.evals).values(claim_expires_us=database.now_us(connection) + 3_600_000_000))
+    assert claims.claim() is not None
+
+
+def test_demand_without_a_judge_can_be_read_by_servers_that_know_no_judges(
+    database: Database, add_adapter: AddAdapter
+) -> None:
+    adapter_id, aliases = add_adapter("acme"), AdapterAliases(database)
+    for judge in (None, "the-base"):
+        new = NewEval(name="tests.jsonl", sha256=SHA256, content=b"{}", num_cases=1, judge=judge)
+        eval_id = Evals(database).create(adapter_id, 1, new).id
+        passed = {"state": "done", "score_ppm": PPM}
+        with database.write() as connection:
+            connection.execute(update(schema.evals).where(schema.evals.c.id == eval_id).values(passed))
+        wanted = RequiredEval(SHA256, "tests.jsonl", PPM, judge)
+        alias = aliases.set(adapter_id, "judged" if judge else "plain", {1: 1}, required_eval=wanted)
+        assert aliases.get(adapter_id, alias.name).required_eval == wanted
+    stored = {"sha256": SHA256, "name": "tests.jsonl", "min_ppm": PPM}
+    with database.read() as connection:
+        demands = {row.name: row.required_eval for row in connection.execute(select(schema.adapter_aliases))}
+    assert demands == {"default": None, "plain": stored, "judged": {**stored, "judge": "the-base"}}
 
 
 def test_cancelled_eval_takes_no_answers(database: Database, add_adapter: AddAdapter) -> None:

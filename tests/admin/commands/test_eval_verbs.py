@@ -11,6 +11,7 @@ import pytest
 from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.evals import PPM, EvalAnswer
 from loramux.admin.client.client import AdminClient, AdminError
+from loramux.admin.commands.administration.aliases import _canary
 from tests.admin.admin_side import AdminSide
 from tests.admin.command_line import Run, printed_json
 from tests.admin.finished_evals import CONTENT, SHA256, add_finished_eval
@@ -91,27 +92,49 @@ def test_scores_are_shown_with_the_versions(loramux: Run, admin_side: AdminSide,
 
 
 def test_promotion_demands_an_eval(loramux: Run, admin_side: AdminSide, adapter_id: str, file: Path) -> None:
-    demand = ("--require-eval", file, "--min-score", 0.75, "--no-warm")
+    demand = ("--require-eval", file, "--min-score", 0.75, "--judge", "the-base", "--no-warm")
     refused = loramux("adapters", "promote", "acme/support@2", *demand)
     assert refused.exit_code == 1
     assert "version 2 has no finished eval of tests.jsonl, which the alias demands: run it first" in refused.stderr
-    add_finished_eval(admin_side.services.database, adapter_id, 2, passed=3)
+    add_finished_eval(admin_side.services.database, adapter_id, 2, passed=3, judge="the-base")
     moved = loramux("adapters", "promote", "acme/support@2", *demand, "--percent", 10, "--max-error-rate", 0.05)
     assert moved.exit_code == 0, moved.output
     [alias] = printed_json(loramux("aliases", "list", "acme/support", "--json"))["data"]
-    assert alias["require_eval"] == {"sha256": SHA256, "name": "tests.jsonl", "min_score": 0.75}
+    assert alias["require_eval"] == {"sha256": SHA256, "name": "tests.jsonl", "min_score": 0.75, "judge": "the-base"}
     assert alias["canary"]["versions"] == [2]
     shown = loramux("aliases", "list", "acme/support").stdout
-    assert "tests.jsonl 0.750" in shown
+    assert "tests.jsonl 0.750 judged by the-base" in shown
     assert "watching" in shown
+    aliases = admin_side.services.adapters.aliases
+    aliases.fail_canary(adapter_id, "default", alias["revision"], [2], "version 2: slow")
+    assert "rolled back: version 2: slow" in loramux("aliases", "list", "acme/support").stdout
     free = loramux("adapters", "promote", "acme/support@1", "--no-require-eval", "--no-warm", "--json")
     assert printed_json(free)["require_eval"] is None
     both = loramux("adapters", "promote", "acme/support@1", *demand, "--no-require-eval")
     assert both.exit_code == 2
 
 
+def test_demand_without_a_judge_names_none(
+    loramux: Run, admin_side: AdminSide, adapter_id: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server from before judges were part of a demand refuses the field."""
+    bodies: list[Any] = []
+    put = AdminClient.put
+
+    def keep(self: AdminClient, path: str, body: Any) -> Any:
+        bodies.append(body)
+        return put(self, path, body)
+
+    monkeypatch.setattr(AdminClient, "put", keep)
+    add_finished_eval(admin_side.services.database, adapter_id, 2, passed=4)
+    moved = loramux("adapters", "promote", "acme/support@2", "--require-eval", file, "--no-warm")
+    assert moved.exit_code == 0, moved.output
+    assert bodies[0]["require_eval"] == {"sha256": SHA256, "name": "tests.jsonl", "min_score": 1.0}
+
+
 @pytest.mark.parametrize(
-    ("option", "needed"), [("--min-score", "--require-eval"), ("--min-requests", "--max-error-rate")]
+    ("option", "needed"),
+    [("--min-score", "--require-eval"), ("--judge", "--require-eval"), ("--min-requests", "--max-error-rate")],
 )
 def test_a_bound_of_a_check_that_is_not_demanded_moves_nothing(
     loramux: Run, adapter_id: str, option: str, needed: str
@@ -198,3 +221,9 @@ def test_a_promotion_succeeds_if_its_evals_cannot_be_listed(
     assert moved.exit_code == 0
     assert "acme/support: default is now 2 (" in moved.stdout
     assert "the evals cannot be listed: the database does not answer" in moved.stderr
+
+
+def test_list_tells_that_a_failed_canary_keeps_its_version() -> None:
+    canary = {"versions": [2], "verdict": "version 2: slow; not rolled back"}
+    alias = {"targets": [{"version": 2, "weight": 100}], "canary": canary}
+    assert _canary(alias) == "failed: version 2: slow; not rolled back"

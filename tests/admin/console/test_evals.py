@@ -85,12 +85,12 @@ async def test_answers_are_side_by_side_and_escaped(tab: Tab) -> None:
 
 
 async def test_alias_shows_its_demand_and_its_canary(tab: Tab) -> None:
-    add_finished_eval(tab.side.services.database, tab.adapter_id, 2, passed=3)
+    add_finished_eval(tab.side.services.database, tab.adapter_id, 2, passed=3, judge="the-base")
     aliases = tab.side.services.adapters.aliases
-    demand = RequiredEval(SHA256, "tests.jsonl", 750_000)
+    demand = RequiredEval(SHA256, "tests.jsonl", 750_000, "the-base")
     path = f"{tab.here}/move?alias=default&version=1&weight_1=90&version=2&weight_2=10&max_error_percent=5"
     aliases.set(tab.adapter_id, "default", {1: 100}, required_eval=demand)
-    assert "demands 0.750 in tests.jsonl" in await tab.text()
+    assert "demands 0.750 in tests.jsonl, judged by the-base" in await tab.text()
     page = (await tab.browser.get(path)).text
     assert "more than 5 % of a version&#39;s requests fail" in page
     await tab.browser.confirm(path)
@@ -98,8 +98,8 @@ async def test_alias_shows_its_demand_and_its_canary(tab: Tab) -> None:
     assert moved.required_eval == demand
     assert moved.canary == CanaryRule(max_error_rate=0.05, versions=(2,))
     assert "watched" in await tab.text()
-    verdict = CanaryRule(max_error_rate=0.05, versions=(2,), verdict="version 2: 9 of 9 requests failed")
-    aliases.rollback(tab.adapter_id, "default", canary=verdict)
+    verdict = "version 2: 9 of 9 requests failed"
+    aliases.fail_canary(tab.adapter_id, "default", moved.revision, [2], verdict)
     shown = await tab.text()
     assert "rolled back" in shown
     assert "version 2: 9 of 9 requests failed" in shown

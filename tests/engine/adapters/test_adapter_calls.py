@@ -74,7 +74,7 @@ def test_unload_finishes_while_requests_keep_arriving(simulation: Simulation) ->
     assert simulation.tokens["running"] == simulation.expected(running)
     refused = [one for name, one in simulation.finished.items() if name.startswith("late")]
     assert len(refused) > 5
-    assert {(one.code, one.message) for one in refused} == {("adapter_unavailable", "the adapter is being unloaded")}
+    assert {(one.code, one.message) for one in refused} == {("adapter_unloaded", "the adapter is being unloaded")}
     use(simulation, "a")
     assert simulation.stager.num_requests == 2
 
@@ -88,13 +88,13 @@ def test_an_overdue_unload_frees_an_adapter_that_is_being_copied(simulation: Sim
     call = calls.unload("a", deadline_s=3.0)
     simulation.clock.now = 3.0
     simulation.step()
-    assert simulation.finished["s"].code == "adapter_unavailable"
+    assert simulation.finished["s"].code == "adapter_unloaded"
     simulation.add("late", digest="a")
     simulation.step()
     assert calls.outcome(call) is None
     simulation.let_loads_go()
     simulation.run(max_steps=20)
-    assert simulation.finished["late"].code == "adapter_unavailable"
+    assert simulation.finished["late"].code == "adapter_unloaded"
     assert calls.outcome(call) == "absent"
     assert stats_of(simulation).num_adapter_pages == 0
 
@@ -110,7 +110,7 @@ def test_overdue_unload_abandons_a_fetch_immediately(simulation: Simulation) -> 
     assert calls.outcome(call) is None, "a request still needs it"
     simulation.clock.now = 3.0
     simulation.step()
-    assert simulation.finished["s"].code == "adapter_unavailable"
+    assert simulation.finished["s"].code == "adapter_unloaded"
     assert calls.outcome(call) == "absent"
     assert simulation.adapters.find("a") is None
     late = simulation.add("late", digest="a")

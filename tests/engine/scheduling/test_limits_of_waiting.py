@@ -183,7 +183,7 @@ def test_unload_frees_the_adapter_at_its_deadline(simulation: Simulation, num_us
                         simulation.tokens[output.sequence_id].extend(output.token_ids)
     assert states == ["absent"]
     assert stats_of(simulation).num_adapter_pages == 0
-    assert {simulation.finished[f"s{i}"].code for i in range(num_users)} == {"adapter_unavailable"}
+    assert {simulation.finished[f"s{i}"].code for i in range(num_users)} == {"adapter_unloaded"}
     assert simulation.tokens["base"] == simulation.expected(base)
 
 

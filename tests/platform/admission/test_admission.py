@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as futures_wait
 from dataclasses import replace
@@ -14,9 +14,18 @@ from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, TenantInUse, Tenants
+from loramux.platform.admission import admission as admission_module
 from loramux.platform.admission.admission import Admission
-from loramux.platform.admission.records import Closing, Extension, RequestCheckpoint, ReservationRequest
+from loramux.platform.admission.records import (
+    Closing,
+    Extension,
+    Operation,
+    Outcome,
+    RequestCheckpoint,
+    ReservationRequest,
+)
 from loramux.platform.admission.reservation_rows import LEASE_US
+from loramux.platform.admission.transaction import AdmissionTransaction
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.counters import UNITS
@@ -544,3 +553,24 @@ def test_late_settlement_over_a_hard_limit_is_counted(
     admission.reserve(make_request(prompt=10, most=second))
     assert admission.settle(late, used(10, 50))
     assert noted == [1] * counted
+
+
+def test_request_that_cannot_be_recovered_holds_up_no_other(
+    clocked: Database, make_request: MakeRequest, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_module, "_RECOVER_AT_ONCE", 2)
+    admission = Admission(clocked)
+    made = sorted(admission.reserve(make_request()).request_id for _ in range(6))
+    bad = {made[0], made[1], made[4]}
+    apply = AdmissionTransaction.apply
+
+    def fail(self: AdmissionTransaction, operations: Sequence[Operation]) -> list[Outcome]:
+        if any(one.request_id in bad for one in operations):
+            raise KeyError("Mars/Olympus")
+        return apply(self, operations)
+
+    monkeypatch.setattr(AdmissionTransaction, "apply", fail)
+    clock.advance((LEASE_US + 1) / 1_000_000)
+    assert [admission.recover_expired() for _ in range(4)] == [0, 2, 1, 0]
+    bad.clear()
+    assert sum(admission.recover_expired() for _ in range(3)) == 3

@@ -8,20 +8,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from sqlalchemy.exc import IntegrityError, OperationalError
+from structlog.testing import capture_logs
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
+from loramux.platform import periods
 from loramux.platform.accounts.tenants import Tenant
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.group_commit import MAX_OPERATIONS, CommitterClosed, GroupCommit
 from loramux.platform.admission.records import Closing, Operation, Outcome, Reservation, ReservationRequest
+from loramux.platform.events.budget_events import BudgetEvents
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.counters import UNITS
 from loramux.platform.quotas.decisions import QuotaExceeded
-from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.quotas.policies import PLATFORM, QuotaPolicies
 
 MakeRequest = Callable[..., ReservationRequest]
 pytestmark = pytest.mark.anyio
@@ -39,6 +42,8 @@ class CountedAdmission(Admission):
         super().__init__(database)
         self.sizes: list[int] = []
         self.trouble: Exception | None = None
+        self.mistaken: set[str] = set()
+        """IDs of requests that make a transaction fail by a mistake of ours."""
         self._may_go_on = threading.Event()
         self._may_go_on.set()
 
@@ -55,6 +60,8 @@ class CountedAdmission(Admission):
         self.sizes.append(len(operations))
         if self.trouble is not None:
             raise self.trouble
+        if any(getattr(operation, "request_id", None) in self.mistaken for operation in operations):
+            raise KeyError("a mistake of ours")
         return super().commit(operations)
 
 
@@ -149,6 +156,38 @@ async def test_rejected_statement_affects_only_its_own_operation(
     assert [type(outcome) for outcome in outcomes] == [Reservation, IntegrityError, IntegrityError, Reservation]
     with clocked.read() as connection:
         assert connection.execute(select(func.count()).select_from(schema.reservations)).scalar() == 3
+
+
+async def test_mistake_of_ours_affects_only_its_own_operation(
+    committer: GroupCommit, admission: CountedAdmission, make_request: MakeRequest
+) -> None:
+    requests = [make_request() for _ in range(4)]
+    admission.mistaken = {requests[2].request_id}
+    outcomes = await gathered(committer, admission, requests)
+    assert [type(outcome) for outcome in outcomes] == [Reservation, Reservation, KeyError, Reservation]
+
+
+async def test_deleted_tenant_is_refused_while_a_daily_limit_applies(
+    committer: GroupCommit, admission: CountedAdmission, clocked: Database, make_request: MakeRequest
+) -> None:
+    """The timezone of its days is gone with its row."""
+    QuotaPolicies(clocked).set(PLATFORM, "tokens_per_day", 1000)
+    stranger = replace(make_request(), tenant_id=new_id("ten"))
+    outcomes = await gathered(committer, admission, [make_request(), stranger, make_request()])
+    assert [type(outcome) for outcome in outcomes] == [Reservation, IntegrityError, Reservation]
+
+
+async def test_timezone_that_this_host_does_not_know_refuses_nobody(
+    committer: GroupCommit, clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
+    QuotaPolicies(clocked).set(PLATFORM, "tokens_per_day", 1000)
+    with clocked.write() as connection:
+        connection.execute(update(schema.tenants).where(schema.tenants.c.id == acme.id).values(timezone="Mars/Olympus"))
+    periods._zone.cache_clear()
+    with capture_logs() as logs:
+        assert isinstance(await committer.submit(make_request()), Reservation)
+    assert [log["timezone"] for log in logs] == ["Mars/Olympus"]
+    BudgetEvents(clocked, 80).check()
 
 
 async def test_database_outage_fails_only_waiting_operations(

@@ -1,24 +1,34 @@
 from __future__ import annotations
 
-import pytest
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from loramux.adapter_store.registry.aliases import AdapterAliases
-from loramux.adapter_store.registry.records import Alias, CanaryRule
+import pytest
+from sqlalchemy import Connection, select, update
+from structlog.testing import capture_logs
+
+from loramux.adapter_store.registry import aliases
+from loramux.adapter_store.registry.aliases import NOT_ROLLED_BACK, AdapterAliases
+from loramux.adapter_store.registry.records import Alias, CanaryRule, WatchedAlias
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.sharing import AdapterGrants
+from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
+from loramux.migrations.schema import adapter_aliases, events
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
+from loramux.platform.evals import canaries as canaries_module
 from loramux.platform.evals.canaries import Canaries, judge
 from loramux.platform.ledger.outcomes import Outcomes
-from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.ledger.settlement import MODEL_FAILED, Settlement
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.platform.clocked_databases import FakeClock
 from tests.platform.ready_adapters import add_ready_adapter, digest_of
 
 RULE = CanaryRule(max_error_rate=0.1, max_first_token_s=2.0, min_requests=10)
+TENTH = {1: 90, 2: 10}
 
 
 class Watched:
@@ -27,16 +37,16 @@ class Watched:
     def __init__(self, database: Database, clock: FakeClock, acme: Tenant) -> None:
         self.database, self._clock = database, clock
         self.metrics = GatewayMetrics()
-        digests = [digest_of(name) for name in ("one", "two")]
+        digests = [digest_of(name) for name in ("one", "two", "three")]
         self.adapter_id = add_ready_adapter(database, acme.id, "support", digests)
         self.aliases = AdapterAliases(database)
         self.aliases.set(self.adapter_id, "default", {1: 100})
         self._admission = Admission(database)
         self._num_requests = 0
 
-    def move(self, rule: CanaryRule | None = RULE) -> Alias:
+    def move(self, rule: CanaryRule | None = RULE, shares: Mapping[int, int] = TENTH) -> Alias:
         self._clock.advance(1)
-        return self.aliases.set(self.adapter_id, "default", {1: 90, 2: 10}, canary=rule)
+        return self.aliases.set(self.adapter_id, "default", shares, canary=rule)
 
     def serve(self, tenant: Tenant, count: int, status: str = "completed", wait_s: float = 0.5, **fields: str) -> None:
         key_id = ApiKeys(self.database).create(tenant.id, "test").key.id
@@ -65,6 +75,11 @@ class Watched:
         Canaries(self.database, registry, self.aliases, self.metrics.evals).check()
         return self.aliases.get(self.adapter_id, "default")
 
+    def failures(self) -> list[Any]:
+        """The data of the events of failed canaries."""
+        with self.database.read() as connection:
+            return list(connection.scalars(select(events.c.data).where(events.c.type == "canary.failed")))
+
     @property
     def num_rollbacks(self) -> float:
         return self.metrics.registry.get_sample_value("loramux_canary_rollbacks_total") or 0.0
@@ -80,13 +95,13 @@ def shares(alias: Alias) -> dict[int, int]:
 
 
 def test_failing_version_is_taken_back(watched: Watched, acme: Tenant) -> None:
-    watched.serve(acme, 5, "failed")
+    watched.serve(acme, 5, MODEL_FAILED)
     watched.move()
     assert shares(watched.check()) == {1: 90, 2: 10}, "earlier requests do not count"
     watched.serve(acme, 3)
-    watched.serve(acme, 1, "failed")
+    watched.serve(acme, 1, MODEL_FAILED)
     assert shares(watched.check()) == {1: 90, 2: 10}, "one failure in the first ten is allowed"
-    watched.serve(acme, 1, "failed")
+    watched.serve(acme, 1, MODEL_FAILED)
     alias = watched.check()
     assert shares(alias) == {1: 100}
     assert alias.canary is not None
@@ -112,9 +127,9 @@ def test_good_version_and_other_requests_stay(watched: Watched, acme: Tenant) ->
     watched.move()
     watched.serve(acme, 20)
     watched.serve(acme, 5, "aborted")
-    watched.serve(acme, 20, "failed", model="acme/support@1")
-    watched.serve(acme, 20, "failed", endpoint="evals")
-    watched.serve(Tenants(watched.database).create("other"), 20, "failed")
+    watched.serve(acme, 20, MODEL_FAILED, model="acme/support@1")
+    watched.serve(acme, 20, MODEL_FAILED, endpoint="evals")
+    watched.serve(Tenants(watched.database).create("other"), 20, MODEL_FAILED)
     alias = watched.check()
     assert (shares(alias), alias.canary and alias.canary.verdict) == ({1: 90, 2: 10}, None)
     assert watched.num_rollbacks == 0
@@ -126,13 +141,13 @@ def test_requests_of_tenants_with_a_grant_count(watched: Watched, acme: Tenant) 
     assert adapter is not None
     AdapterGrants(watched.database).add(adapter, other.id)
     watched.move()
-    watched.serve(other, 2, "failed")
+    watched.serve(other, 2, MODEL_FAILED)
     assert shares(watched.check()) == {1: 100}
 
 
 def test_move_ends_the_watch(watched: Watched, acme: Tenant) -> None:
     watched.move()
-    watched.serve(acme, 9, "failed")
+    watched.serve(acme, 9, MODEL_FAILED)
     watched.move(None)
     assert shares(watched.check()) == {1: 90, 2: 10}
 
@@ -140,12 +155,163 @@ def test_move_ends_the_watch(watched: Watched, acme: Tenant) -> None:
 def test_alias_that_has_moved_is_left_alone(watched: Watched, acme: Tenant) -> None:
     """Another server judged an older revision."""
     watched.move()
-    watched.serve(acme, 9, "failed")
+    watched.serve(acme, 9, MODEL_FAILED)
     canaries = Canaries(watched.database, AdapterRegistry(watched.database), watched.aliases, watched.metrics.evals)
-    [seen] = watched.aliases.watched()
+    [seen], _ = watched.aliases.watched()
     watched.move(None)
-    canaries._roll_back(seen, "late")
+    canaries._roll_back(seen, [2], "late")
     assert shares(watched.check()) == {1: 90, 2: 10}
+
+
+def test_failures_of_another_cause_do_not_count(watched: Watched, acme: Tenant) -> None:
+    """Overload, stopped engines and wrong requests."""
+    watched.move()
+    watched.serve(acme, 50, "failed")
+    watched.serve(acme, 3)
+    assert shares(watched.check()) == {1: 90, 2: 10}
+    watched.serve(acme, 2, MODEL_FAILED)
+    alias = watched.check()
+    assert (shares(alias), alias.canary and alias.canary.verdict) == ({1: 100}, "version 2: 2 of 5 requests failed")
+
+
+def test_ramp_returns_to_a_revision_without_the_failing_version(watched: Watched, acme: Tenant) -> None:
+    watched.move()
+    watched.move(shares={1: 50, 2: 50})
+    watched.serve(acme, 9, MODEL_FAILED)
+    assert shares(watched.check()) == {1: 100}
+
+
+def test_only_the_version_that_failed_is_taken_back(watched: Watched, acme: Tenant) -> None:
+    watched.move(None, {1: 30, 2: 70})
+    moved = watched.move(shares={2: 80, 3: 20})
+    assert moved.canary is not None
+    assert moved.canary.versions == (2, 3)
+    watched.serve(acme, 9)
+    watched.serve(acme, 9, MODEL_FAILED, model="acme/support@3")
+    alias = watched.check()
+    assert shares(alias) == {1: 30, 2: 70}
+    assert alias.canary is not None
+    assert alias.canary.verdict == "version 3: 9 of 9 requests failed"
+
+
+def test_every_version_that_failed_is_taken_back(watched: Watched, acme: Tenant) -> None:
+    watched.move(None, {1: 30, 2: 70})
+    watched.move(shares={2: 80, 3: 20})
+    watched.serve(acme, 9, MODEL_FAILED)
+    watched.serve(acme, 9, MODEL_FAILED, model="acme/support@3")
+    alias = watched.check()
+    assert shares(alias) == {1: 100}
+    assert alias.canary is not None
+    assert alias.canary.verdict == "version 2: 9 of 9 requests failed; version 3: 9 of 9 requests failed"
+
+
+def test_revisions_that_can_no_longer_be_served_are_passed_over(watched: Watched, acme: Tenant) -> None:
+    states = VersionStates(watched.database, AdapterRegistry(watched.database))
+    watched.aliases.set(watched.adapter_id, "default", {3: 100})
+    watched.move(shares={2: 100})
+    states.archive(watched.adapter_id, 3)
+    watched.serve(acme, 9, MODEL_FAILED)
+    assert shares(watched.check()) == {1: 100}
+
+
+def test_verdict_tells_that_there_is_nothing_to_return_to(watched: Watched, acme: Tenant) -> None:
+    states = VersionStates(watched.database, AdapterRegistry(watched.database))
+    moved = watched.move(shares={2: 100})
+    for number in (1, 3):
+        states.archive(watched.adapter_id, number)
+    watched.serve(acme, 9, MODEL_FAILED)
+    alias = watched.check()
+    assert (shares(alias), alias.revision) == ({2: 100}, moved.revision)
+    assert alias.canary is not None
+    assert alias.canary.verdict == f"version 2: 9 of 9 requests failed; {NOT_ROLLED_BACK}"
+    assert watched.check() == alias, "the verdict ends the watch"
+    assert watched.num_rollbacks == 0
+    [failed] = watched.failures()
+    assert failed == {
+        "alias": "default",
+        "revision": moved.revision,
+        "verdict": alias.canary.verdict,
+        "rolled_back": False,
+    }
+
+
+def test_all_canaries_are_watched_except_those_with_a_verdict(
+    watched: Watched, acme: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aliases, "WATCHED_AT_ONCE", 2)
+    names = [f"alias-{number}" for number in range(5)]
+    for name in ("plain", *names):
+        watched.aliases.set(watched.adapter_id, name, {1: 100})
+    for name in names:
+        alias = watched.aliases.set(watched.adapter_id, name, {2: 100}, canary=RULE)
+        if name in names[:2]:
+            watched.aliases.fail_canary(watched.adapter_id, name, alias.revision, [2], "version 2: slow")
+    first, after = watched.aliases.watched()
+    rest, end = watched.aliases.watched(after)
+    assert [one.alias.name for one in (*first, *rest)] == names[2:]
+    assert (len(first), end) == (2, aliases.FIRST)
+
+
+def test_a_call_looks_at_a_bounded_number_of_canaries_and_the_next_goes_on(
+    watched: Watched, acme: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aliases, "WATCHED_AT_ONCE", 1)
+    monkeypatch.setattr(canaries_module, "MAX_PAGES", 2)
+    names = ["a", "b", "c"]
+    for name in names:
+        watched.aliases.set(watched.adapter_id, name, {1: 100})
+        watched.aliases.set(watched.adapter_id, name, {2: 100}, canary=RULE)
+    looked_at: list[str] = []
+    monkeypatch.setattr(Canaries, "_check_one", lambda self, one: looked_at.append(one.alias.name))
+    canaries = Canaries(watched.database, AdapterRegistry(watched.database), watched.aliases, watched.metrics.evals)
+    for _ in range(3):
+        canaries.check()
+    assert looked_at == ["a", "b", "c", "a", "b"], "the second call has found the end"
+
+
+def test_canary_that_cannot_be_read_or_judged_holds_up_no_other(
+    watched: Watched, acme: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        watched.aliases.set(watched.adapter_id, name, {1: 100})
+        watched.aliases.set(watched.adapter_id, name, {2: 100}, canary=RULE)
+    table = adapter_aliases.c
+    with watched.database.write() as connection:
+        change = update(adapter_aliases).where(table.name == "a")
+        connection.execute(change.values(canary={"versions": [2], "verdict": None, "of_a_newer_server": 1}))
+    verdicts = Canaries._verdicts
+
+    def fail(self: Canaries, one: WatchedAlias) -> dict[int, str]:
+        if one.alias.name == "b":
+            raise KeyError("a mistake of ours")
+        return verdicts(self, one)
+
+    monkeypatch.setattr(Canaries, "_verdicts", fail)
+    watched.move()
+    watched.serve(acme, 9, MODEL_FAILED)
+    with capture_logs() as logs:
+        assert shares(watched.check()) == {1: 100}
+    assert [(log["log_level"], log["alias"]) for log in logs] == [
+        ("error", "a"),
+        ("error", "b"),
+        ("warning", "default"),
+    ]
+
+
+def test_alias_that_is_removed_meanwhile_is_not_watched(
+    watched: Watched, acme: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On PostgreSQL, each statement sees what other servers have committed since the one before."""
+    watched.move()
+    read = aliases._read
+
+    def read_late(connection: Connection, adapter_ids: Sequence[str], name: str | None = None) -> Any:
+        return [] if name == "removed" else read(connection, adapter_ids, name)
+
+    watched.aliases.set(watched.adapter_id, "removed", {1: 100})
+    watched.aliases.set(watched.adapter_id, "removed", {2: 100}, canary=RULE)
+    monkeypatch.setattr(aliases, "_read", read_late)
+    assert [one.alias.name for one in watched.aliases.watched()[0]] == ["default"]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
 from loramux.migrations import schema
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.records import Operation, Outcome
 from loramux.platform.generation import generation, plan
+from loramux.platform.generation.maintenance import Maintenance
 from loramux.platform.quotas.counters import UNITS
 from loramux.platform.requests import planning
 from tests.platform.scripted_engine import Script
@@ -100,3 +105,31 @@ async def test_unlimited_answer_ends_with_the_context(gateway: Any) -> None:
     most = gateway.services.max_model_len - len(gateway.engine.adds[0].prompt)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (most, "length")
     assert gateway.engine.extensions[-1].max_tokens == most
+
+
+async def test_mistake_of_ours_refuses_an_extension(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Admission, operations: Sequence[Operation]) -> list[Outcome]:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(Admission, "commit", fail)
+    assert await gateway.services.run.requests._extend("req_1", CHUNK) is False
+
+
+async def test_mistake_in_one_step_of_the_upkeep_ends_no_other(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, has_swept = asyncio.get_running_loop(), asyncio.Event()
+
+    def fail(self: Admission) -> int:
+        raise KeyError("a mistake of ours")
+
+    def sweep(self: Admission) -> int:
+        loop.call_soon_threadsafe(has_swept.set)
+        return 0
+
+    monkeypatch.setattr(Maintenance, "_may_recover", lambda self: True)
+    monkeypatch.setattr(Admission, "recover_expired", fail)
+    monkeypatch.setattr(Admission, "roll_up", fail)
+    monkeypatch.setattr(Admission, "sweep_counters", sweep)
+    keeping = asyncio.create_task(gateway.services.run.maintenance._keep_leases())
+    async with asyncio.timeout(10):
+        await has_swept.wait()
+    keeping.cancel()

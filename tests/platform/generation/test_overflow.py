@@ -112,7 +112,7 @@ async def test_overflow_answers_for_an_adapter_that_cannot_be_loaded(gateway: Ga
     assert response.json()["service_tier"] == "default", "the tier is not overloaded"
     await nothing_reserved(gateway)
     failed, answered = gateway.usage()
-    assert (failed.model, failed.status, failed.completion_tokens) == ("acme/support@1", "failed", 0)
+    assert (failed.model, failed.status, failed.completion_tokens) == ("acme/support@1", "model_failed", 0)
     assert (answered.model, answered.status) == ("acme/small@1", "completed")
     assert answered.request_id == response.headers["x-request-id"] != failed.request_id
 

@@ -235,6 +235,7 @@ async def test_the_client_raises_for_an_error_inside_a_stream(gateway: Any) -> N
     ("code", "status", "shown"),
     [
         ("adapter_unavailable", 503, "adapter_unavailable"),
+        ("adapter_unloaded", 503, "adapter_unavailable"),
         ("overloaded", 503, "overloaded"),
         ("prompt_too_long", 400, "context_length_exceeded"),
         ("request_too_large", 400, "request_too_large"),
@@ -249,6 +250,28 @@ async def test_engine_errors_map_to_http_statuses(gateway: Any, code: str, statu
     assert ("retry-after" in response.headers) == (status == 503)
 
 
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("adapter_unavailable", "model_failed"),
+        ("adapter_quarantined", "model_failed"),
+        ("not_finite", "model_failed"),
+        ("something_new", "model_failed"),
+        ("adapter_unloaded", "failed"),
+        ("no_token_allowed", "failed"),
+        ("grammar_failed", "failed"),
+        ("request_excluded", "failed"),
+        ("deadline_exceeded", "failed"),
+        ("overloaded", "failed"),
+        ("replica_draining", "failed"),
+    ],
+)
+async def test_ledger_tells_faults_of_the_model_from_others(gateway: Any, code: str, status: str) -> None:
+    gateway.engine.script = lambda add: Script(token_ids=(300,), error=code)
+    await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
+    assert (await settled(gateway)).status == status
+
+
 async def test_failed_choice_ends_the_other_choices(gateway: Any) -> None:
     def script(add: Any) -> Script:
         return Script(token_ids=(300,), error="not_finite") if add.sequence_id.endswith("-1") else stalling(2)(add)
@@ -257,7 +280,7 @@ async def test_failed_choice_ends_the_other_choices(gateway: Any) -> None:
     response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a", "n": 2})
     assert response.status_code == 500
     event = await settled(gateway)
-    assert event.status == "failed"
+    assert event.status == "model_failed"
     assert 2 <= event.completion_tokens <= 3
 
 

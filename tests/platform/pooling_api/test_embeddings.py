@@ -279,7 +279,7 @@ async def test_an_engine_that_fails_bills_nothing(gateway: Gateway) -> None:
     response = await gateway.http.post("/v1/embeddings", json={"model": "base", "input": "Yes"})
     assert (response.status_code, response.json()["error"]["code"]) == (500, "not_finite")
     [event] = gateway.usage()
-    assert (event.status, event.prompt_tokens, event.completion_tokens) == ("failed", 0, 0)
+    assert (event.status, event.prompt_tokens, event.completion_tokens) == ("model_failed", 0, 0)
 
 
 def test_rounding_to_float32_keeps_unit_length() -> None:

@@ -112,6 +112,9 @@ def test_refusal_hides_the_owners_policy_from_a_grantee(two: Two, metric: str) -
         assert ("7" in caught.value.message) is is_told
         assert caught.value.headers.get(POLICY_HEADER) == (policy_id if is_told else None)
         assert metric in caught.value.message
+        # Only the first two metrics have headers.
+        shown = {name: value for name, value in caught.value.headers.items() if name.startswith("x-ratelimit-limit")}
+        assert set(shown.values()) == ({"7"} if is_told and metric in METRICS[:2] else set())
 
 
 def test_refusal_of_a_too_large_request_hides_the_owners_limit(two: Two) -> None:
@@ -136,6 +139,9 @@ async def test_headers_show_a_grantee_its_own_remaining_quota(gateway: Any) -> N
         body = {"model": "other/secret", "prompt": "a", "max_tokens": 1}
         response = await gateway.http.post("/v1/completions", json=body, headers=headers)
         assert response.status_code == 200, response.text
+        is_owner = bool(headers)
+        assert ("x-ratelimit-limit-requests" in response.headers) is is_owner
+        assert ("x-ratelimit-reset-requests" in response.headers) is is_owner
         return str(response.headers["x-ratelimit-remaining-requests"])
 
     assert [await rest(**owner) for _ in range(3)] == ["4", "3", "2"]

@@ -75,6 +75,7 @@ def test_an_upload_counts_once_on_its_way_to_a_version(shelf: Shelf) -> None:
     version = shelf.intake.add_version(upload.adapter_id, upload.id).version
     assert claims.claim_version(version.id) is not None
     claims.accept(version, Verdict("a" * 64, 8, 3, 700, {}))
+    assert shelf.standing == (999, 0, 1, 0), "its blobs are being stored"
     claims.publish(version)
     assert shelf.standing == (700, 0, 300, 0)
 
@@ -87,6 +88,7 @@ def test_optional_files_of_a_version_count(shelf: Shelf) -> None:
     assert claims.claim_version(version.id) is not None
     files = FurtherFiles({TEMPLATE_FILE: b"x" * 40, GENERATION_FILE: b"{}"})
     claims.accept(version, Verdict("a" * 64, 8, 3, 700, {}, files))
+    assert shelf.standing == (999, 0, 1, 0), "its blobs are being stored"
     claims.publish(version)
     assert shelf.standing == (742, 0, 258, 0)
 

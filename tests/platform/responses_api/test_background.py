@@ -293,7 +293,7 @@ async def test_failed_engine_fails_the_response(storing: Gateway) -> None:
     assert (found["status"], found["error"]["code"]) == ("failed", "server_error")
     assert found["output"][0]["content"][0]["text"] == "one two"
     [event] = await settled(storing)
-    assert event.status == "failed"
+    assert event.status == "model_failed"
 
 
 def expire_lease(gateway: Gateway, response_id: str) -> None:

@@ -223,7 +223,8 @@ async def test_only_the_tenants_developers_start_evals(stand: Stand) -> None:
 
 
 async def test_alias_demands_an_eval(stand: Stand) -> None:
-    database, demand = stand.side.services.database, {"sha256": SHA256, "name": "tests.jsonl", "min_score": 0.75}
+    database = stand.side.services.database
+    demand = {"sha256": SHA256, "name": "tests.jsonl", "min_score": 0.75, "judge": None}
     refused = await stand.move({2: 100}, require_eval=demand)
     assert code_of(refused) == (409, "eval_not_passed")
     assert refused.json()["error"]["param"] == "require_eval"
@@ -280,6 +281,42 @@ async def test_developer_cannot_share_the_bases_cache_behind_a_demand(stand: Sta
     assert (await move(share_base_cache=16)).json()["share_base_cache"] == 16
     assert code_of(await move(developer, share_base_cache=None)) == (403, "insufficient_scope")
     assert (await move(developer)).json()["share_base_cache"] == 16
+
+
+async def test_eval_by_another_judge_does_not_pass(stand: Stand) -> None:
+    """A developer can push an adapter that always says yes, and let it judge."""
+    database, developer = stand.side.services.database, stand.key("acme", "tenant:develop")
+    demand = {"sha256": SHA256, "name": "tests.jsonl", "min_score": 0.75, "judge": "the-base"}
+    weaker = {"version": 2, "warm": False, "require_eval": {**demand, "judge": "acme/support@3"}}
+    add_finished_eval(database, stand.adapter_id, 1, passed=4, judge="the-base")
+    assert (await stand.move({1: 100}, "stable", require_eval=demand)).json()["require_eval"] == demand
+    for judge in ("acme/support@3", None):
+        add_finished_eval(database, stand.adapter_id, 2, passed=4, judge=judge)
+        refused = await stand.move({2: 100}, "stable")
+        assert code_of(refused) == (409, "eval_not_passed")
+        message = f"with the judge {judge or 'none'}, and the alias demands the-base"
+        assert message in refused.json()["error"]["message"]
+    refused = await stand.http.put(f"{stand.path}/aliases/stable", json=weaker, headers=developer)
+    assert code_of(refused) == (403, "insufficient_scope")
+    add_finished_eval(database, stand.adapter_id, 2, passed=3, judge="the-base")
+    assert (await stand.move({2: 100}, "stable")).status_code == 200
+
+
+async def test_developer_cannot_send_requests_past_a_demand_to_an_overflow(stand: Stand) -> None:
+    developer = stand.key("acme", "tenant:develop")
+    demand = {"sha256": SHA256, "name": "tests.jsonl", "min_score": 0.5}
+    add_finished_eval(stand.side.services.database, stand.adapter_id, 2, passed=2)
+
+    async def move(headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        body = {"version": 2, "warm": False, **fields}
+        return await stand.http.put(f"{stand.path}/aliases/stable", json=body, headers=headers or {})
+
+    assert (await move(developer, overflow="support@3")).json()["overflow"] == "acme/support@3"
+    assert (await move(require_eval=demand)).status_code == 200
+    for other in ("support@1", None):
+        assert code_of(await move(developer, overflow=other)) == (403, "insufficient_scope")
+    assert (await move(developer, overflow="support@3")).status_code == 200
+    assert (await move(overflow=None)).json()["overflow"] is None
 
 
 @pytest.mark.parametrize(
