@@ -41,7 +41,16 @@ func main() {
 			return value, nil
 		},
 		"toYaml": func(value any) (string, error) {
-			text, err := yaml.Marshal(value)
+			// As in Helm, by way of JSON, so that a large whole number has no exponent.
+			document, err := json.Marshal(value)
+			if err != nil {
+				return "", err
+			}
+			var plain any
+			if err := yaml.Unmarshal(document, &plain); err != nil {
+				return "", err
+			}
+			text, err := yaml.Marshal(plain)
 			return strings.TrimSuffix(string(text), "\n"), err
 		},
 	})
