@@ -85,12 +85,18 @@ def test_an_adapter_is_uploaded(tab: Tab, adapter_files: Callable[[str], list[st
     assert "passed" in page.inner_text("main")
 
 
-def test_wrong_files_are_refused_before_anything_is_sent(tab: Tab, demo: Demo, tmp_path: Path) -> None:
+def test_wrong_files_are_refused_before_anything_is_sent(
+    tab: Tab, demo: Demo, adapter_files: Callable[[str], list[str]], tmp_path: Path
+) -> None:
     (tmp_path / "weights.bin").write_bytes(b"no adapter")
     page = tab.open(f"/adapters/{demo.adapter_ids['parcels']}")
     page.set_input_files("input[type=file]", str(tmp_path / "weights.bin"))
     page.click("form[data-upload] button")
     assert "adapter_config.json" in page.inner_text("[data-progress]")
+    (tmp_path / "modules.json").write_text("[]")
+    page.set_input_files("input[type=file]", [*adapter_files("formal"), str(tmp_path / "modules.json")])
+    page.click("form[data-upload] button")
+    assert "Versions do not contain modules.json" in page.inner_text("[data-progress]")
 
 
 def test_alias_moves_by_weight_and_rolls_back(tab: Tab, demo: Demo, adapter_files: Callable[[str], list[str]]) -> None:
