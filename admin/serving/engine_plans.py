@@ -9,8 +9,9 @@ import msgspec
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.settings import Settings
 from loramux.engine.device.cuda_driver import count_gpus
+from loramux.engine.device.machine_limits import free_memory
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.pages.pool_size import free_memory, in_gib
+from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.protocol.errors import EngineError
 
 
