@@ -138,11 +138,14 @@ async def rotate_key(
 ) -> KeyWithSecret:
     """Give a key a new secret, which appears only in this response. The old secret stays valid for `grace_s` seconds.
 
-    Any older secret still in its grace period becomes invalid immediately. No body is needed.
+    Any older secret still in its grace period becomes invalid immediately. No body is needed. If the answer to a
+    rotation was lost, rotate again with `keep_previous`: this replaces the lost secret, and the secret before it keeps
+    its grace period. Refused with `no_previous_secret` if there is none.
     """
     key = await _find(services, caller, key_id)
     body = await read_optional_json(request, Rotation)
-    rotated = await services.call(services.accounts.api_keys.rotate, key.id, body.grace_s * 1_000_000)
+    rotate = services.accounts.api_keys.rotate
+    rotated = await services.call(rotate, key.id, body.grace_s * 1_000_000, body.keep_previous)
     if rotated is None:
         raise _unknown()
     return _with_secret(response, rotated, await _names(services, caller, [rotated.key]))
