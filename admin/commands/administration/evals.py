@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,6 +74,7 @@ def evaluate(
         if no_wait:
             tell(found, f"{found['id']} is queued: loramux evals show {found['id']}", as_json)
             return
+        print(f"loramux: {found['id']} is queued: loramux evals show|cancel {found['id']}", file=sys.stderr)
         found = _followed(client, found, as_json)
         _print(client, found, as_json)
     score = found["score"]
@@ -132,6 +134,8 @@ def shown_score(score: float | None) -> str | None:
 
 def _followed(client: AdminClient, found: Document, as_json: bool) -> Document:
     """Poll an eval until it ends."""
+    from loramux.admin.client.retries import retry_read
+
     path = client.path("evals", found["id"])
     num_sides = 1 if found["compare"] is None and found["share_base_cache"] is None else 2
     num_answers = found["num_cases"] * num_sides
@@ -139,7 +143,7 @@ def _followed(client: AdminClient, found: Document, as_json: bool) -> Document:
         with counted_progress(num_answers, "answers", as_json) as advance:
             while found["state"] in ("queued", "running"):
                 time.sleep(POLL_S)
-                found = client.get(path)
+                found = retry_read(partial(client.get, path))
                 advance(found["num_answers"])
     except KeyboardInterrupt:
         print(f"loramux: the eval goes on: loramux evals show|cancel {found['id']}", file=sys.stderr)
