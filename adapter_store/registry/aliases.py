@@ -111,10 +111,11 @@ class AdapterAliases:
         """Point an alias at ready versions. `weights` maps version numbers to relative shares of the requests.
 
         If the alias demands an eval, every version whose share grows must have passed it. A `canary` watches these
-        versions. `overflow` is the model that answers requests to the alias which would be refused, and
-        `share_base_cache` the number of each prompt's last tokens that the adapter computes (see `Alias`). Raises
-        InvalidName, InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, EvalNotPassed, or AliasChanged if
-        the alias is no longer at `expected_revision` (0 means that it must not exist yet).
+        versions or, if there are none, those that the alias's running canary watches. `overflow` is the model that
+        answers requests to the alias which would be refused, and `share_base_cache` the number of each prompt's last
+        tokens that the adapter computes (see `Alias`). Raises InvalidName, InvalidAlias, AdapterNotFound,
+        VersionNotFound, VersionNotReady, EvalNotPassed, or AliasChanged if the alias is no longer at
+        `expected_revision` (0 means that it must not exist yet).
         """
         check_slug(name, "name")
         if not 0 < len(weights) <= MAX_TARGETS:
@@ -184,10 +185,14 @@ class AdapterAliases:
             for target in grown:
                 check_passed(connection, target, required_eval)
         if canary is not None:
-            if present is None or not grown:
+            watched = [target.number for target in grown]
+            if not watched and present is not None and present.canary is not None and present.canary.verdict is None:
+                # Only the bounds of a running canary change.
+                watched = [number for number in present.canary.versions if number in weights]
+            if present is None or not watched:
                 message = "a canary needs a version that gets more requests, and an earlier revision to return to"
                 raise InvalidAlias("invalid_canary", message, "canary")
-            canary = replace(canary, versions=tuple(target.number for target in grown))
+            canary = replace(canary, versions=tuple(watched))
         now_us = self._database.now_us(connection)
         settings = AliasSettings(required_eval, canary, overflow, share_base_cache)
         return change_alias(connection, adapter_id, name, targets, actor, "set", now_us, settings)

@@ -19,6 +19,7 @@ from loramux.platform.errors import InvalidRequest
 
 MAX_CHOSEN = 100
 """Number of versions, newest first, that the alias form considers. It offers the ready ones as targets."""
+CANARY_FIELDS = ("max_error_percent", "max_first_token_s", "min_requests")
 
 
 async def move(visit: Visit) -> Response:
@@ -31,8 +32,9 @@ async def move(visit: Visit) -> Response:
         visit.rest.get(f"/adapters/{adapter_id}/aliases"),
     )
     alias = next((one for one in aliases["data"] if one["name"] == name), None)
-    problem = None
+    problem, bounds = None, _canary_fields(_running_canary(alias))
     if asked.all("version"):
+        bounds = {name: asked.text(name) for name in CANARY_FIELDS}
         try:
             return await _ask(visit, adapter, alias, name, _targets(asked), _canary(asked), _options(asked))
         except InvalidRequest as error:
@@ -44,6 +46,7 @@ async def move(visit: Visit) -> Response:
         name=name,
         ready=[version for version in versions["data"] if version["state"] == "ready"],
         weights={} if alias is None else {target["version"]: target["weight"] for target in alias["targets"]},
+        bounds=bounds,
         problem=problem,
     )
 
@@ -156,7 +159,10 @@ async def _ask(
         raise InvalidRequest("enter a name for the alias")
     present = {} if alias is None else alias
     changed = {option: value for option, value in options.items() if value != present.get(option)}
-    if alias is not None and _shares(alias["targets"]) == _shares(targets) and not changed:
+    watched = _running_canary(alias)
+    is_same = alias is not None and _shares(alias["targets"]) == _shares(targets)
+    # Without a running canary, bounds need a version that gets more requests.
+    if is_same and not changed and (not watched or canary == watched):
         raise InvalidRequest(f"{name} already points there")
     path, called = f"/adapters/{adapter['id']}", adapter["model"] + ("" if name == "default" else f":{name}")
     grants, used = await asyncio.gather(
@@ -189,7 +195,7 @@ async def _ask(
         },
         facts=[
             ("Requests for the adapter", used),
-            *_canary_facts(canary),
+            *_canary_facts(canary, is_watched=bool(watched)),
             *_option_facts(changed),
         ],
         is_danger=False,
@@ -211,7 +217,19 @@ def _canary(form: Form) -> dict[str, float]:
     """Return the bounds at which the alias rolls back on its own, or nothing. Raises InvalidRequest."""
     percent, first_token_s = _decimal(form, "max_error_percent"), _decimal(form, "max_first_token_s")
     bounds = {} if percent is None else {"max_error_rate": percent / 100}
-    return bounds if first_token_s is None else {**bounds, "max_first_token_s": first_token_s}
+    if first_token_s is not None:
+        bounds["max_first_token_s"] = first_token_s
+    min_requests = form.optional_integer("min_requests", "the number of requests")
+    return {**bounds, "min_requests": min_requests} if bounds and min_requests else bounds
+
+
+def _running_canary(alias: Document | None) -> dict[str, float]:
+    """Return the bounds of the alias's canary, or nothing if there is none or it has rolled back."""
+    canary = None if alias is None else alias["canary"]
+    if canary is None or canary["verdict"] is not None:
+        return {}
+    names = ("max_error_rate", "max_first_token_s", "min_requests")
+    return {name: canary[name] for name in names if canary[name] is not None}
 
 
 def _options(form: Form) -> dict[str, str | int | None]:
@@ -236,19 +254,21 @@ def _option_facts(changed: Mapping[str, str | int | None]) -> list[tuple[str, st
 
 
 def _canary_fields(canary: Mapping[str, float]) -> dict[str, str]:
-    shown = {"max_first_token_s": canary.get("max_first_token_s")}
+    shown = {name: canary.get(name) for name in ("max_first_token_s", "min_requests")}
     if "max_error_rate" in canary:
         shown["max_error_percent"] = 100 * canary["max_error_rate"]
     return {name: f"{value:g}" for name, value in shown.items() if value is not None}
 
 
-def _canary_facts(canary: Mapping[str, float]) -> list[tuple[str, str]]:
+def _canary_facts(canary: Mapping[str, float], *, is_watched: bool) -> list[tuple[str, str]]:
     texts = []
     if "max_error_rate" in canary:
         texts.append(f"more than {100 * canary['max_error_rate']:g} % of a version's requests fail")
     if "max_first_token_s" in canary:
         texts.append(f"its 95th percentile to the first token exceeds {canary['max_first_token_s']:g} s")
-    return [("Rolls back on its own if", " or ".join(texts))] if texts else []
+    if texts:
+        return [("Rolls back on its own if", " or ".join(texts))]
+    return [("No longer watched", "it no longer rolls back on its own")] if is_watched else []
 
 
 def _decimal(form: Form, name: str) -> float | None:
