@@ -27,8 +27,9 @@ HEALTH_PATHS = frozenset({"/health/live", *READY_PATHS})
 
 
 class HealthDocument(TypedDict):
-    """All calls except `/health/live` add `engine` and `database`. If one of them is not ready, the admin listener also
-    adds a `reason`. For a server with several engines, it adds whether each is ready, as `engines`.
+    """All calls except `/health/live` add `engine` and `database`. If one of them is not ready, or the server is
+    stopping, the admin listener also adds a `reason`. For a server with several engines, it adds whether each is ready,
+    as `engines`.
     """
 
     status: str
