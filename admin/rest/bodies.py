@@ -238,7 +238,7 @@ class NewWebhook(_Body):
 
 
 class Rollback(_Body):
-    """The rollback of an alias. `revision` defaults to the previous revision."""
+    """The rollback of an alias. `revision` defaults to the one before the last move."""
 
     revision: int | None = None
     warm: bool = True

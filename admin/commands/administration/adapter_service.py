@@ -138,12 +138,12 @@ def rollback(
     model: Model,
     alias: Alias = "default",
     revision: Annotated[
-        int | None, typer.Option(help="Revision to return to (default: the previous one).", show_default=False)
+        int | None, typer.Option(help="Revision to return to (default: before the last move).", show_default=False)
     ] = None,
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
-    """Restore an alias's previous revision, or a given one. A second rollback undoes the first."""
+    """Undo an alias's last move, or return to a given revision. A second rollback undoes the first."""
     from loramux.admin.client.client import MAX_VERSIONS, loading_timeout_s
 
     with connected_to(model, as_json) as (client, named):

@@ -62,6 +62,8 @@ async def set_alias(visit: Visit) -> Response:
     body |= _options(visit.form)
     alias = await _change(visit, "PUT", path, body, name, revision)
     undo = visit.url(f"{path}/rollback") if revision else visit.url(f"{path}/delete")
+    if visit.form.text("is_unmoved"):
+        undo = ""
     return visit.done(f"{name} now points to {described(alias['targets'])}.", f"/adapters/{adapter_id}", undo)
 
 
@@ -74,7 +76,10 @@ async def confirm_rollback(visit: Visit) -> Response:
     )
     wanted = visit.query("revision")
     others = [change for change in history["data"] if change["revision"] != alias["revision"]]
-    chosen = next((change for change in others if wanted is None or str(change["revision"]) == wanted), None)
+    if wanted is None:
+        chosen = next((change for change in others if _restored(change) != _restored(alias)), None)
+    else:
+        chosen = next((change for change in others if str(change["revision"]) == wanted), None)
     return visit.page("rollback.html", adapter=adapter, alias=alias, history=history["data"], chosen=chosen)
 
 
@@ -161,9 +166,13 @@ async def _ask(
     changed = {option: value for option, value in options.items() if value != present.get(option)}
     watched = _running_canary(alias)
     is_same = alias is not None and _shares(alias["targets"]) == _shares(targets)
+    are_prefilled = bool(watched) and _canary_fields(canary) == _canary_fields(watched)
     # Without a running canary, bounds need a version that gets more requests.
-    if is_same and not changed and (not watched or canary == watched):
+    if is_same and not changed and (not watched or are_prefilled):
         raise InvalidRequest(f"{name} already points there")
+    if alias is not None and are_prefilled and not _keeps_canary(alias, targets):
+        # The form's bounds were meant for the versions that the canary watches, not for those that now get more.
+        canary = {}
     path, called = f"/adapters/{adapter['id']}", adapter["model"] + ("" if name == "default" else f":{name}")
     grants, used = await asyncio.gather(
         visit.rest.get(f"{path}/grants", limit=100), requests_of_adapter(visit.rest, adapter)
@@ -171,7 +180,10 @@ async def _ask(
     others = counted(len(grants["data"]), "tenant") + (" and more" if grants["has_more"] else "")
     fields = {f"weight_{target['version']}": str(target["weight"]) for target in targets}
     undo = "Roll back, with one click on the adapter's page or in the notice after the change."
-    if "share_base_cache" in changed:
+    is_unmoved = is_same and "share_base_cache" not in changed
+    if is_unmoved:
+        undo = "Move it again with the earlier values. A rollback restores only versions and sharing."
+    elif "share_base_cache" in changed:
         undo += " The sharing is restored, too."
     return Confirmation(
         title=f"Move {name}" if alias else f"Create {name}",
@@ -188,6 +200,7 @@ async def _ask(
         fields={
             "alias": name,
             "revision": str(alias["revision"]) if alias else "",
+            "is_unmoved": "yes" if is_unmoved else "",
             "version": [str(target["version"]) for target in targets],
             **fields,
             **_canary_fields(canary),
@@ -230,6 +243,12 @@ def _running_canary(alias: Document | None) -> dict[str, float]:
         return {}
     names = ("max_error_rate", "max_first_token_s", "min_requests")
     return {name: canary[name] for name in names if canary[name] is not None}
+
+
+def _keeps_canary(alias: Document, targets: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a version that the alias's canary watches gets at least the share that it has."""
+    before, after = _shares(alias["targets"]), _shares(targets)
+    return any(number in after and after[number] >= before.get(number, 0) for number in alias["canary"]["versions"])
 
 
 def _options(form: Form) -> dict[str, str | int | None]:
@@ -283,6 +302,11 @@ def _decimal(form: Form, name: str) -> float | None:
 def _shares(targets: Sequence[Mapping[str, Any]]) -> dict[int, Fraction]:
     total = sum(target["weight"] for target in targets)
     return {target["version"]: Fraction(target["weight"], total) for target in targets}
+
+
+def _restored(state: Document) -> tuple[dict[int, Fraction], int | None]:
+    """What a rollback to this state of an alias restores."""
+    return _shares(state["targets"]), state["share_base_cache"]
 
 
 def _asked_again(alias: Document) -> dict[str, Any]:

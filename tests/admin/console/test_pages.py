@@ -336,11 +336,32 @@ async def test_running_canary_stays_until_its_bounds_are_removed(operator: Brows
     await operator.confirm(f"{chosen}&max_error_percent=5&max_first_token_s=2.5&min_requests=50")
     changed = aliases.get(adapter.id, "default")
     assert changed.canary == CanaryRule(max_error_rate=0.05, max_first_token_s=2.5, min_requests=50, versions=(2,))
+    undone = (await operator.get(f"/adapters/{adapter.id}/aliases/default/rollback")).text
+    assert 'Roll back to <span class="nowrap">v1</span></button>' in undone, "the revision before has the same versions"
     ended = f"{chosen}&max_error_percent=&max_first_token_s=&min_requests=50"
     assert "No longer watched" in (await operator.get(ended)).text
     await operator.confirm(ended)
     assert aliases.get(adapter.id, "default").canary is None
     assert "already points there" in (await operator.get(f"{chosen}&max_error_percent=5")).text
+
+
+async def test_moving_away_from_a_canary_ends_it(operator: Browser, console_side: AdminSide) -> None:
+    services = console_side.services
+    tenant = services.accounts.tenants.create("leaving")
+    adapter = services.adapters.registry.create_adapter(tenant.id, "voice")
+    add_ready_versions(services.database, adapter.id, 2)
+    aliases, rule = services.adapters.aliases, CanaryRule(max_error_rate=0.02)
+    aliases.set(adapter.id, "default", {1: 90, 2: 10}, canary=rule)
+    form = f"/adapters/{adapter.id}/move?alias=default"
+    bounds = f"&max_error_percent=2&max_first_token_s=&min_requests={rule.min_requests}"
+    more = (await operator.get(f"{form}&version=1&version=2&weight_1=50&weight_2=50{bounds}")).text
+    assert "Rolls back on its own if" in more
+    other = (await operator.get(f"{form}&version=1&weight_1=100&max_error_percent=3")).text
+    assert "Rolls back on its own if" in other, "these bounds are not those of the form"
+    away = f"{form}&version=1&weight_1=100{bounds}"
+    assert "No longer watched" in (await operator.get(away)).text
+    await operator.confirm(away)
+    assert aliases.get(adapter.id, "default").canary is None
 
 
 async def test_adapter_is_uploaded_promoted_and_rolled_back(

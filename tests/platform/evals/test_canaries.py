@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from loramux.adapter_store.registry.aliases import AdapterAliases
@@ -95,6 +97,16 @@ def test_failing_version_is_taken_back(watched: Watched, acme: Tenant) -> None:
     assert (change.actor, change.action) == ("system", "rollback")
     assert watched.check() == alias
     assert watched.num_rollbacks == 1
+
+
+def test_failing_version_is_taken_back_after_a_change_of_the_bounds(watched: Watched, acme: Tenant) -> None:
+    watched.move()
+    watched.move(replace(RULE, max_error_rate=0.2))
+    watched.serve(acme, 3, "failed")
+    alias = watched.check()
+    assert shares(alias) == {1: 100}
+    assert alias.canary is not None
+    assert alias.canary.verdict == "version 2: 3 of 3 requests failed"
 
 
 def test_slow_version_is_taken_back(watched: Watched, acme: Tenant) -> None:
