@@ -53,6 +53,8 @@ _NO_KEY = bytes(32)
 _FOR_EVER_US = 1 << 62
 _MAX_AHEAD_US = 60_000_000
 """A rotation time further in the future than this, in microseconds, means that the clock was set back."""
+_LOST_ANSWER_US = 3600_000_000
+"""Time after a rotation in which its secret can be replaced as lost, in microseconds."""
 _log = structlog.get_logger(__name__)
 
 _OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
@@ -231,7 +233,8 @@ class ApiKeys:
 
         The current secret stays valid for `grace_us` microseconds. An older secret that is still valid expires
         immediately. With `keep_previous`, it is the other way round: the current secret, which nobody has received,
-        expires immediately, and the older one keeps its grace period. Raises KeyRevoked or NoPreviousSecret.
+        expires immediately, and the older one keeps its grace period. If the key was not rotated within the last hour,
+        the rotation did not happen, and the current secret is in use. Raises KeyRevoked or NoPreviousSecret.
         """
         table = schema.api_keys
         with self._database.write() as connection:
@@ -243,6 +246,12 @@ class ApiKeys:
             secret = _new_secret(key.public_id)
             values: dict[str, Any] = {"secret_sha256": key_sha256(secret)}
             if keep_previous:
+                rotated_us = connection.scalar(select(table.c.rotated_us).where(table.c.id == key_id))
+                if rotated_us is None or rotated_us <= now_us - _LOST_ANSWER_US:
+                    message = (
+                        "the key was not rotated within the last hour, so no new secret was lost: rotate it normally"
+                    )
+                    raise NoPreviousSecret(message)
                 if key.previous_until_us is None or key.previous_until_us <= now_us:
                     raise NoPreviousSecret("the key has no previous secret that is still valid: rotate it normally")
             else:

@@ -138,7 +138,7 @@ def rotate(
         bool,
         typer.Option(
             "--keep-previous",
-            help="After a rotation whose answer was lost: replace the lost secret, and keep the one before it.",
+            help="If an answer was lost: replace the last hour's new secret, and keep the one before.",
         ),
     ] = False,
     as_json: AsJson = False,

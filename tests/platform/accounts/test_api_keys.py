@@ -172,7 +172,7 @@ def test_rotation_whose_answer_was_lost_is_repeated_without_ending_the_grace_per
 ) -> None:
     keys = ApiKeys(clocked)
     created = keys.create(acme.id, "ci")
-    with pytest.raises(NoPreviousSecret):
+    with pytest.raises(NoPreviousSecret, match="not rotated within the last hour"):
         keys.rotate(created.key.id, 60_000_000, keep_previous=True)
     lost = keys.rotate(created.key.id, 60_000_000)
     clock.advance(30)
@@ -184,8 +184,20 @@ def test_rotation_whose_answer_was_lost_is_repeated_without_ending_the_grace_per
     assert accepted == [True, False, True]
     clock.advance(30)
     assert [keys.authenticate(secret) is not None for secret in (created.secret, again.secret)] == [False, True]
-    with pytest.raises(NoPreviousSecret):
+    with pytest.raises(NoPreviousSecret, match="still valid"):
         keys.rotate(created.key.id, 60_000_000, keep_previous=True)
+
+
+def test_a_secret_in_use_is_not_replaced_as_lost(clocked: Database, acme: Tenant, clock: Any) -> None:
+    """The rotation whose answer is missing never happened: the last one was a day ago."""
+    keys = ApiKeys(clocked)
+    created = keys.create(acme.id, "ci")
+    used = keys.rotate(created.key.id, 7 * 86_400_000_000)
+    assert used is not None
+    clock.advance(86_400)
+    with pytest.raises(NoPreviousSecret, match="not rotated within the last hour"):
+        keys.rotate(created.key.id, 60_000_000, keep_previous=True)
+    assert [keys.authenticate(secret) is not None for secret in (created.secret, used.secret)] == [True, True]
 
 
 def test_second_rotation_ends_the_first_grace_period(clocked: Database, acme: Tenant) -> None:
