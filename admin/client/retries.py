@@ -11,7 +11,7 @@ from loramux.admin.client.client import AdminError, ServerUnreachable
 RETRY_FOR_S = 300.0
 """How long a failing read is repeated, in seconds. The restart of a server can take minutes."""
 PAUSE_S = 2.0
-"""Pause before a read is repeated, in seconds, unless the server says how long to wait."""
+"""Pause before a read is repeated, in seconds, unless the server asks for a longer one."""
 
 ResultT = TypeVar("ResultT")
 
@@ -22,18 +22,20 @@ def is_temporary(error: AdminError | ServerUnreachable) -> bool:
 
 
 def retry_read(read: Callable[[], ResultT], retry_for_s: float = RETRY_FOR_S) -> ResultT:
-    """Call `read`, and repeat it for up to `retry_for_s` seconds while its errors are temporary.
+    """Call `read`, and repeat it for up to `retry_for_s` seconds after its first error while its errors are temporary.
 
     Raises AdminError or ServerUnreachable, the last error of `read`.
     """
-    deadline_s = time.monotonic() + retry_for_s
+    deadline_s: float | None = None
     while True:
         try:
             return read()
         except (AdminError, ServerUnreachable) as error:
             pause_s = PAUSE_S
             if isinstance(error, AdminError) and error.retry_after_s is not None:
-                pause_s = error.retry_after_s
+                pause_s = max(PAUSE_S, error.retry_after_s)
+            if deadline_s is None:
+                deadline_s = time.monotonic() + retry_for_s
             if not is_temporary(error) or time.monotonic() + pause_s > deadline_s:
                 raise
         time.sleep(pause_s)

@@ -78,6 +78,7 @@ def test_eval_survives_a_restart_of_the_server(
 ) -> None:
     gone = ServerUnreachable("no server answers"), AdminError(502, "the server returned 502", None, None)
     fail_first(monkeypatch, AdminClient, "get", *gone, where="evals/evl_")
+    fail_first(monkeypatch, AdminClient, "get", *gone, where="/answers")
     thread = run_in_background(admin_side, passed=3)
     done = loramux("eval", "acme/support@1", file)
     thread.join()

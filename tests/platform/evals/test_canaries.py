@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from loramux.adapter_store.registry.aliases import AdapterAliases
@@ -101,7 +99,7 @@ def test_failing_version_is_taken_back(watched: Watched, acme: Tenant) -> None:
 
 def test_failing_version_is_taken_back_after_a_change_of_the_bounds(watched: Watched, acme: Tenant) -> None:
     watched.move()
-    watched.move(replace(RULE, max_error_rate=0.2))
+    watched.move(CanaryRule(max_error_rate=0.2, min_requests=10))
     watched.serve(acme, 3, "failed")
     alias = watched.check()
     assert shares(alias) == {1: 100}
