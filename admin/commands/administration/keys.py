@@ -138,7 +138,7 @@ def rotate(
         bool,
         typer.Option(
             "--keep-previous",
-            help="If an answer was lost: replace the last hour's new secret, and keep the one before.",
+            help="If the last hour's rotation had no answer: replace the lost secret, and keep the one before.",
         ),
     ] = False,
     as_json: AsJson = False,
