@@ -1,4 +1,5 @@
-// Renders a chart as `helm template` does, with the values of a JSON document on standard input on top of values.yaml.
+// Renders a chart as Helm does, with the values of a JSON document on standard input on top of values.yaml. The first
+// argument is the chart, and the others name the objects that are in the cluster. `helm template` sees none.
 package main
 
 import (
@@ -9,6 +10,7 @@ import (
 	"log"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"text/template"
 
@@ -33,6 +35,12 @@ func main() {
 			var text bytes.Buffer
 			err := all.ExecuteTemplate(&text, name, data)
 			return text.String(), err
+		},
+		"lookup": func(_, _, _, name string) values {
+			if slices.Contains(os.Args[2:], name) {
+				return values{"metadata": values{"name": name}}
+			}
+			return values{}
 		},
 		"required": func(message string, value any) (any, error) {
 			if value == nil || value == "" {

@@ -54,10 +54,10 @@ EVERYTHING = {
 }
 
 
-def render(values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+def render(values: dict[str, Any], *present: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "GO111MODULE": "off", "GOPATH": "/usr/share/gocode"}
     return subprocess.run(
-        [TOOLS / "go", "run", HERE / "helm_template.go", CHART],
+        [TOOLS / "go", "run", HERE / "helm_template.go", CHART, *present],
         input=json.dumps(values),
         env=environment,
         capture_output=True,
@@ -66,8 +66,9 @@ def render(values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def manifests(values: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    rendered = render(values)
+def manifests(values: dict[str, Any], *present: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Render the chart for a cluster in which objects with the names `present` exist."""
+    rendered = render(values, *present)
     assert rendered.returncode == 0, rendered.stderr
     return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(rendered.stdout) if one}
 
@@ -168,9 +169,10 @@ def test_a_server_stops_and_starts_as_slowly_as_it_needs() -> None:
     assert server["livenessProbe"]["httpGet"]["port"] == "admin", "clients can occupy the other listener"
 
 
-def test_the_upgrade_of_the_schema_needs_no_account_that_the_release_creates() -> None:
-    job = manifests(EVERYTHING)["Job", "loramux-database-upgrade"]["spec"]["template"]["spec"]
-    assert "serviceAccountName" not in job
+@pytest.mark.parametrize("present", [(), ("loramux",)])
+def test_the_upgrade_of_the_schema_has_the_account_if_it_exists(present: tuple[str, ...]) -> None:
+    job = manifests(EVERYTHING, *present)["Job", "loramux-database-upgrade"]["spec"]["template"]["spec"]
+    assert job.get("serviceAccountName") == next(iter(present), None)
     assert job["automountServiceAccountToken"] is False
 
 
