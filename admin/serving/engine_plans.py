@@ -30,13 +30,13 @@ def plan_engines(settings: Settings, config: EngineConfig) -> Sequence[EngineCon
             _check_memory(settings, config, num_engines)
         return (config,)
     if config.num_threads < num_engines * config.tensor_parallel_size:
-        given = f"this machine has {config.num_threads} cores"
+        given = f"this process may use {config.num_threads} CPUs (its container's limit): set num_threads, or"
         if settings.num_threads is not None:
-            given = f"num_threads is {config.num_threads}"
+            given = f"num_threads is {config.num_threads}:"
         takers = f"{num_engines} engines"
         if config.tensor_parallel_size > 1:
             takers = f"the {config.tensor_parallel_size} workers of each of {takers}"
-        raise StartRefused(f"{takers} need a thread each, but {given}: lower data_parallel_size")
+        raise StartRefused(f"{takers} need a thread each, but {given} lower data_parallel_size")
     _check_memory(settings, config, num_engines)
     return (msgspec.structs.replace(config, num_threads=config.num_threads // num_engines),) * num_engines
 

@@ -61,7 +61,8 @@ def _memory_left(folder: Path) -> int | None:
     used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
     if not (limit.isdecimal() and used.isdecimal()):
         return None
-    counts = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+    lines = map(str.split, _read(folder / "memory.stat").splitlines())
+    counts = {words[0]: words[1] for words in lines if len(words) == 2}
     # Version 1 has counts of the cgroup alone under these names, and those of the whole subtree with a prefix.
     prefix = "total_" if "total_inactive_file" in counts else ""
     cached = sum(int(counts.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))

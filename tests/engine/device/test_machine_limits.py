@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ from loramux.engine.device.machine_limits import free_memory, num_cpus
 from loramux.engine.loop.config import EngineConfig
 
 GIB = 1 << 30
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,11 @@ def version_2(root: Path, cgroup: str, folder: str, cpu_max: str, memory_max: st
     write(root, f"sys/fs/cgroup{folder}/cpu.max", cpu_max)
     write(root, f"sys/fs/cgroup{folder}/memory.max", memory_max)
     write(root, f"sys/fs/cgroup{folder}/memory.current", current)
-    write(root, f"sys/fs/cgroup{folder}/memory.stat", f"anon 5\nfile 9\ninactive_file {GIB}\nactive_file {GIB}")
+    write(
+        root,
+        f"sys/fs/cgroup{folder}/memory.stat",
+        f"anon 5\nfile 9\ninactive_file {GIB}\nactive_file {GIB}\n\nthree words here",
+    )
 
 
 def test_without_cgroups_the_machine_is_the_limit(root: Path) -> None:
@@ -93,6 +99,13 @@ def test_version_1_without_limits(root: Path) -> None:
     write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", 9223372036854771712)
     write(root, "sys/fs/cgroup/memory/memory.usage_in_bytes", 5 * GIB)
     assert (num_cpus(root), free_memory(root)) == (16, 48 * GIB)
+
+
+def test_nothing_else_counts_processors() -> None:
+    parts = ("adapter_store", "admin", "engine", "kernels", "migrations", "platform")
+    sources = {path.relative_to(ROOT): path.read_text() for part in parts for path in (ROOT / part).rglob("*.py")}
+    counting = [str(path) for path, text in sources.items() if re.search(r"sched_getaffinity|cpu_count", text)]
+    assert counting == ["engine/device/machine_limits.py"]
 
 
 def test_an_engine_uses_as_many_threads_as_it_has_processors() -> None:
