@@ -102,7 +102,8 @@ SettingsT = TypeVar("SettingsT", bound="DataSettings")
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 """An origin as browsers write it (RFC 6454, section 6.2). Extensions of browsers have schemes of their own."""
-_SIZE = re.compile(r"\s*[0-9]*\.?[0-9]+\s*[A-Za-z]*\s*")
+_SIZE = re.compile(r"\s*(\+?[0-9]+(_[0-9]+)*|[0-9]*\.?[0-9]+\s*([A-DF-Za-df-z]|[A-Za-z]{2,})?)\s*")
+"""A number of bytes, or a number with a unit other than a lone `e`, which can be the rest of an exponent."""
 
 
 def _model_reference(given: Any) -> Any:
@@ -118,8 +119,8 @@ def _model_reference(given: Any) -> Any:
 
 def _size(given: Any) -> Any:
     # ByteSize would ignore the end of "2e+11" and read "2e" as 2 EB.
-    is_size = isinstance(given, int) or (isinstance(given, str) and _SIZE.fullmatch(given))
-    if not is_size:
+    is_number = isinstance(given, int) and not isinstance(given, bool)
+    if not (is_number or (isinstance(given, str) and _SIZE.fullmatch(given))):
         raise ValueError(f"{given!r} is not a size: use a whole number of bytes, or a number with a unit such as 8GiB")
     return given
 

@@ -44,7 +44,16 @@ def test_flags_override_variables_and_variables_override_the_file(
 
 @pytest.mark.parametrize(
     ("written", "num_bytes"),
-    [("67108864", 1 << 26), ("64MiB", 1 << 26), (" 64 mib\n", 1 << 26), ("0.5GB", 500_000_000), (1 << 38, 1 << 38)],
+    [
+        ("67108864", 1 << 26),
+        ("64MiB", 1 << 26),
+        (" 64 mib\n", 1 << 26),
+        ("0.5GB", 500_000_000),
+        (1 << 38, 1 << 38),
+        ("67_108_864", 1 << 26),
+        ("+67108864", 1 << 26),
+        ("64m", 64_000_000),
+    ],
 )
 def test_size_is_a_number_of_bytes_or_has_a_unit(
     model: Path, monkeypatch: pytest.MonkeyPatch, written: str | int, num_bytes: int
@@ -54,7 +63,7 @@ def test_size_is_a_number_of_bytes_or_has_a_unit(
     assert load_settings(Settings, {"model": model}).pool_bytes == num_bytes
 
 
-@pytest.mark.parametrize("written", ["2e+11", "2.147483648e+11", "64 MiB each", "8GiB+", "-1", ""])
+@pytest.mark.parametrize("written", ["2e+11", "2.147483648e+11", "64 MiB each", "8GiB+", "-1", "", "2 e", "2E", "1__0"])
 def test_text_that_is_no_size_is_refused_in_each_place(
     model: Path, toml: Path, monkeypatch: pytest.MonkeyPatch, written: str
 ) -> None:
@@ -73,6 +82,12 @@ def test_text_that_is_no_size_is_refused_in_each_place(
 def test_size_in_the_file_is_no_floating_point_number(toml: Path) -> None:
     toml.write_text(toml.read_text() + "kv_host_bytes = 2e+11\n")
     with pytest.raises(SettingsError, match=r"kv_host_bytes is invalid: 200000000000\.0 is not a size"):
+        load_settings(Settings, {"config": toml})
+
+
+def test_size_in_the_file_is_no_boolean(toml: Path) -> None:
+    toml.write_text(toml.read_text() + "kv_host_bytes = true\n")
+    with pytest.raises(SettingsError, match="kv_host_bytes is invalid: True is not a size"):
         load_settings(Settings, {"config": toml})
 
 
