@@ -71,14 +71,15 @@ def test_every_page_opens_with_real_data_and_axe_finds_nothing(
     assert not faults
 
 
-def test_an_adapter_is_uploaded(tab: Tab, adapter_files: Callable[[str], list[str]]) -> None:
+def test_an_adapter_is_uploaded(tab: Tab, adapter_files: Callable[[str], list[str]], tmp_path: Path) -> None:
     page = tab.open("/adapters")
     page.click("text=New adapter")
     page.fill("dialog [name=tenant]", "harbour")
     page.fill("dialog [name=name]", "uploaded")
     page.click("dialog >> button:has-text('Create')")
     page.wait_for_selector("h1:text-is('uploaded')")
-    page.set_input_files("input[type=file]", adapter_files("formal"))
+    (tmp_path / "trainer_state.json").write_text("{}")
+    page.set_input_files("input[type=file]", [*adapter_files("formal"), str(tmp_path / "trainer_state.json")])
     page.click("form[data-upload] button")
     page.wait_for_selector("h1:text-is('Version 1')")
     page.wait_for_selector("#version .tag:text-is('ready')", timeout=120_000)

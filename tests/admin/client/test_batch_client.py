@@ -13,7 +13,7 @@ def test_a_poll_waits_less_for_an_answer_than_an_upload() -> None:
         waits_s.append(request.extensions["timeout"]["read"])
         return httpx.Response(200, json={"id": "one"})
 
-    with BatchClient(OpenAIServer("http://127.0.0.1:1/v1", None)) as client:
+    with BatchClient(OpenAIServer(url="http://127.0.0.1:1/v1", key=None)) as client:
         client._http._transport = httpx.MockTransport(answer)
         client.get("batch_1")
         client.create("file_1", "/v1/completions")
