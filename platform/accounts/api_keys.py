@@ -248,9 +248,7 @@ class ApiKeys:
             if keep_previous:
                 rotated_us = connection.scalar(select(table.c.rotated_us).where(table.c.id == key_id))
                 if rotated_us is None or rotated_us <= now_us - _LOST_ANSWER_US:
-                    raise NoPreviousSecret(
-                        "the key was not rotated within the last hour, so no secret was lost: rotate it"
-                    )
+                    raise NoPreviousSecret("the key was not rotated within the last hour: rotate it normally")
                 if key.previous_until_us is None or key.previous_until_us <= now_us:
                     raise NoPreviousSecret("the key has no previous secret that is still valid: rotate it normally")
             else:

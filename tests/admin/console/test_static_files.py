@@ -32,6 +32,10 @@ def test_upload_form_reads_the_files_that_a_version_can_have() -> None:
     lists = dict(re.findall(r"const (wanted|optional) = (\[[^\]]*\]);", script))
     assert tuple(json.loads(lists["wanted"])) == UPLOAD_FILES
     assert tuple(json.loads(lists["optional"])) == FURTHER_FILES
+    (ignored,) = re.findall(r"const ignored = \[([^\]]*)\];", script)
+    left_by_training = set(re.findall(r'"([^"]+)"', ignored))
+    assert {"trainer_state.json", "special_tokens_map.json", "added_tokens.json"} <= left_by_training
+    assert left_by_training.isdisjoint({*UPLOAD_FILES, *FURTHER_FILES})
     hint = (STATIC.parent / "templates" / "adapter.html").read_text()
     assert [name for name in (*UPLOAD_FILES, *FURTHER_FILES) if name not in hint] == []
 

@@ -36,11 +36,8 @@ def version_2(root: Path, cgroup: str, folder: str, cpu_max: str, memory_max: st
     write(root, f"sys/fs/cgroup{folder}/cpu.max", cpu_max)
     write(root, f"sys/fs/cgroup{folder}/memory.max", memory_max)
     write(root, f"sys/fs/cgroup{folder}/memory.current", current)
-    write(
-        root,
-        f"sys/fs/cgroup{folder}/memory.stat",
-        f"anon 5\nfile 9\ninactive_file {GIB}\nactive_file {GIB}\n\nthree words here",
-    )
+    counts = f"anon 5\nfile 9\ninactive_file {GIB}\nactive_file {GIB}\n\nthree words here"
+    write(root, f"sys/fs/cgroup{folder}/memory.stat", counts)
 
 
 def test_without_cgroups_the_machine_is_the_limit(root: Path) -> None:
