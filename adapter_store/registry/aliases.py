@@ -62,6 +62,8 @@ MAX_WATCHED_TENANTS = 20
 """Maximum number of tenants whose requests count for one alias: the owner and tenants with a grant."""
 SYSTEM = "system"
 """The actor of automatic changes, such as making the first ready version the default."""
+MAX_UNMOVED = 1000
+"""Maximum number of revisions without a move that a rollback passes over."""
 KEPT = RequiredEval("", "", 0)
 """Stands for the eval that the alias already demands."""
 KEPT_OVERFLOW = ""
@@ -120,10 +122,11 @@ class AdapterAliases:
         """Point an alias at ready versions. `weights` maps version numbers to relative shares of the requests.
 
         If the alias demands an eval, every version whose share grows must have passed it. A `canary` watches these
-        versions. `overflow` is the model that answers requests to the alias which would be refused, and
-        `share_base_cache` the number of each prompt's last tokens that the adapter computes (see `Alias`). Raises
-        InvalidName, InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, EvalNotPassed, or AliasChanged if
-        the alias is no longer at `expected_revision` (0 means that it must not exist yet).
+        versions or, if there are none, those that the alias's running canary watches. `overflow` is the model that
+        answers requests to the alias which would be refused, and `share_base_cache` the number of each prompt's last
+        tokens that the adapter computes (see `Alias`). Raises InvalidName, InvalidAlias, AdapterNotFound,
+        VersionNotFound, VersionNotReady, EvalNotPassed, or AliasChanged if the alias is no longer at
+        `expected_revision` (0 means that it must not exist yet).
         """
         check_slug(name, "name")
         if not 0 < len(weights) <= MAX_TARGETS:
@@ -193,10 +196,14 @@ class AdapterAliases:
             for target in grown:
                 check_passed(connection, target, required_eval)
         if canary is not None:
-            if present is None or not grown:
+            watched = [target.number for target in grown]
+            if not watched and present is not None and present.canary is not None and present.canary.verdict is None:
+                # Only the bounds of a running canary change.
+                watched = [number for number in present.canary.versions if number in weights]
+            if present is None or not watched:
                 message = "a canary needs a version that gets more requests, and an earlier revision to return to"
                 raise InvalidAlias("invalid_canary", message, "canary")
-            canary = replace(canary, versions=tuple(target.number for target in grown))
+            canary = replace(canary, versions=tuple(watched))
         now_us = self._database.now_us(connection)
         settings = AliasSettings(required_eval, canary, overflow, share_base_cache)
         return change_alias(connection, adapter_id, name, targets, actor, "set", now_us, settings)
@@ -209,7 +216,8 @@ class AdapterAliases:
         revision: int | None = None,
         expected_revision: int | None = None,
     ) -> Alias:
-        """Restore the targets and the `share_base_cache` that an alias had at `revision`, by default the previous one.
+        """Restore the targets and the `share_base_cache` that an alias had at `revision`, by default those before its
+        last move. A revision that changed only other settings, such as the bounds of a canary, is no move.
 
         The rollback adds a revision, so another rollback undoes it. It needs no eval, and ends a canary. Raises
         AdapterNotFound, AliasNotFound, NothingToRollBack, VersionNotReady if one of the targets can no longer be
@@ -219,9 +227,8 @@ class AdapterAliases:
             lock_adapter(connection, adapter_id)
             present = _require(connection, adapter_id, name)
             _check_revision(present.revision, expected_revision)
-            wanted = present.revision - 1 if revision is None else revision
-            past = _change_at(connection, adapter_id, name, wanted)
-            if past is None or wanted >= present.revision:
+            past = _past(connection, adapter_id, present, revision)
+            if past is None or past.revision >= present.revision:
                 raise _nothing_at(revision)
             ready = [_ready_target(connection, adapter_id, target.number, target.weight) for target in past.targets]
             now_us = self._database.now_us(connection)
@@ -296,8 +303,7 @@ class AdapterAliases:
         """Return the targets that a rollback would restore. Raises AliasNotFound or NothingToRollBack."""
         with self._database.read() as connection:
             present = _require(connection, adapter_id, name)
-            wanted = present.revision - 1 if revision is None else revision
-            past = _change_at(connection, adapter_id, name, wanted)
+            past = _past(connection, adapter_id, present, revision)
         if past is None:
             raise _nothing_at(revision)
         return past.targets
@@ -428,8 +434,12 @@ def _shown(alias: Alias | None) -> dict[str, object]:
 
 def _grown(present: Sequence[AliasTarget], wanted: Sequence[AliasTarget]) -> list[AliasTarget]:
     """Return the targets that get a larger share of the requests than now."""
-    shares = {target.version_id: _share_of(target, present) for target in present}
+    shares = _shares(present)
     return [target for target in wanted if _share_of(target, wanted) > shares.get(target.version_id, 0)]
+
+
+def _shares(targets: Sequence[AliasTarget]) -> dict[str, Fraction]:
+    return {target.version_id: _share_of(target, targets) for target in targets}
 
 
 def _share_of(target: AliasTarget, targets: Sequence[AliasTarget]) -> Fraction:
@@ -505,9 +515,9 @@ def _require(connection: Connection, adapter_id: str, name: str) -> Alias:
 
 
 def _nothing_at(revision: int | None) -> NothingToRollBack:
-    """The refusal to return to `revision`, or to the one before the current one."""
+    """The refusal to return to `revision`, or to the one before the last move."""
     if revision is None:
-        return NothingToRollBack("the alias has not been moved yet, so it has no earlier revision")
+        return NothingToRollBack("the alias has not been moved yet, so there is nothing to return to")
     return NothingToRollBack(f"the alias has no revision {revision} before the current one")
 
 
@@ -543,6 +553,19 @@ def _ready_target(connection: Connection, adapter_id: str, number: int, weight: 
     if version.state != "ready":
         raise VersionNotReady(f"version {number} is {version.state}: only a ready version can be served")
     return AliasTarget(version.id, number, weight)
+
+
+def _past(connection: Connection, adapter_id: str, present: Alias, revision: int | None) -> AliasChange | None:
+    """Return the change at `revision` or, without one, the newest change that a rollback would not repeat."""
+    if revision is not None:
+        return _change_at(connection, adapter_id, present.name, revision)
+    table = adapter_alias_history
+    before = table.c.revision < present.revision
+    query = select(table).where(table.c.adapter_id == adapter_id, table.c.name == present.name, before)
+    rows = connection.execute(query.order_by(table.c.revision.desc()).limit(MAX_UNMOVED))
+    now = _shares(present.targets), present.share_base_cache
+    changes = map(_change, rows)
+    return next((change for change in changes if (_shares(change.targets), change.share_base_cache) != now), None)
 
 
 def _change_at(connection: Connection, adapter_id: str, name: str, revision: int) -> AliasChange | None:

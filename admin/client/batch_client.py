@@ -44,7 +44,7 @@ class BatchClient:
         return self._call("POST", "batches", json=body)
 
     def get(self, batch_id: str) -> Document:
-        return self._call("GET", AdminClient.path("batches", batch_id))
+        return self._call("GET", AdminClient.path("batches", batch_id), timeout=httpx.Timeout(30.0, connect=5.0))
 
     def cancel(self, batch_id: str) -> Document:
         return self._call("POST", AdminClient.path("batches", batch_id, "cancel"), json={})

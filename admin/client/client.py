@@ -16,6 +16,13 @@ from loramux.admin.client.server_address import NoServerNamed, find_server
 Document = dict[str, Any]
 
 PAGE_SIZE = 100
+MAX_VERSIONS = 8
+"""Largest number of versions that an alias can name."""
+
+
+def loading_timeout_s(num_versions: int) -> float:
+    """Return how long to wait for a call that first loads versions, in seconds. The server gives each of them 30 s."""
+    return 30.0 * num_versions + 15.0
 
 
 class AdminError(Exception):
@@ -106,11 +113,12 @@ class AdminClient:
 
     def post(self, path: str, body: Document, timeout_s: float | None = None) -> Document:
         """`timeout_s` replaces the client's timeout for a call that takes long."""
-        options = {} if timeout_s is None else {"timeout": httpx.Timeout(timeout_s, connect=5.0)}
-        return self._document(self._send("POST", path, json=body, **options))
+        return self._document(self._send("POST", path, json=body, **_patience(timeout_s)))
 
-    def put(self, path: str, body: Document) -> Document:
-        return self._document(self._send("PUT", path, json=body))
+    def put(self, path: str, body: Document, timeout_s: float | None = None, if_match: str | None = None) -> Document:
+        """With `if_match`, an ETag, the call is refused with 412 if the resource has changed."""
+        headers = {} if if_match is None else {"if-match": if_match}
+        return self._document(self._send("PUT", path, json=body, headers=headers, **_patience(timeout_s)))
 
     def patch(self, path: str, body: Document) -> Document:
         """Update a resource regardless of its ETag, because no command's changes depend on earlier values."""
@@ -188,6 +196,10 @@ class AdminClient:
 
     def _document(self, response: httpx.Response) -> Document:
         return {} if response.status_code == 204 else document_of(response, self._base_url)
+
+
+def _patience(timeout_s: float | None) -> dict[str, Any]:
+    return {} if timeout_s is None else {"timeout": httpx.Timeout(timeout_s, connect=5.0)}
 
 
 def _given(params: Mapping[str, object]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import json
 import time
 from collections.abc import Callable, Iterator
 
-from loramux.admin.client.client import AdminClient, Document, ServerUnreachable
+from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
+from loramux.admin.client.retries import is_temporary
 from loramux.admin.client.sse import EventReader, StreamTooLong
 
 PAUSE_S = 2.0
@@ -22,8 +23,8 @@ def follow(
 ) -> Iterator[Document]:
     """Yield events as they happen, without end. `after` is the number after which to begin, or None for the next event.
 
-    Raises AdminError, or ServerUnreachable if the first connection fails. If a later one fails, `note_broken` gets the
-    reason, once until a connection succeeds.
+    Raises AdminError, or ServerUnreachable if the first connection fails. If a later one fails and the error is
+    temporary, `note_broken` gets the reason, once until a connection succeeds.
     """
     has_begun, is_well = False, True
     while True:
@@ -37,8 +38,8 @@ def follow(
                         after = after if number is None else number
                         if document is not None:
                             yield document
-        except ServerUnreachable as error:
-            if not has_begun:
+        except (AdminError, ServerUnreachable) as error:
+            if not has_begun or not is_temporary(error):
                 raise
             if is_well:
                 note_broken(str(error))

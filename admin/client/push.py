@@ -18,6 +18,7 @@ from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVoca
 from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
 from loramux.admin.client.given_files import has_tokenizer, is_given
 from loramux.admin.client.missing_files import missing_file
+from loramux.admin.client.retries import is_temporary, retry_read
 
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 TEMPLATE_NAME = "chat_template.jinja"
@@ -271,10 +272,8 @@ def _persist(send: Callable[[], None]) -> None:
     for pause_s in (0.5, 2.0, 5.0):
         try:
             return send()
-        except ServerUnreachable:
-            pass
-        except AdminError as error:
-            if error.status not in (429, 500, 502, 503, 504):
+        except (AdminError, ServerUnreachable) as error:
+            if not is_temporary(error):
                 raise
         time.sleep(pause_s)
     return send()
@@ -297,7 +296,7 @@ def _settled(client: AdminClient, path: str, timeout_s: float) -> Document:
     deadline = time.monotonic() + timeout_s
     pause_s = 0.02
     while True:
-        version = client.get(path)
+        version = retry_read(partial(client.get, path), deadline - time.monotonic())
         if version["state"] not in ("pending", "validating"):
             return version
         if time.monotonic() > deadline:

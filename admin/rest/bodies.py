@@ -87,9 +87,12 @@ class KeyPatch(_Body):
 
 
 class Rotation(_Body):
-    """A key's rotation. The current secret stays valid for `grace_s` seconds."""
+    """A key's rotation. The current secret stays valid for `grace_s` seconds. With `keep_previous`, the one before it
+    does, until its own grace period ends.
+    """
 
     grace_s: int = Field(default=86_400, ge=0, le=90 * 86_400)
+    keep_previous: bool = False
 
 
 class NewAdapter(_Body):
@@ -238,7 +241,7 @@ class NewWebhook(_Body):
 
 
 class Rollback(_Body):
-    """The rollback of an alias. `revision` defaults to the previous revision."""
+    """The rollback of an alias. `revision` defaults to the one before the last move."""
 
     revision: int | None = None
     warm: bool = True

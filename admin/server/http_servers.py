@@ -99,12 +99,14 @@ async def serve_until_stopped(
     signals: StopSignals,
     drain_s: float,
     announce: Callable[[], None],
+    begin_drain: Callable[[], None],
     stop_engine: Callable[[], Awaitable[None]],
 ) -> None:
     """Serve both listeners, announce them, and drain on a signal.
 
-    The gateway drains first. The admin listener serves metrics until the gateway has stopped. After `drain_s`, or at a
-    second signal, the engine is stopped, which ends the remaining requests.
+    The gateway drains first. The admin listener serves metrics until the gateway has stopped. `begin_drain` is called
+    before the OpenAI listener closes. After `drain_s`, or at a second signal, the engine is stopped, which ends the
+    remaining requests.
     """
     freeze_gc()
     # With the default of 5 ms, the event loop could wait ten times as long for the interpreter lock.
@@ -116,6 +118,7 @@ async def serve_until_stopped(
         await admin.is_listening.wait()
         announce()
         await signals.drain.wait()
+        begin_drain()
         gateway.stop()
         hurry = asyncio.create_task(signals.hurry.wait())
         await asyncio.wait({gateway_task, hurry}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)

@@ -15,8 +15,8 @@ from rich.progress import Progress
 
 from loramux.adapter_store.formats.files.mapped_tensors import map_directory
 from loramux.admin.errors import StartRefused
+from loramux.engine.device.machine_limits import free_memory
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.pages.pool_size import free_memory
 from loramux.engine.quantizing.messages import (
     QuantizeJob,
     QuantizeLine,

@@ -102,6 +102,8 @@ SettingsT = TypeVar("SettingsT", bound="DataSettings")
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 """An origin as browsers write it (RFC 6454, section 6.2). Extensions of browsers have schemes of their own."""
+_SIZE = re.compile(r"\s*(\+?[0-9]+(_[0-9]+)*|[0-9]*\.?[0-9]+\s*([A-DF-Za-df-z]|[A-Za-z]{2,})?)\s*")
+"""A number of bytes, or a number with a unit other than a lone `e`, which can be the rest of an exponent."""
 
 
 def _model_reference(given: Any) -> Any:
@@ -115,6 +117,15 @@ def _model_reference(given: Any) -> Any:
     return Path(given) if isinstance(given, str) else given
 
 
+def _size(given: Any) -> Any:
+    # ByteSize would ignore the end of "2e+11" and read "2e" as 2 EB.
+    is_number = isinstance(given, int) and not isinstance(given, bool)
+    if not (is_number or (isinstance(given, str) and _SIZE.fullmatch(given))):
+        raise ValueError(f"{given!r} is not a size: use a whole number of bytes, or a number with a unit such as 8GiB")
+    return given
+
+
+Size = Annotated[ByteSize, BeforeValidator(_size)]
 ModelReference = Annotated[Path | ModelName, NoDecode, BeforeValidator(_model_reference)]
 
 
@@ -318,7 +329,7 @@ class Settings(ModelSettings):
     presigned_uploads: bool = True
     sandbox: Literal["preferred", "required"] = "preferred"
     """`required`: refuse to start unless uploads can be validated under landlock, seccomp and no_new_privs."""
-    pool_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
+    pool_bytes: Annotated[Size, Field(ge=1 << 20)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     max_batch_tokens: Annotated[int, Field(ge=1)] | None = None
     max_sequences: Annotated[int, Field(ge=1)] | None = None
@@ -349,9 +360,9 @@ class Settings(ModelSettings):
     """Directory of the disk tier; by default in the data directory. Servers on one host can share a disk tier, but not
     a data directory.
     """
-    disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
-    host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
-    kv_host_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(0)
+    disk_tier_bytes: Annotated[Size, Field(ge=0)] = ByteSize(16 << 30)
+    host_tier_bytes: Annotated[Size, Field(ge=0)] = ByteSize(1 << 30)
+    kv_host_bytes: Annotated[Size, Field(ge=0)] = ByteSize(0)
     """Main memory for the [cached prefixes that the pool evicts](concepts.md#evicted-prefixes-in-main-memory), in each
     engine. 0 turns it off. Not with `tensor_parallel_size`.
     """
@@ -390,9 +401,9 @@ class Settings(ModelSettings):
     """
     reuse_port: bool = False
     """Share the OpenAI port with other gateways on this host that also set this. The kernel distributes connections."""
-    spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
+    spool_bytes: Annotated[Size, Field(ge=1 << 16)] = ByteSize(64 << 20)
     """Disk space for settlements that wait while the database is unavailable."""
-    max_file_bytes: Annotated[ByteSize, Field(ge=1 << 10)] = ByteSize(200 << 20)
+    max_file_bytes: Annotated[Size, Field(ge=1 << 10)] = ByteSize(200 << 20)
     """Largest file that a tenant can upload for a batch."""
     event_days: Annotated[int, Field(ge=1, le=90)] = 7
     """How long [events](events.md) are kept, in days."""

@@ -21,6 +21,7 @@ from loramux.admin.server.quantized_base import quantize_base
 from loramux.admin.server.settings import LOCAL_CLUSTER, ClusterSettings, Settings
 from loramux.admin.serving.cluster import ClusterPlace
 from loramux.admin.serving.serve import read_model, supervision_of
+from loramux.engine.device.machine_limits import num_cpus
 from loramux.engine.loop.config import EngineConfig
 from loramux.platform.cluster.ray_connection import (
     APP,
@@ -61,7 +62,7 @@ def bring_up(settings: Settings, command: tuple[str, ...] | None = None) -> str:
                 num_replicas = settings.cluster_max_replicas or settings.cluster_replicas
                 if config.device == "cuda" and num_replicas > num_gpus:
                     raise StartRefused(f"{num_replicas} replicas need as many GPUs, but this machine has {num_gpus}")
-                LocalCluster(directory.cluster).start(len(os.sched_getaffinity(0)), num_gpus)
+                LocalCluster(directory.cluster).start(num_cpus(), num_gpus)
             place = ClusterPlace.of(settings)
             _join(place)
             try:

@@ -9,8 +9,9 @@ import msgspec
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.settings import Settings
 from loramux.engine.device.cuda_driver import count_gpus
+from loramux.engine.device.machine_limits import free_memory
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.pages.pool_size import free_memory, in_gib
+from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.protocol.errors import EngineError
 
 
@@ -29,13 +30,13 @@ def plan_engines(settings: Settings, config: EngineConfig) -> Sequence[EngineCon
             _check_memory(settings, config, num_engines)
         return (config,)
     if config.num_threads < num_engines * config.tensor_parallel_size:
-        given = f"this machine has {config.num_threads} cores"
+        given = f"this process may use {config.num_threads} CPUs (its container's limit): set num_threads, or"
         if settings.num_threads is not None:
-            given = f"num_threads is {config.num_threads}"
+            given = f"num_threads is {config.num_threads}:"
         takers = f"{num_engines} engines"
         if config.tensor_parallel_size > 1:
             takers = f"the {config.tensor_parallel_size} workers of each of {takers}"
-        raise StartRefused(f"{takers} need a thread each, but {given}: lower data_parallel_size")
+        raise StartRefused(f"{takers} need a thread each, but {given} lower data_parallel_size")
     _check_memory(settings, config, num_engines)
     return (msgspec.structs.replace(config, num_threads=config.num_threads // num_engines),) * num_engines
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 
 import uvloop
 
@@ -78,6 +79,7 @@ async def _serve(
         from loramux.admin.server.connection_registry import ConnectionRegistry
         from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
         from loramux.admin.serving.gateway_assembly import assemble_gateway
+        from loramux.platform.listener.health import begin_drain
 
         blocking = assemble_gateway(settings, directory, model, engine, is_loopback(admin_listener), several)
         assembled = await asyncio.to_thread(blocking.__enter__)
@@ -105,6 +107,7 @@ async def _serve(
             signals,
             settings.drain_s,
             announce,
+            partial(begin_drain, assembled.operations_app),
             engine.close if several is None else several.close,
         )
         await assembled.services.run.requests.drain(SETTLE_S)

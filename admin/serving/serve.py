@@ -200,6 +200,7 @@ async def _serve(
             from loramux.admin.server.connection_registry import ConnectionRegistry
             from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
             from loramux.admin.serving.assembly import assemble
+            from loramux.platform.listener.health import begin_drain
 
             local = engine if isinstance(engine, LocalEngine) else engine.client
             blocking = assemble(settings, directory, model, configs[0], local, is_loopback(admin_listener), share)
@@ -252,6 +253,7 @@ async def _serve(
             signals,
             settings.drain_s,
             announce,
+            partial(begin_drain, assembled.admin_app),
             engine.close,
         )
         await gateway.run.requests.drain(SETTLE_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import select
 import time
 from collections import OrderedDict, defaultdict
@@ -15,6 +14,7 @@ from loramux.engine.constraints.limits import TOKEN_CPU_S
 from loramux.engine.constraints.process_link import NOT_RUNNING, ProcessLink
 from loramux.engine.constraints.tenant_fork import TenantFork
 from loramux.engine.constraints.time_budgets import TimeBudgets
+from loramux.engine.device.machine_limits import num_cpus
 from loramux.engine.protocol.messages import GrammarCounts
 
 TOO_COSTLY = "the grammar takes too much time or memory"
@@ -28,7 +28,7 @@ IDLE_S = 60.0
 WAIT_BURST_S, WAIT_PART = 5e-3, 0.1
 """Time that steps wait for the masks of one tenant at once, in seconds, and of all tenants as a part of the time."""
 
-WORK_BURST_S, WORK_PART = 0.02, 0.01 * len(os.sched_getaffinity(0))
+WORK_BURST_S, WORK_PART = 0.02, 0.01 * num_cpus()
 """Processor time that one tenant's grammars use at once, in seconds, and all tenants' continuously as a part of the
 time: a hundredth of all cores. Counts while other tenants have requests too, and SHARED_S longer. FREE_TOKEN_S and
 FREE_COMPILE_S do not count.

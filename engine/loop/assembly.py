@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -34,6 +33,7 @@ from loramux.engine.decoder.decoder import Decoder
 from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.backend import Backend, open_backend
+from loramux.engine.device.machine_limits import num_cpus
 from loramux.engine.device.worker_group import WorkerGroup
 from loramux.engine.drafting.speculation import Speculation
 from loramux.engine.execution.device_sampler import DeviceSampler
@@ -472,7 +472,7 @@ def _compile_programs(base: LoadedBase, tables: SlotTables) -> None:
         return
     shapes = list(reachable_shapes(base.config.max_batch_tokens, base.config.max_sequences))
     try:
-        compile_ahead(lambda: executor.warm_up(shapes, captures=False), len(os.sched_getaffinity(0)))
+        compile_ahead(lambda: executor.warm_up(shapes, captures=False), num_cpus())
     except Exception as error:
         print(f"parallel compilation failed; compiling GPU programs one at a time: {error!r}", file=sys.stderr)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal, get_args
 
 import msgspec
@@ -11,7 +10,8 @@ from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.quantization.base_format import rounds_inputs
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.cuda_driver import missing_for_cuda
-from loramux.engine.pages.pool_size import free_memory, in_gib, num_host_pages
+from loramux.engine.device.machine_limits import free_memory, num_cpus
+from loramux.engine.pages.pool_size import in_gib, num_host_pages
 from loramux.engine.parallel.sharding import check_sharding
 from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
 from loramux.engine.tracing.spans import TraceConfig
@@ -94,7 +94,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_tier_bytes: int = DEFAULT_HOST_TIER_BYTES
     kv_host_bytes: int = 0
     """Size of the host memory for prefix pages that the pool evicts. 0 turns it off."""
-    num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    num_threads: int = msgspec.field(default_factory=num_cpus)
     tensor_parallel_size: int = 1
     """Number of processes that divide the model's linear layers, the pool and the threads among themselves."""
     pdl: bool = True

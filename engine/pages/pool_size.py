@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from loramux.engine.protocol.errors import ConfigNotUsable
 
 DEFAULT_BYTES = 1 << 30
@@ -12,14 +10,6 @@ DEFAULT_BYTES = 1 << 30
 
 def in_gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB"
-
-
-def free_memory() -> int:
-    """Linux's `MemAvailable`, in bytes."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def num_host_pages(kv_host_bytes: int, page_bytes: int) -> int:

@@ -53,6 +53,8 @@ _NO_KEY = bytes(32)
 _FOR_EVER_US = 1 << 62
 _MAX_AHEAD_US = 60_000_000
 """A rotation time further in the future than this, in microseconds, means that the clock was set back."""
+_LOST_ANSWER_US = 3600_000_000
+"""Time after a rotation in which its secret can be replaced as lost, in microseconds."""
 _log = structlog.get_logger(__name__)
 
 _OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
@@ -60,6 +62,10 @@ _OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes
 
 class KeyRevoked(Conflict):
     code = "api_key_revoked"
+
+
+class NoPreviousSecret(Conflict):
+    code = "no_previous_secret"
 
 
 class LastAdminKey(Conflict):
@@ -222,11 +228,13 @@ class ApiKeys:
         self._cache.forget(key_id)
         return key_of(row)
 
-    def rotate(self, key_id: str, grace_us: int) -> CreatedKey | None:
+    def rotate(self, key_id: str, grace_us: int, keep_previous: bool = False) -> CreatedKey | None:
         """Give a key a new secret and return both, or return None if there is no such key.
 
         The current secret stays valid for `grace_us` microseconds. An older secret that is still valid expires
-        immediately. Raises KeyRevoked.
+        immediately. With `keep_previous`, it is the other way round: the current secret, which nobody has received,
+        expires immediately, and the older one keeps its grace period. If the key was not rotated within the last hour,
+        the rotation did not happen, and the current secret is in use. Raises KeyRevoked or NoPreviousSecret.
         """
         table = schema.api_keys
         with self._database.write() as connection:
@@ -236,15 +244,22 @@ class ApiKeys:
             _check_not_revoked(key)
             now_us = self._database.now_us(connection)
             secret = _new_secret(key.public_id)
-            values = {
-                "secret_sha256": key_sha256(secret),
-                "previous_sha256": table.c.secret_sha256 if grace_us > 0 else None,
-                "previous_until_us": now_us + grace_us if grace_us > 0 else None,
-                "rotated_us": now_us,
-            }
+            values: dict[str, Any] = {"secret_sha256": key_sha256(secret)}
+            if keep_previous:
+                rotated_us = connection.scalar(select(table.c.rotated_us).where(table.c.id == key_id))
+                if rotated_us is None or rotated_us <= now_us - _LOST_ANSWER_US:
+                    raise NoPreviousSecret("the key was not rotated within the last hour: rotate it normally")
+                if key.previous_until_us is None or key.previous_until_us <= now_us:
+                    raise NoPreviousSecret("the key has no previous secret that is still valid: rotate it normally")
+            else:
+                values |= {
+                    "previous_sha256": table.c.secret_sha256 if grace_us > 0 else None,
+                    "previous_until_us": now_us + grace_us if grace_us > 0 else None,
+                    "rotated_us": now_us,
+                }
             connection.execute(update(table).where(table.c.id == key_id).values(**values))
             row = connection.execute(select(table).where(table.c.id == key_id)).one()
-            after = {"grace_s": grace_us // 1_000_000}
+            after = {"keep_previous": True} if keep_previous else {"grace_s": grace_us // 1_000_000}
             audit(connection, now_us, "api_key.rotate", key_id, tenant_id=key.tenant_id, after=after)
         self._cache.forget(key_id)
         return CreatedKey(key=key_of(row), secret=secret)

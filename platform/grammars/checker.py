@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from loramux.adapter_store.sandbox.confined_pool import (
     ForkServerFailed,
     TooManyWaiting,
 )
+from loramux.engine.device.machine_limits import num_cpus
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
 from loramux.platform.grammars.constraint import Constraint
 
@@ -45,7 +45,7 @@ the time. A check that exceeds the wall time can be asked for again.
 NUM_PROCESSES = 2
 """Maximum number of concurrent checks. Each tenant has at most one. Each process contains the vocabulary."""
 
-PAUSE = max(0.0, 20 / len(os.sched_getaffinity(0)) - 1)
+PAUSE = max(0.0, 20 / num_cpus() - 1)
 """Pause after a check that is long, or of a tenant that has recently used much time, as a multiple of its processor
 time. Such checks therefore use at most a twentieth of the cores, because a busy core slows down the others.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NotRequired
 
 from fastapi import APIRouter, FastAPI, Request
@@ -27,8 +27,9 @@ HEALTH_PATHS = frozenset({"/health/live", *READY_PATHS})
 
 
 class HealthDocument(TypedDict):
-    """All calls except `/health/live` add `engine` and `database`. If one of them is not ready, the admin listener also
-    adds a `reason`. For a server with several engines, it adds whether each is ready, as `engines`.
+    """All calls except `/health/live` add `engine` and `database`. If one of them is not ready, or the server is
+    stopping, the admin listener also adds a `reason`. For a server with several engines, it adds whether each is ready,
+    as `engines`.
     """
 
     status: str
@@ -57,9 +58,10 @@ async def ready(request: Request) -> Response:
     known = health.trouble()
     # The ping only reads, so it would also succeed if the database rejects writes.
     checks = {"engine": health.engine.is_ready, "database": known is None and await health.ping.is_answered()}
-    is_ready = all(checks.values())
+    is_ready = all(checks.values()) and not health.is_draining
     body: dict[str, object] = {"status": "ready" if is_ready else "not ready", **checks}
-    reasons = [reason for reason in (*health.troubles(), known) if reason is not None]
+    draining = "the server is stopping" if health.is_draining else None
+    reasons = [reason for reason in (*health.troubles(), known, draining) if reason is not None]
     if health.tells_why and health.engines:
         body["engines"] = {name: engine.is_ready for name, engine in health.engines.items()}
     if health.tells_why and reasons:
@@ -102,6 +104,11 @@ def add_health(
     app.router.routes.extend(router.routes)
 
 
+def begin_drain(app: FastAPI) -> None:
+    """Let the app report that the server is not ready, because its OpenAI listener accepts no more connections."""
+    app.state.health = replace(app.state.health, is_draining=True)
+
+
 class _Ping:
     """Pings the database, one ping at a time, so that an unresponsive database occupies only one thread.
 
@@ -134,6 +141,7 @@ class _Health:
     trouble: Callable[[], str | None]
     tells_why: bool
     engines: Mapping[str, EngineClient]
+    is_draining: bool = False
 
     def troubles(self) -> Sequence[str | None]:
         """Why engines are not ready, as far as it is known."""

@@ -133,6 +133,7 @@ _BY_NAME: Mapping[str, Any] = {
     "url": f"/admin/v1/adapters/ada_{_HEX}/uploads/upl_{_HEX}/files/adapter_config.json",
     "expires_in_s": 7_776_000,
     "grace_s": 86_400,
+    "keep_previous": False,
     "weight": 100,
     "limit": 20,
     "report": {"modules": 7},

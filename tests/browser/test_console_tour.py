@@ -71,26 +71,33 @@ def test_every_page_opens_with_real_data_and_axe_finds_nothing(
     assert not faults
 
 
-def test_an_adapter_is_uploaded(tab: Tab, adapter_files: Callable[[str], list[str]]) -> None:
+def test_an_adapter_is_uploaded(tab: Tab, adapter_files: Callable[[str], list[str]], tmp_path: Path) -> None:
     page = tab.open("/adapters")
     page.click("text=New adapter")
     page.fill("dialog [name=tenant]", "harbour")
     page.fill("dialog [name=name]", "uploaded")
     page.click("dialog >> button:has-text('Create')")
     page.wait_for_selector("h1:text-is('uploaded')")
-    page.set_input_files("input[type=file]", adapter_files("formal"))
+    (tmp_path / "trainer_state.json").write_text("{}")
+    page.set_input_files("input[type=file]", [*adapter_files("formal"), str(tmp_path / "trainer_state.json")])
     page.click("form[data-upload] button")
     page.wait_for_selector("h1:text-is('Version 1')")
     page.wait_for_selector("#version .tag:text-is('ready')", timeout=120_000)
     assert "passed" in page.inner_text("main")
 
 
-def test_wrong_files_are_refused_before_anything_is_sent(tab: Tab, demo: Demo, tmp_path: Path) -> None:
+def test_wrong_files_are_refused_before_anything_is_sent(
+    tab: Tab, demo: Demo, adapter_files: Callable[[str], list[str]], tmp_path: Path
+) -> None:
     (tmp_path / "weights.bin").write_bytes(b"no adapter")
     page = tab.open(f"/adapters/{demo.adapter_ids['parcels']}")
     page.set_input_files("input[type=file]", str(tmp_path / "weights.bin"))
     page.click("form[data-upload] button")
     assert "adapter_config.json" in page.inner_text("[data-progress]")
+    (tmp_path / "modules.json").write_text("[]")
+    page.set_input_files("input[type=file]", [*adapter_files("formal"), str(tmp_path / "modules.json")])
+    page.click("form[data-upload] button")
+    assert "Versions do not contain modules.json" in page.inner_text("[data-progress]")
 
 
 def test_alias_moves_by_weight_and_rolls_back(tab: Tab, demo: Demo, adapter_files: Callable[[str], list[str]]) -> None:

@@ -18,6 +18,7 @@ import pytest
 from loramux.admin.client.client import AdminClient, AdminError
 from loramux.admin.client.push import PushRefused, push_adapter
 from loramux.admin.demo.prompts import DEMO_PROMPTS
+from loramux.platform.listener.app import ENDPOINTS
 from tests.conformance.prometheus_server import DEPLOY, Prometheus, promtool, running_prometheus
 from tests.conformance.served import Deployment, deployment
 
@@ -134,6 +135,8 @@ def test_every_rule_is_evaluated_on_series_that_there_are(prometheus: Prometheus
 def test_rules_are_right_and_each_fires_on_what_it_is_for_only() -> None:
     assert f"{len(names_of_alerts())} rules found" in promtool("check", "rules", ALERTS)
     promtool("test", "rules", ALERTS.parent / "alerts_test.yml")
+    named = {one for names in re.findall(r'endpoint=~"([^"]*)"', ALERTS.read_text()) for one in names.split("|")}
+    assert named <= set(ENDPOINTS.values())
     tested = (ALERTS.parent / "alerts_test.yml").read_text()
     for name in names_of_alerts():
         cases = re.findall(rf'alertname="{name}", alertstate="firing"}}\n.*\n +exp_samples:( \[\])?', tested)

@@ -103,7 +103,8 @@ MEANINGS = {
     "max_pinned_share": "Largest share of the pool that pinned adapters can take, from 0 to 1.",
     "eviction_policy": "Order in which idle pages are evicted: `lru`, `greedy_dual`, or "
     "[an extension's](extending.md#eviction-policies).",
-    "num_threads": "Number of engine threads on a CPU, of all engines together; by default one per core.",
+    "num_threads": "Number of engine threads on a CPU, of all engines together; by default one per core, or as many "
+    "as the CPU limit of the container allows.",
     "disk_tier_bytes": "Largest size of the disk tier.",
     "host_tier_bytes": "Largest amount of main memory for packed adapters, in each engine. If it is less than 512 MiB, "
     "adapters that are being loaded can take up to 512 MiB.",

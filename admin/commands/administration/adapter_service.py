@@ -87,7 +87,7 @@ def promote(
     as_json: AsJson = False,
 ) -> None:
     """Point an alias at a version, or send a share of the alias's requests to it. Running requests are not affected."""
-    from loramux.admin.client.client import AdminError
+    from loramux.admin.client.client import AdminError, loading_timeout_s
     from loramux.admin.client.eval_file import read_eval_file
 
     if require_eval is not None and no_require_eval:
@@ -119,14 +119,17 @@ def promote(
         assert named.version is not None
         path = f"{named.path}/{client.path('aliases', alias)}"
         targets = [{"version": named.version, "weight": FULL_SHARE}]
+        if_match: str | None = None
         if percent < FULL_SHARE:
             try:
-                present = client.get(path)["targets"]
+                present = client.get(path)
             except AdminError as error:
                 if error.status != 404:
                     raise
                 fail(f"{model} has no alias {alias} that could keep the other requests: omit --percent", WRONG_CALL)
-            targets = _share_out(present, named.version, percent)
+            targets = _share_out(present["targets"], named.version, percent)
+            # If the alias moves in between, such as by a rollback, these targets would undo that.
+            if_match = f'"{present["revision"]}"'
         if require_eval is not None:
             given = read_eval_file(require_eval)
             demanded = DEFAULT_SCORE if min_score is None else min_score
@@ -134,7 +137,8 @@ def promote(
             if judge is not None:
                 # A server from before judges were part of a demand refuses the field.
                 body["require_eval"]["judge"] = judge
-        _tell(named.document, client.put(path, {"targets": targets, **body}), as_json)
+        body["targets"] = targets
+        _tell(named.document, client.put(path, body, loading_timeout_s(len(targets)), if_match=if_match), as_json)
         if share_base_cache is not None and not as_json:
             _tell_divergence(client, named, share_base_cache)
 
@@ -143,15 +147,18 @@ def rollback(
     model: Model,
     alias: Alias = "default",
     revision: Annotated[
-        int | None, typer.Option(help="Revision to return to (default: the previous one).", show_default=False)
+        int | None, typer.Option(help="Revision to return to (default: before the last move).", show_default=False)
     ] = None,
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
-    """Restore an alias's previous revision, or a given one. A second rollback undoes the first."""
+    """Undo an alias's last move, or return to a given revision. A second rollback undoes the first."""
+    from loramux.admin.client.client import MAX_VERSIONS, loading_timeout_s
+
     with connected_to(model, as_json) as (client, named):
         path = f"{named.path}/{client.path('aliases', alias, 'rollback')}"
-        changed = client.post(path, {"revision": revision, "warm": not no_warm})
+        body: Document = {"revision": revision, "warm": not no_warm}
+        changed = client.post(path, body, loading_timeout_s(MAX_VERSIONS))
     _tell(named.document, changed, as_json)
 
 

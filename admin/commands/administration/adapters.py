@@ -117,8 +117,10 @@ app.command("purge")(purge_adapter)
 
 
 def _place(model: str, verb: str, as_json: bool) -> None:
+    from loramux.admin.client.client import loading_timeout_s
+
     with connected_to(model, as_json, needs_version=True) as (client, named):
-        placement = client.post(f"{named.version_path()}/{verb}", {})
+        placement = client.post(f"{named.version_path()}/{verb}", {}, loading_timeout_s(1))
     is_held = placement["state"] != "absent" and placement["num_pages"] is not None
     pages = f" on {placement['num_pages']} pages" if is_held else ""
     pinned = ", pinned" if placement["pinned"] else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,6 +64,7 @@ def evaluate(
 ) -> None:
     """Run a version on a file of prompts with expected answers, behind all other requests, and store the scores."""
     from loramux.admin.client.eval_file import read_eval_file
+    from loramux.admin.client.retries import retry_read
 
     with connected_to(model, as_json, needs_version=True) as (client, named):
         given = read_eval_file(file)
@@ -73,8 +74,9 @@ def evaluate(
         if no_wait:
             tell(found, f"{found['id']} is queued: loramux evals show {found['id']}", as_json)
             return
+        print(f"loramux: {found['id']} is queued: loramux evals show|cancel {found['id']}", file=sys.stderr)
         found = _followed(client, found, as_json)
-        _print(client, found, as_json)
+        _print(found, retry_read(partial(_answers, client, found["id"])), as_json)
     score = found["score"]
     if found["state"] != "done" or (min_score is not None and (score is None or score < min_score)):
         raise typer.Exit(REFUSED)
@@ -107,7 +109,7 @@ def list_evals(
 def show(eval_id: EvalId, as_json: AsJson = False) -> None:
     """Show an eval's scores and the lines that did not pass. With --json, show every answer."""
     with connected(as_json) as client:
-        _print(client, client.get(client.path("evals", eval_id)), as_json)
+        _print(client.get(client.path("evals", eval_id)), _answers(client, eval_id), as_json)
 
 
 @app.command()
@@ -132,6 +134,8 @@ def shown_score(score: float | None) -> str | None:
 
 def _followed(client: AdminClient, found: Document, as_json: bool) -> Document:
     """Poll an eval until it ends."""
+    from loramux.admin.client.retries import retry_read
+
     path = client.path("evals", found["id"])
     num_sides = 1 if found["compare"] is None and found["share_base_cache"] is None else 2
     num_answers = found["num_cases"] * num_sides
@@ -139,7 +143,7 @@ def _followed(client: AdminClient, found: Document, as_json: bool) -> Document:
         with counted_progress(num_answers, "answers", as_json) as advance:
             while found["state"] in ("queued", "running"):
                 time.sleep(POLL_S)
-                found = client.get(path)
+                found = retry_read(partial(client.get, path))
                 advance(found["num_answers"])
     except KeyboardInterrupt:
         print(f"loramux: the eval goes on: loramux evals show|cancel {found['id']}", file=sys.stderr)
@@ -147,8 +151,7 @@ def _followed(client: AdminClient, found: Document, as_json: bool) -> Document:
     return found
 
 
-def _print(client: AdminClient, found: Document, as_json: bool) -> None:
-    answers = list(_answers(client, found["id"]))
+def _print(found: Document, answers: list[Document], as_json: bool) -> None:
     if as_json:
         print_json({**found, "answers": answers})
         return
@@ -201,11 +204,11 @@ def _short(text: str) -> str:
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
-def _answers(client: AdminClient, eval_id: str) -> Iterator[Document]:
-    after = 0
+def _answers(client: AdminClient, eval_id: str) -> list[Document]:
+    answers, after = [], 0
     while True:
         page = client.get(client.path("evals", eval_id, "answers"), after_line=after)
-        yield from page["data"]
+        answers += page["data"]
         if not page["has_more"]:
-            return
+            return answers
         after = page["data"][-1]["line"]

@@ -130,12 +130,27 @@ def set_key(
 @app.command()
 def rotate(
     key_id: KeyId,
-    grace_hours: Annotated[int, typer.Option(min=0, max=90 * 24, help="Hours until the old secret expires.")] = 24,
+    grace_hours: Annotated[
+        int | None,
+        typer.Option(min=0, max=90 * 24, help="Hours until the old secret expires (default: 24).", show_default=False),
+    ] = None,
+    keep_previous: Annotated[
+        bool,
+        typer.Option(
+            "--keep-previous",
+            help="If the last hour's rotation had no answer: replace the lost secret, and keep the one before.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Give a key a new secret, shown only once. The old secret stays valid for the grace period."""
+    if keep_previous and grace_hours is not None:
+        fail("--keep-previous keeps the old secret's grace period: leave out --grace-hours", WRONG_CALL)
+    body: Document = {"keep_previous": True} if keep_previous else {}
+    if grace_hours is not None:
+        body["grace_s"] = grace_hours * 3600
     with connected(as_json) as client:
-        key = client.post(client.path("api_keys", key_id, "rotate"), {"grace_s": grace_hours * 3600})
+        key = client.post(client.path("api_keys", key_id, "rotate"), body)
     until = shown_time(key["previous_secret_expires_at"]) or "now"
     _show_secret(key, f"rotated key {key['id']}; its old secret is valid until {until}", as_json)
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,6 +55,8 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Run a file of requests as a batch, and write FILE.output.jsonl and FILE.errors.jsonl."""
+    from loramux.admin.client.retries import retry_read
+
     endpoint = _endpoint(file)
     outputs = {"output_file_id": file.with_suffix(".output.jsonl"), "error_file_id": file.with_suffix(".errors.jsonl")}
     taken = [str(path) for path in outputs.values() if path.exists()]
@@ -64,11 +67,13 @@ def run(
         if no_wait:
             tell(found, f"{found['id']} is queued: loramux batches show {found['id']}", as_json)
             return
+        # Whatever happens to this command, the batch can be found by its identifier.
+        print(f"loramux: {found['id']} is queued: loramux batches show|cancel {found['id']}", file=sys.stderr)
         found = _followed(client, found, as_json)
         written = [path for name, path in outputs.items() if found[name] is not None]
         for name, path in outputs.items():
             if found[name] is not None:
-                client.download(found[name], path)
+                retry_read(partial(client.download, found[name], path))
             elif overwrite and written:
                 # A file of an earlier run would be taken for one of this run. A run without any keeps it.
                 path.unlink(missing_ok=True)
@@ -180,11 +185,13 @@ def _endpoint(file: Path) -> str:
 
 def _followed(client: BatchClient, found: Document, as_json: bool) -> Document:
     """Poll a batch until it ends."""
+    from loramux.admin.client.retries import retry_read
+
     try:
         with counted_progress(None, "requests", as_json) as advance:
             while found["status"] not in FINAL:
                 time.sleep(POLL_S)
-                found = client.get(found["id"])
+                found = retry_read(partial(client.get, found["id"]))
                 counts = found["request_counts"]
                 advance(counts["completed"] + counts["failed"], counts["total"] or None)
     except KeyboardInterrupt:

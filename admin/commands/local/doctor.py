@@ -153,8 +153,9 @@ def _plan(
     as_json: bool,
 ) -> None:
     from loramux.admin.doctor.memory_plan import plan_memory, plan_tokens, plan_workers
+    from loramux.engine.device.machine_limits import free_memory
     from loramux.engine.loop.config import DEFAULT_HOST_TIER_BYTES, resolve_device
-    from loramux.engine.pages.pool_size import free_memory, in_gib
+    from loramux.engine.pages.pool_size import in_gib
     from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 
     own_device = resolve_device("auto")

@@ -19,6 +19,7 @@ from loramux.platform.errors import InvalidRequest
 
 MAX_CHOSEN = 100
 """Number of versions, newest first, that the alias form considers. It offers the ready ones as targets."""
+CANARY_FIELDS = ("max_error_percent", "max_first_token_s", "min_requests")
 
 
 async def move(visit: Visit) -> Response:
@@ -31,8 +32,9 @@ async def move(visit: Visit) -> Response:
         visit.rest.get(f"/adapters/{adapter_id}/aliases"),
     )
     alias = next((one for one in aliases["data"] if one["name"] == name), None)
-    problem = None
+    problem, bounds = None, _canary_fields(_running_canary(alias))
     if asked.all("version"):
+        bounds = {name: asked.text(name) for name in CANARY_FIELDS}
         try:
             return await _ask(visit, adapter, alias, name, _targets(asked), _canary(asked), _options(asked))
         except InvalidRequest as error:
@@ -44,6 +46,7 @@ async def move(visit: Visit) -> Response:
         name=name,
         ready=[version for version in versions["data"] if version["state"] == "ready"],
         weights={} if alias is None else {target["version"]: target["weight"] for target in alias["targets"]},
+        bounds=bounds,
         problem=problem,
     )
 
@@ -59,6 +62,8 @@ async def set_alias(visit: Visit) -> Response:
     body |= _options(visit.form)
     alias = await _change(visit, "PUT", path, body, name, revision)
     undo = visit.url(f"{path}/rollback") if revision else visit.url(f"{path}/delete")
+    if visit.form.text("is_unmoved"):
+        undo = ""
     return visit.done(f"{name} now points to {described(alias['targets'])}.", f"/adapters/{adapter_id}", undo)
 
 
@@ -71,7 +76,10 @@ async def confirm_rollback(visit: Visit) -> Response:
     )
     wanted = visit.query("revision")
     others = [change for change in history["data"] if change["revision"] != alias["revision"]]
-    chosen = next((change for change in others if wanted is None or str(change["revision"]) == wanted), None)
+    if wanted is None:
+        chosen = next((change for change in others if _restored(change) != _restored(alias)), None)
+    else:
+        chosen = next((change for change in others if str(change["revision"]) == wanted), None)
     return visit.page("rollback.html", adapter=adapter, alias=alias, history=history["data"], chosen=chosen)
 
 
@@ -156,8 +164,15 @@ async def _ask(
         raise InvalidRequest("enter a name for the alias")
     present = {} if alias is None else alias
     changed = {option: value for option, value in options.items() if value != present.get(option)}
-    if alias is not None and _shares(alias["targets"]) == _shares(targets) and not changed:
+    watched = _running_canary(alias)
+    is_same = alias is not None and _shares(alias["targets"]) == _shares(targets)
+    are_prefilled = bool(watched) and _canary_fields(canary) == _canary_fields(watched)
+    # Without a running canary, bounds need a version that gets more requests.
+    if is_same and not changed and (not watched or are_prefilled):
         raise InvalidRequest(f"{name} already points there")
+    if alias is not None and are_prefilled and not _keeps_canary(alias, targets):
+        # The form's bounds were meant for the versions that the canary watches, not for those that now get more.
+        canary = {}
     path, called = f"/adapters/{adapter['id']}", adapter["model"] + ("" if name == "default" else f":{name}")
     grants, used = await asyncio.gather(
         visit.rest.get(f"{path}/grants", limit=100), requests_of_adapter(visit.rest, adapter)
@@ -165,7 +180,10 @@ async def _ask(
     others = counted(len(grants["data"]), "tenant") + (" and more" if grants["has_more"] else "")
     fields = {f"weight_{target['version']}": str(target["weight"]) for target in targets}
     undo = "Roll back, with one click on the adapter's page or in the notice after the change."
-    if "share_base_cache" in changed:
+    is_unmoved = is_same and "share_base_cache" not in changed
+    if is_unmoved:
+        undo = "Move it again with the earlier values. A rollback restores only versions and sharing."
+    elif "share_base_cache" in changed:
         undo += " The sharing is restored, too."
     return Confirmation(
         title=f"Move {name}" if alias else f"Create {name}",
@@ -182,6 +200,7 @@ async def _ask(
         fields={
             "alias": name,
             "revision": str(alias["revision"]) if alias else "",
+            "is_unmoved": "yes" if is_unmoved else "",
             "version": [str(target["version"]) for target in targets],
             **fields,
             **_canary_fields(canary),
@@ -189,7 +208,7 @@ async def _ask(
         },
         facts=[
             ("Requests for the adapter", used),
-            *_canary_facts(canary),
+            *_canary_facts(canary, is_watched=bool(watched)),
             *_option_facts(changed),
         ],
         is_danger=False,
@@ -211,7 +230,25 @@ def _canary(form: Form) -> dict[str, float]:
     """Return the bounds at which the alias rolls back on its own, or nothing. Raises InvalidRequest."""
     percent, first_token_s = _decimal(form, "max_error_percent"), _decimal(form, "max_first_token_s")
     bounds = {} if percent is None else {"max_error_rate": percent / 100}
-    return bounds if first_token_s is None else {**bounds, "max_first_token_s": first_token_s}
+    if first_token_s is not None:
+        bounds["max_first_token_s"] = first_token_s
+    min_requests = form.optional_integer("min_requests", "the number of requests")
+    return {**bounds, "min_requests": min_requests} if bounds and min_requests else bounds
+
+
+def _running_canary(alias: Document | None) -> dict[str, float]:
+    """Return the bounds of the alias's canary, or nothing if there is none or it has rolled back."""
+    canary = None if alias is None else alias["canary"]
+    if canary is None or canary["verdict"] is not None:
+        return {}
+    names = ("max_error_rate", "max_first_token_s", "min_requests")
+    return {name: canary[name] for name in names if canary[name] is not None}
+
+
+def _keeps_canary(alias: Document, targets: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a version that the alias's canary watches gets at least the share that it has."""
+    before, after = _shares(alias["targets"]), _shares(targets)
+    return any(number in after and after[number] >= before.get(number, 0) for number in alias["canary"]["versions"])
 
 
 def _options(form: Form) -> dict[str, str | int | None]:
@@ -236,19 +273,21 @@ def _option_facts(changed: Mapping[str, str | int | None]) -> list[tuple[str, st
 
 
 def _canary_fields(canary: Mapping[str, float]) -> dict[str, str]:
-    shown = {"max_first_token_s": canary.get("max_first_token_s")}
+    shown = {name: canary.get(name) for name in ("max_first_token_s", "min_requests")}
     if "max_error_rate" in canary:
         shown["max_error_percent"] = 100 * canary["max_error_rate"]
     return {name: f"{value:g}" for name, value in shown.items() if value is not None}
 
 
-def _canary_facts(canary: Mapping[str, float]) -> list[tuple[str, str]]:
+def _canary_facts(canary: Mapping[str, float], *, is_watched: bool) -> list[tuple[str, str]]:
     texts = []
     if "max_error_rate" in canary:
         texts.append(f"more than {100 * canary['max_error_rate']:g} % of a version's requests fail")
     if "max_first_token_s" in canary:
         texts.append(f"its 95th percentile to the first token exceeds {canary['max_first_token_s']:g} s")
-    return [("Rolls back on its own if", " or ".join(texts))] if texts else []
+    if texts:
+        return [("Rolls back on its own if", " or ".join(texts))]
+    return [("No longer watched", "it no longer rolls back on its own")] if is_watched else []
 
 
 def _decimal(form: Form, name: str) -> float | None:
@@ -263,6 +302,11 @@ def _decimal(form: Form, name: str) -> float | None:
 def _shares(targets: Sequence[Mapping[str, Any]]) -> dict[int, Fraction]:
     total = sum(target["weight"] for target in targets)
     return {target["version"]: Fraction(target["weight"], total) for target in targets}
+
+
+def _restored(state: Document) -> tuple[dict[int, Fraction], int | None]:
+    """What a rollback to this state of an alias restores."""
+    return _shares(state["targets"]), state["share_base_cache"]
 
 
 def _asked_again(alias: Document) -> dict[str, Any]:

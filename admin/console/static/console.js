@@ -80,7 +80,12 @@
     const say = (text, kind) => { says.textContent = text; says.className = kind ?? "hint"; };
     const files = [...form.querySelectorAll("input[type=file]")].flatMap((input) => [...input.files]);
     const wanted = ["adapter_config.json", "adapter_model.safetensors"];
-    const optional = ["chat_template.jinja", "generation_config.json", "parsers.json", "added_vocabulary.json"];
+    const optional = ["chat_template.jinja", "generation_config.json", "parsers.json", "added_vocabulary.json", "pooling.json"];
+    // What training writes beside an adapter. Pushes from the command line do not read these files, either.
+    const ignored = [
+      "README.md", "added_tokens.json", "merges.txt", "optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt",
+      "special_tokens_map.json", "trainer_state.json", "training_args.bin", "vocab.json",
+    ];
     const chosen = [...wanted, ...optional].map((name) => files.find((file) => file.name === name)).filter((file) => file);
     if (!wanted.every((name) => chosen.some((file) => file.name === name))) {
       say(`Choose ${wanted.join(" and ")}, as PEFT saved them. You can add ${optional.join(", ")}.`, "notice error");
@@ -88,6 +93,11 @@
     }
     if (files.some((file) => ["tokenizer.json", "tokenizer_config.json"].includes(file.name))) {
       say("This page does not read tokenizers. Push the directory with loramux adapters push, or choose the files without the tokenizer to use the base's.", "notice error");
+      return;
+    }
+    const unknown = files.map((file) => file.name).filter((name) => ![...wanted, ...optional, ...ignored].includes(name));
+    if (unknown.length) {
+      say(`Versions do not contain ${unknown.join(", ")}. Choose the files without them, or push the directory with loramux adapters push.`, "notice error");
       return;
     }
     if (!crypto.subtle) {

@@ -22,7 +22,7 @@ from loramux.admin.rest.listing import (
 )
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.accounts.keys import ApiKey, CreatedKey, KeyChanges
-from loramux.platform.errors import NotFound, PermissionDenied
+from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
 from loramux.platform.requests.openapi import errors, takes
 
 router = APIRouter(prefix="/api_keys", tags=["api_keys"])
@@ -138,11 +138,17 @@ async def rotate_key(
 ) -> KeyWithSecret:
     """Give a key a new secret, which appears only in this response. The old secret stays valid for `grace_s` seconds.
 
-    Any older secret still in its grace period becomes invalid immediately. No body is needed.
+    Any older secret still in its grace period becomes invalid immediately. No body is needed. If the answer to a
+    rotation was lost, rotate again with `keep_previous` and without `grace_s`: this replaces the lost secret, and the
+    secret before it keeps its grace period. Refused with `no_previous_secret` if there is none, or if the key was not
+    rotated within the last hour: the call was then lost, not its answer, and the current secret is in use.
     """
     key = await _find(services, caller, key_id)
     body = await read_optional_json(request, Rotation)
-    rotated = await services.call(services.accounts.api_keys.rotate, key.id, body.grace_s * 1_000_000)
+    if body.keep_previous and "grace_s" in body.model_fields_set:
+        raise InvalidRequest("keep_previous keeps the old secret's grace period: leave out grace_s", param="grace_s")
+    rotate = services.accounts.api_keys.rotate
+    rotated = await services.call(rotate, key.id, body.grace_s * 1_000_000, body.keep_previous)
     if rotated is None:
         raise _unknown()
     return _with_secret(response, rotated, await _names(services, caller, [rotated.key]))

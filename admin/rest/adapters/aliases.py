@@ -170,11 +170,12 @@ async def roll_back(
     caller: Developer,
     if_match: IfMatch = None,
 ) -> AliasDocument:
-    """Restore the alias's previous revision, or the given `revision`. A second rollback undoes the first.
+    """Undo the alias's last move, or return to the given `revision`. A second rollback undoes the first.
 
-    The versions and `share_base_cache` are restored, and the other settings stay. No body is needed. With If-Match, the
-    call is refused if the alias has moved since the caller read it, so that only one of two concurrent rollbacks
-    succeeds. Loads count against the quota, as when an alias is set.
+    The versions and `share_base_cache` are restored, and the other settings stay. Revisions that changed only these,
+    such as the bounds of a canary, are passed over. No body is needed. With If-Match, the call is refused if the alias
+    has changed since the caller read it, so that only one of two concurrent rollbacks succeeds. Loads count against the
+    quota, as when an alias is set.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     check_may_move(caller, name)

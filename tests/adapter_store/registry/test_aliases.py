@@ -23,7 +23,7 @@ from loramux.adapter_store.errors import (
 from loramux.adapter_store.formats.files.file_names import VOCABULARY_FILE
 from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.registry.aliases import MAX_TARGETS, MAX_WEIGHT, AdapterAliases
-from loramux.adapter_store.registry.records import Adapter
+from loramux.adapter_store.registry.records import Adapter, CanaryRule
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
@@ -142,6 +142,26 @@ def test_rollback_can_be_undone(named: Named) -> None:
     assert [(target.number, target.weight) for target in history[4].targets] == [(1, 80), (2, 20)]
     with pytest.raises(AliasNotFound):
         aliases.rollback(adapter_id, "nightly")
+
+
+def test_rollback_passes_over_revisions_that_moved_nothing(named: Named) -> None:
+    aliases, adapter_id = named.aliases, named.adapter.id
+    aliases.set(adapter_id, "default", {1: 100}, overflow="base")
+    for undo in (aliases.rollback, aliases.targets_at):
+        with pytest.raises(NothingToRollBack, match="has not been moved yet"):
+            undo(adapter_id, "default")
+    aliases.set(adapter_id, "default", {1: 90, 2: 10}, canary=CanaryRule(max_error_rate=0.1))
+    changed = aliases.set(adapter_id, "default", {1: 9, 2: 1}, canary=CanaryRule(max_error_rate=0.2))
+    assert (changed.revision, changed.canary and changed.canary.versions) == (4, (2,))
+    aliases.set(adapter_id, "default", {1: 9, 2: 1}, overflow=None)
+    assert [target.number for target in aliases.targets_at(adapter_id, "default")] == [1]
+    assert aliases.rollback(adapter_id, "default").revision == 6
+    assert named.weights() == {1: 100}
+    aliases.rollback(adapter_id, "default")
+    assert named.weights() == {1: 9, 2: 1}, "the rollback of a rollback"
+    aliases.set(adapter_id, "default", {1: 9, 2: 1}, share_base_cache=256)
+    assert aliases.rollback(adapter_id, "default").share_base_cache is None
+    assert named.weights() == {1: 9, 2: 1}, "sharing is restored on its own"
 
 
 def test_rollback_to_an_unavailable_version_is_refused(named: Named) -> None:

@@ -11,6 +11,7 @@ import pytest
 from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
 from loramux.admin.client.push import PushRefused, push_adapter
 from tests.admin.admin_side import ADMIN_KEY
+from tests.admin.failing_calls import fail_first
 
 
 @pytest.fixture
@@ -114,3 +115,13 @@ def test_push_does_not_retry_refused_file(
         with pytest.raises(AdminError) as refused:
             push_adapter(client, make_adapter(), "acme", "support")
     assert refused.value.code == "checksum_mismatch"
+
+
+def test_push_waits_for_its_version_during_a_restart(
+    admin_url: str, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = ServerUnreachable("no server answers"), AdminError(502, "the server returned 502", None, None)
+    fail_first(monkeypatch, AdminClient, "get", *gone, where="/versions/1")
+    with AdminClient(admin_url, ADMIN_KEY) as client:
+        client.post("tenants", {"slug": "acme"})
+        assert push_adapter(client, make_adapter(), "acme", "support").version == 1

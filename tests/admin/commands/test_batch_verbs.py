@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import update
 
+from loramux.admin.client.batch_client import BatchClient
+from loramux.admin.client.client import AdminError, ServerUnreachable
 from loramux.migrations.schema import batches
 from loramux.platform.batches.batch_claims import BatchQueue, StoredAnswer
 from loramux.platform.batches.batch_rows import BatchError
@@ -20,6 +22,7 @@ from loramux.platform.listener.app import create_openai_app
 from tests.admin.added_batches import add_batch
 from tests.admin.admin_side import AdminSide
 from tests.admin.command_line import Run, invoke, printed_json
+from tests.admin.failing_calls import fail_first
 from tests.admin.openai_side import open_services
 from tests.admin.running_server import start_server
 from tests.platform.gateways import batches_in_memory
@@ -111,6 +114,29 @@ def test_run_writes_the_answers(
     assert {one.name for one in tmp_path.glob("requests.*.jsonl")} == {
         f"requests.{'errors' if written == 'output' else 'output'}.jsonl"
     }
+
+
+def test_run_survives_a_restart_of_the_server(
+    admin_side: AdminSide, kept: BatchServices, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = ServerUnreachable("no server answers"), AdminError(502, "the server returned 502", None, None)
+    fail_first(monkeypatch, BatchClient, "get", *gone)
+    fail_first(monkeypatch, BatchClient, "download", *gone)
+    thread = answer_in_background(admin_side, kept, tmp_path, 200)
+    done = invoke("run", file)
+    thread.join()
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "requests.output.jsonl").read_bytes() == b'{"custom_id": "a"}\n'
+
+
+def test_run_names_its_batch_before_anything_can_fail(
+    kept: BatchServices, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_first(monkeypatch, BatchClient, "get", AdminError(403, "the key is revoked", None, None))
+    done = invoke("run", file)
+    assert (done.exit_code, "the key is revoked" in done.stderr) == (1, True)
+    (listed,) = printed_json(invoke("batches", "list", "--json"))["data"]
+    assert f"{listed['id']} is queued: loramux batches show|cancel {listed['id']}" in done.stderr
 
 
 def test_run_that_produces_nothing_keeps_earlier_answers(

@@ -419,6 +419,11 @@ def test_a_key_is_limited_rotated_and_renamed(loramux: Run, make_adapter: Callab
     assert (rotated.exit_code, rotated.stdout.startswith("sk-lmx-")) == (0, True)
     assert rotated.stdout.strip() != key["secret"]
     assert "old secret is valid until 2" in rotated.stderr
+    again = loramux("keys", "rotate", key["id"], "--keep-previous")
+    assert again.exit_code == 0, again.output
+    assert rotated.stderr == again.stderr, "the old secret keeps its grace period"
+    assert rotated.stdout != again.stdout
+    assert loramux("keys", "rotate", key["id"], "--keep-previous", "--grace-hours", 1).exit_code == 2
     changed = printed_json(loramux("keys", "set", key["id"], "--name", "ci", "--any-adapter", "--json"))
     assert (changed["name"], changed["adapters"]) == ("ci", None)
     assert "scopes base" in loramux("keys", "set", key["id"], "--scope", "base").stdout

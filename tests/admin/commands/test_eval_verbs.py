@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 
 from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.evals import PPM, EvalAnswer
-from loramux.admin.client.client import AdminClient, AdminError
+from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
 from loramux.admin.commands.administration.aliases import _canary
 from tests.admin.admin_side import AdminSide
 from tests.admin.command_line import Run, printed_json
+from tests.admin.failing_calls import fail_first
 from tests.admin.finished_evals import CONTENT, SHA256, add_finished_eval
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
 
@@ -68,7 +70,21 @@ def test_failed_eval_says_why(loramux: Run, admin_side: AdminSide, adapter_id: s
     thread = run_in_background(admin_side, passed=0, error="The model 'x' does not exist")
     done = loramux("eval", "acme/support@1", file)
     thread.join()
-    assert (done.exit_code, done.stderr) == (1, "loramux: the eval failed: The model 'x' does not exist\n")
+    assert done.exit_code == 1
+    assert done.stderr.endswith("loramux: the eval failed: The model 'x' does not exist\n")
+
+
+def test_eval_survives_a_restart_of_the_server(
+    loramux: Run, admin_side: AdminSide, adapter_id: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = ServerUnreachable("no server answers"), AdminError(502, "the server returned 502", None, None)
+    fail_first(monkeypatch, AdminClient, "get", *gone, where="evals/evl_")
+    fail_first(monkeypatch, AdminClient, "get", *gone, where="/answers")
+    thread = run_in_background(admin_side, passed=3)
+    done = loramux("eval", "acme/support@1", file)
+    thread.join()
+    assert done.exit_code == 0, done.output
+    assert re.fullmatch(r"loramux: (evl_\w+) is queued: loramux evals show\|cancel \1\n", done.stderr)
 
 
 def test_queued_eval_is_shown_and_cancelled(loramux: Run, adapter_id: str, file: Path) -> None:

@@ -22,6 +22,7 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loramux.adapter_store.registry.base_servers import OwnServer
+from loramux.adapter_store.registry.records import CanaryRule
 from loramux.admin.console.app import create_console
 from loramux.admin.serving.app import create_admin_app
 from loramux.engine.protocol.messages import HostPageCounts
@@ -316,6 +317,51 @@ async def test_trained_parts_of_a_version_are_shown(operator: Browser, make_adap
     assert '<span class="tag">trainable_token_indices</span>' in shown
     assert "Trained rows: <code>model.embed_tokens</code> 3" in shown
     assert "Trained vectors: <code>input_layernorm.weight</code> 2" in shown
+
+
+async def test_running_canary_stays_until_its_bounds_are_removed(operator: Browser, console_side: AdminSide) -> None:
+    services = console_side.services
+    tenant = services.accounts.tenants.create("watching")
+    adapter = services.adapters.registry.create_adapter(tenant.id, "voice")
+    add_ready_versions(services.database, adapter.id, 2)
+    aliases = services.adapters.aliases
+    aliases.set(adapter.id, "default", {1: 90, 2: 10}, canary=CanaryRule(max_error_rate=0.02, min_requests=50))
+    form = f"/adapters/{adapter.id}/move?alias=default"
+    page = (await operator.get(form)).text
+    shown = dict(re.findall(r'name="(max_error_percent|max_first_token_s|min_requests)".*? value="([^"]*)"', page))
+    assert shown == {"max_error_percent": "2", "max_first_token_s": "", "min_requests": "50"}
+    chosen = f"{form}&version=1&version=2&weight_1=90&weight_2=10"
+    same = f"{chosen}&max_error_percent=2&max_first_token_s=&min_requests=50"
+    assert "already points there" in (await operator.get(same)).text
+    await operator.confirm(f"{chosen}&max_error_percent=5&max_first_token_s=2.5&min_requests=50")
+    changed = aliases.get(adapter.id, "default")
+    assert changed.canary == CanaryRule(max_error_rate=0.05, max_first_token_s=2.5, min_requests=50, versions=(2,))
+    undone = (await operator.get(f"/adapters/{adapter.id}/aliases/default/rollback")).text
+    assert 'Roll back to <span class="nowrap">v1</span></button>' in undone, "the revision before has the same versions"
+    ended = f"{chosen}&max_error_percent=&max_first_token_s=&min_requests=50"
+    assert "No longer watched" in (await operator.get(ended)).text
+    await operator.confirm(ended)
+    assert aliases.get(adapter.id, "default").canary is None
+    assert "already points there" in (await operator.get(f"{chosen}&max_error_percent=5")).text
+
+
+async def test_moving_away_from_a_canary_ends_it(operator: Browser, console_side: AdminSide) -> None:
+    services = console_side.services
+    tenant = services.accounts.tenants.create("leaving")
+    adapter = services.adapters.registry.create_adapter(tenant.id, "voice")
+    add_ready_versions(services.database, adapter.id, 2)
+    aliases, rule = services.adapters.aliases, CanaryRule(max_error_rate=0.02)
+    aliases.set(adapter.id, "default", {1: 90, 2: 10}, canary=rule)
+    form = f"/adapters/{adapter.id}/move?alias=default"
+    bounds = f"&max_error_percent=2&max_first_token_s=&min_requests={rule.min_requests}"
+    more = (await operator.get(f"{form}&version=1&version=2&weight_1=50&weight_2=50{bounds}")).text
+    assert "Rolls back on its own if" in more
+    other = (await operator.get(f"{form}&version=1&weight_1=100&max_error_percent=3")).text
+    assert "Rolls back on its own if" in other, "these bounds are not those of the form"
+    away = f"{form}&version=1&weight_1=100{bounds}"
+    assert "No longer watched" in (await operator.get(away)).text
+    await operator.confirm(away)
+    assert aliases.get(adapter.id, "default").canary is None
 
 
 async def test_adapter_is_uploaded_promoted_and_rolled_back(

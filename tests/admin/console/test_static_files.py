@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 
 import httpx
 import pytest
 from markupsafe import Markup
 
+from loramux.adapter_store.formats.files.file_names import FURTHER_FILES, UPLOAD_FILES
 from loramux.admin.console.rendering import STATIC, visible
 
 pytestmark = pytest.mark.anyio
@@ -23,6 +25,19 @@ def test_vendored_files_match_the_published_checksums() -> None:
     assert libraries == set(vendored())
     for name, sha256 in vendored().items():
         assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == sha256, name
+
+
+def test_upload_form_reads_the_files_that_a_version_can_have() -> None:
+    script = (STATIC / "console.js").read_text()
+    lists = dict(re.findall(r"const (wanted|optional) = (\[[^\]]*\]);", script))
+    assert tuple(json.loads(lists["wanted"])) == UPLOAD_FILES
+    assert tuple(json.loads(lists["optional"])) == FURTHER_FILES
+    (ignored,) = re.findall(r"const ignored = \[([^\]]*)\];", script)
+    left_by_training = set(re.findall(r'"([^"]+)"', ignored))
+    assert {"trainer_state.json", "special_tokens_map.json", "added_tokens.json"} <= left_by_training
+    assert left_by_training.isdisjoint({*UPLOAD_FILES, *FURTHER_FILES})
+    hint = (STATIC.parent / "templates" / "adapter.html").read_text()
+    assert [name for name in (*UPLOAD_FILES, *FURTHER_FILES) if name not in hint] == []
 
 
 def test_templates_contain_no_inline_script_or_style() -> None:

@@ -24,9 +24,9 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import HEAD
 from loramux.engine.architectures.weight_shapes import weight_shapes
 from loramux.engine.decoder.weights import open_weights
+from loramux.engine.device import machine_limits
 from loramux.engine.loop import config as engine_config
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.pages import pool_size
 from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.parallel.sharded_weights import ShardedWeights
 from loramux.engine.parallel.sharding import worker_config
@@ -53,7 +53,7 @@ FORMATS = ["bfloat16", "int8", "int4", "fp8", "int8+head", "int4+head", "fp8+hea
 
 @pytest.fixture(autouse=True)
 def _large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_size, "free_memory", lambda: 1 << 40)
+    monkeypatch.setattr(machine_limits, "free_memory", lambda: 1 << 40)
 
 
 def save(directory: Path, **changes: object) -> LlamaForCausalLM:
@@ -178,7 +178,7 @@ def test_a_sum_that_does_not_fit_into_the_machine_is_named(
     needed = plan.total_of(2) + 2 * (1 << 30) + 2 * (3 << 30) + 2 * (1 << 30)
 
     def planned(device: str, available: int) -> str:
-        monkeypatch.setattr(pool_size, "free_memory", lambda: available)
+        monkeypatch.setattr(machine_limits, "free_memory", lambda: available)
         monkeypatch.setattr(engine_config, "missing_for_cuda", lambda: None if device == "cuda" else "no driver")
         return str(loramux("doctor", "--plan", str(tmp_path), "--device", device, *sizes).stdout)
 

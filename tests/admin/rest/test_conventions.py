@@ -408,6 +408,8 @@ async def test_tenant_administrator_manages_its_own_keys(side: AdminSide) -> Non
     rotated = (await admin.post(f"/api_keys/{key_id}/rotate", json={"grace_s": 60})).json()
     assert rotated["id"] == key_id
     assert rotated["previous_secret_expires_at"] is not None
+    both = await admin.post(f"/api_keys/{key_id}/rotate", json={"grace_s": 60, "keep_previous": True})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "grace_s")
     for secret in (made.json()["secret"], rotated["secret"]):
         assert (await client(side, secret).get("/tenants")).status_code == 200
     assert (await admin.delete(f"/api_keys/{key_id}")).json()["revoked_at"] is not None

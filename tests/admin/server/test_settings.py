@@ -42,6 +42,55 @@ def test_flags_override_variables_and_variables_override_the_file(
     assert settings.pool_bytes == 64 * 1024**2
 
 
+@pytest.mark.parametrize(
+    ("written", "num_bytes"),
+    [
+        ("67108864", 1 << 26),
+        ("64MiB", 1 << 26),
+        (" 64 mib\n", 1 << 26),
+        ("0.5GB", 500_000_000),
+        (1 << 38, 1 << 38),
+        ("67_108_864", 1 << 26),
+        ("+67108864", 1 << 26),
+        ("64m", 64_000_000),
+    ],
+)
+def test_size_is_a_number_of_bytes_or_has_a_unit(
+    model: Path, monkeypatch: pytest.MonkeyPatch, written: str | int, num_bytes: int
+) -> None:
+    assert load_settings(Settings, {"model": model, "pool_bytes": written}).pool_bytes == num_bytes
+    monkeypatch.setenv("LORAMUX_POOL_BYTES", str(written))
+    assert load_settings(Settings, {"model": model}).pool_bytes == num_bytes
+
+
+@pytest.mark.parametrize("written", ["2e+11", "2.147483648e+11", "64 MiB each", "8GiB+", "-1", "", "2 e", "2E", "1__0"])
+def test_text_that_is_no_size_is_refused_in_each_place(
+    model: Path, toml: Path, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    """ByteSize would read the first as 2 EB."""
+    said = re.escape(f"kv_host_bytes is invalid: {written!r} is not a size")
+    with pytest.raises(SettingsError, match=said):
+        load_settings(Settings, {"model": model, "kv_host_bytes": written})
+    toml.write_text(toml.read_text() + f'kv_host_bytes = "{written}"\n')
+    with pytest.raises(SettingsError, match=said):
+        load_settings(Settings, {"config": toml})
+    monkeypatch.setenv("LORAMUX_KV_HOST_BYTES", written)
+    with pytest.raises(SettingsError, match=said):
+        load_settings(Settings, {"model": model})
+
+
+def test_size_in_the_file_is_no_floating_point_number(toml: Path) -> None:
+    toml.write_text(toml.read_text() + "kv_host_bytes = 2e+11\n")
+    with pytest.raises(SettingsError, match=r"kv_host_bytes is invalid: 200000000000\.0 is not a size"):
+        load_settings(Settings, {"config": toml})
+
+
+def test_size_in_the_file_is_no_boolean(toml: Path) -> None:
+    toml.write_text(toml.read_text() + "kv_host_bytes = true\n")
+    with pytest.raises(SettingsError, match="kv_host_bytes is invalid: True is not a size"):
+        load_settings(Settings, {"config": toml})
+
+
 def test_settings_file_path_can_come_from_a_variable(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAMUX_CONFIG", str(toml))
     assert load_settings(Settings, {}).port == 1001

@@ -116,11 +116,13 @@ def test_stopped_server_drains_and_the_next_one_reports_its_usage(
         assert usage["data"][0]["results"][0]["completion_tokens"] == 100
         (base,) = http.get(f"{second.admin_url}/admin/v1/bases", headers=operator).json()["data"]
         assert [server["state"] for server in base["servers"]] == ["serving"], "the first server has left"
+        deadline = time.monotonic() + 20
         # The request takes so long that only a forced stop can end it quickly.
         with ask(http, second, key["secret"], ["Hi"] * 64, 1000) as response:
             next(response.iter_lines())
             second.process.send_signal(signal.SIGTERM)
-            time.sleep(0.3)
+            while http.get(f"{second.admin_url}/health/ready").status_code != 503:
+                assert time.monotonic() < deadline
             started = time.monotonic()
             second.process.send_signal(signal.SIGTERM)
             code, output, errors = second.ended()

@@ -13,6 +13,7 @@ import torch
 
 from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.device.machine_limits import num_cpus
 from tests.engine.device.fake_gpu import (
     GEMMA,
     HYBRID,
@@ -167,7 +168,7 @@ def test_engine_starts_even_if_compiling_ahead_fails(
         return UnlaunchedProgram()
 
     def refuse(launch: Callable[[], None], num_processes: int) -> None:
-        assert num_processes == len(os.sched_getaffinity(0))
+        assert num_processes == num_cpus()
         raise OSError("no room for a cache")
 
     monkeypatch.setattr(compiler, "compile", note)

@@ -8,7 +8,7 @@ from sqlalchemy import select, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.platform.accounts.api_keys import ApiKeys, KeyRevoked, LastAdminKey
+from loramux.platform.accounts.api_keys import ApiKeys, KeyRevoked, LastAdminKey, NoPreviousSecret
 from loramux.platform.accounts.keys import KeyChanges
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import Tenant
@@ -165,6 +165,39 @@ def test_clock_jumps_do_not_extend_the_grace_period(clocked: Database, acme: Ten
     assert [keys.authenticate(key.secret) is not None for key in (early, created)] == [False, False]
     clock.advance(7 * 86_400 - 30)
     assert keys.authenticate(created.secret) is None, "it does not come back"
+
+
+def test_rotation_whose_answer_was_lost_is_repeated_without_ending_the_grace_period(
+    clocked: Database, acme: Tenant, clock: Any
+) -> None:
+    keys = ApiKeys(clocked)
+    created = keys.create(acme.id, "ci")
+    with pytest.raises(NoPreviousSecret, match="not rotated within the last hour"):
+        keys.rotate(created.key.id, 60_000_000, keep_previous=True)
+    lost = keys.rotate(created.key.id, 60_000_000)
+    clock.advance(30)
+    again = keys.rotate(created.key.id, 3600_000_000, keep_previous=True)
+    assert lost is not None
+    assert again is not None
+    assert again.key.previous_until_us == lost.key.previous_until_us
+    accepted = [keys.authenticate(secret) is not None for secret in (created.secret, lost.secret, again.secret)]
+    assert accepted == [True, False, True]
+    clock.advance(30)
+    assert [keys.authenticate(secret) is not None for secret in (created.secret, again.secret)] == [False, True]
+    with pytest.raises(NoPreviousSecret, match="still valid"):
+        keys.rotate(created.key.id, 60_000_000, keep_previous=True)
+
+
+def test_a_secret_in_use_is_not_replaced_as_lost(clocked: Database, acme: Tenant, clock: Any) -> None:
+    """The rotation whose answer is missing never happened: the last one was a day ago."""
+    keys = ApiKeys(clocked)
+    created = keys.create(acme.id, "ci")
+    used = keys.rotate(created.key.id, 7 * 86_400_000_000)
+    assert used is not None
+    clock.advance(86_400)
+    with pytest.raises(NoPreviousSecret, match="not rotated within the last hour"):
+        keys.rotate(created.key.id, 60_000_000, keep_previous=True)
+    assert [keys.authenticate(secret) is not None for secret in (created.secret, used.secret)] == [True, True]
 
 
 def test_second_rotation_ends_the_first_grace_period(clocked: Database, acme: Tenant) -> None:

@@ -1,4 +1,5 @@
-// Renders a chart as `helm template` does, with the values of a JSON document on standard input on top of values.yaml.
+// Renders a chart as Helm does, with the values of a JSON document on standard input on top of values.yaml. The first
+// argument is the chart, and the others name the objects that are in the cluster. `helm template` sees none.
 package main
 
 import (
@@ -9,6 +10,7 @@ import (
 	"log"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"text/template"
 
@@ -34,6 +36,12 @@ func main() {
 			err := all.ExecuteTemplate(&text, name, data)
 			return text.String(), err
 		},
+		"lookup": func(_, _, _, name string) values {
+			if slices.Contains(os.Args[2:], name) {
+				return values{"metadata": values{"name": name}}
+			}
+			return values{}
+		},
 		"required": func(message string, value any) (any, error) {
 			if value == nil || value == "" {
 				return nil, errors.New(message)
@@ -41,7 +49,16 @@ func main() {
 			return value, nil
 		},
 		"toYaml": func(value any) (string, error) {
-			text, err := yaml.Marshal(value)
+			// As in Helm, by way of JSON, so that a large whole number has no exponent.
+			document, err := json.Marshal(value)
+			if err != nil {
+				return "", err
+			}
+			var plain any
+			if err := yaml.Unmarshal(document, &plain); err != nil {
+				return "", err
+			}
+			text, err := yaml.Marshal(plain)
 			return strings.TrimSuffix(string(text), "\n"), err
 		},
 	})

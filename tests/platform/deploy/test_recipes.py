@@ -9,10 +9,12 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from loramux.admin.server.settings import Settings
 from loramux.platform.cluster.ray_connection import APP, RAY_VERSION
 from tests.platform.deploy.resource_schemas import (
     ENDPOINT_PICKER_CONFIG,
@@ -41,7 +44,7 @@ SELECTOR = {"app.kubernetes.io/name": "loramux", "app.kubernetes.io/instance": "
 RAY: dict[str, Any] = {**REQUIRED, "ray": {"enabled": True, "tokenSecret": "ray-token"}}
 SCALED_RAY: dict[str, Any] = {
     **RAY,
-    "settings": {"max_resident_adapters": 1024, "sandbox": "required"},
+    "settings": {"max_resident_adapters": 1024, "sandbox": "required", "pool_bytes": 68719476736},
     "env": {"AWS_DEFAULT_REGION": "eu-central-1"},
     "nodeSelector": {"pool": "llm"},
     "ray": {
@@ -122,6 +125,7 @@ def test_ray_runs_the_engines_that_the_values_describe() -> None:
                     "cluster_max_replicas": 8,
                     "max_resident_adapters": 1024,
                     "sandbox": "required",
+                    "pool_bytes": 68719476736,
                     "log_format": "json",
                 },
             }
@@ -275,6 +279,9 @@ def test_pool_selects_the_servers_and_the_route_uses_it() -> None:
     assert validated(wrong).returncode != 0
     assert pool["spec"]["selector"]["matchLabels"] == SELECTOR
     (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert [one["path"]["value"] for one in route["spec"]["rules"][0]["matches"]] == ["/"], (
+        "some paths are not below /v1"
+    )
     assert (backend["kind"], backend["name"]) == (pool["kind"], pool["metadata"]["name"])
     (service,) = [one for (_, name), one in manifests(PICKED).items() if name == "loramux-servers"]
     assert pool["spec"]["targetPorts"] == [{"number": service["spec"]["ports"][0]["port"]}]
@@ -314,6 +321,29 @@ class Scraped(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@contextmanager
+def running_nginx(folder: Path, servers: str) -> Iterator[None]:
+    """Run nginx with these blocks inside of `http`."""
+    configuration = folder / "nginx.conf"
+    configuration.write_text(
+        f"daemon off; pid {folder}/pid; error_log stderr; events {{}}\n"
+        f"http {{ client_body_temp_path {folder}; proxy_temp_path {folder}; {servers} }}\n"
+    )
+    binary = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+    assert binary is not None
+    nginx = subprocess.Popen([binary, "-p", folder, "-c", configuration])
+    try:
+        yield
+    finally:
+        nginx.terminate()
+        nginx.wait(20)
+
+
+def patient_client(url: str = "") -> httpx.Client:
+    """A client that waits until nginx listens."""
+    return httpx.Client(base_url=url, trust_env=False, transport=httpx.HTTPTransport(retries=10))
+
+
 @pytest.fixture
 def proxy(tmp_path: Path) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     """nginx with the chart's configuration, and what it asked for."""
@@ -324,28 +354,53 @@ def proxy(tmp_path: Path) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     port = free_port()
     server = template.replace("${LORAMUX_METRICS_TOKEN}", "the-token-of-the-page")
     server = server.replace("listen 8003", f"listen 127.0.0.1:{port}").replace(":8001", f":{admin.server_port}")
-    configuration = tmp_path / "nginx.conf"
-    configuration.write_text(
-        f"daemon off; pid {tmp_path}/pid; error_log stderr; events {{}}\n"
-        f"http {{ client_body_temp_path {tmp_path}; proxy_temp_path {tmp_path}; {server} }}\n"
-    )
-    binary = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
-    assert binary is not None
-    nginx = subprocess.Popen([binary, "-p", tmp_path, "-c", configuration])
     try:
-        yield f"http://127.0.0.1:{port}", seen
+        with running_nginx(tmp_path, server):
+            yield f"http://127.0.0.1:{port}", seen
     finally:
-        nginx.terminate()
-        nginx.wait(20)
         admin.shutdown()
         admin.server_close()
 
 
 def test_the_proxy_shows_only_the_page(proxy: tuple[str, list[tuple[str, str | None]]]) -> None:
     url, seen = proxy
-    with httpx.Client(trust_env=False, transport=httpx.HTTPTransport(retries=10)) as client:
+    with patient_client() as client:
         assert client.get(f"{url}/metrics").text == "vllm:num_requests_running 0\n"
         assert seen == [("/metrics/routing", "Bearer the-token-of-the-page")]
         for path in ("/", "/admin/v1/tenants", "/metrics/", "/metrics/routing"):
             assert client.get(f"{url}{path}").status_code == 404
     assert len(seen) == 1
+
+
+class Received(http.server.BaseHTTPRequestHandler):
+    """Stands for the OpenAI listener. It answers with the path and the number of bytes that it got."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        text = f"{self.path} {len(self.rfile.read(int(self.headers['content-length'])))}".encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_the_documented_proxy_passes_on_what_clients_send(tmp_path: Path) -> None:
+    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Received)
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    (recipe,) = re.findall(r"```nginx\n(.*?)```", (ROOT / "docs" / "production.md").read_text(), re.DOTALL)
+    upstreams, server, _ = re.split(r"^(?=server )", recipe, flags=re.MULTILINE)
+    port = free_port()
+    server = re.sub(r"\n +ssl_certificate.*", "", server).replace("listen 443 ssl", f"listen 127.0.0.1:{port}")
+    upstreams = upstreams.replace("127.0.0.1:8000", f"127.0.0.1:{listener.server_port}")
+    with running_nginx(tmp_path, upstreams + server), patient_client(f"http://127.0.0.1:{port}") as client:
+        for path in ("/v1/completions", "/tokenize", "/v2/rerank", "/invocations", "/load_lora_adapter"):
+            assert client.post(path, content=b"{}").text == f"{path} 2"
+        size = Settings.model_fields["max_file_bytes"].default
+        assert client.post("/v1/files", content=bytes(size)).text == f"/v1/files {size}"
+        assert client.post("/v1/completions", content=bytes(5 << 20)).status_code == 413
+    listener.shutdown()
+    listener.server_close()

@@ -112,6 +112,16 @@ def test_failing_version_is_taken_back(watched: Watched, acme: Tenant) -> None:
     assert watched.num_rollbacks == 1
 
 
+def test_failing_version_is_taken_back_after_a_change_of_the_bounds(watched: Watched, acme: Tenant) -> None:
+    watched.move()
+    watched.move(CanaryRule(max_error_rate=0.2, min_requests=10))
+    watched.serve(acme, 3, "failed")
+    alias = watched.check()
+    assert shares(alias) == {1: 100}
+    assert alias.canary is not None
+    assert alias.canary.verdict == "version 2: 3 of 3 requests failed"
+
+
 def test_slow_version_is_taken_back(watched: Watched, acme: Tenant) -> None:
     watched.move()
     watched.serve(acme, 9, wait_s=2.5)

@@ -48,6 +48,18 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end }}
 
+{{/* A scalar or a list as the text of a variable. Helm reads numbers as floating-point numbers, and would write large
+ones with an exponent. */}}
+{{- define "loramux.text" -}}
+{{- if kindIs "slice" . }}
+{{- range $index, $item := . }}{{ if $index }},{{ end }}{{ include "loramux.text" $item }}{{ end }}
+{{- else if and (kindIs "float64" .) (eq (float64 .) (floor .)) }}
+{{- int64 . }}
+{{- else }}
+{{- toString . }}
+{{- end }}
+{{- end }}
+
 {{/* The parts that the server and the schema upgrade share. */}}
 {{- define "loramux.container" -}}
 {{ include "loramux.confined" . }}
@@ -83,11 +95,11 @@ env:
   {{- end }}
   {{- range $name, $value := .Values.settings }}
   - name: LORAMUX_{{ upper $name }}
-    value: {{ toString $value | quote }}
+    value: {{ include "loramux.text" $value | quote }}
   {{- end }}
   {{- range $name, $value := .Values.env }}
   - name: {{ $name }}
-    value: {{ toString $value | quote }}
+    value: {{ include "loramux.text" $value | quote }}
   {{- end }}
 {{- end }}
 
@@ -99,6 +111,8 @@ automountServiceAccountToken: false
 
 {{/* The parts that all pods share. */}}
 {{- define "loramux.anyPod" -}}
+# Otherwise, the service `loramux` would add variables such as LORAMUX_PORT, which the server takes for settings.
+enableServiceLinks: false
 securityContext:
   runAsNonRoot: true
   runAsUser: 10001
@@ -136,7 +150,7 @@ env:
   {{- end }}
   {{- range $name, $value := .Values.env }}
   - name: {{ $name }}
-    value: {{ toString $value | quote }}
+    value: {{ include "loramux.text" $value | quote }}
   {{- end }}
 volumeMounts:
   - {name: data, mountPath: /var/lib/loramux}

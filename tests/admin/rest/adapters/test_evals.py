@@ -341,6 +341,9 @@ async def test_canary_needs_something_to_return_to(stand: Stand) -> None:
     assert code_of(await stand.move({2: 100}, "new", canary=canary)) == (400, "invalid_canary")
     moved = await stand.move({1: 90, 2: 10}, canary=canary)
     assert moved.json()["canary"] == {**canary, "versions": [2], "verdict": None}
+    tighter = {**canary, "max_error_rate": 0.05}
+    again = await stand.move({1: 90, 2: 10}, canary=tighter)
+    assert again.json()["canary"] == {**tighter, "versions": [2], "verdict": None}
     assert (await stand.move({1: 80, 2: 20})).json()["canary"] is None
 
 
