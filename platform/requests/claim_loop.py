@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
 
+from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.requests.services import GatewayServices
 
 
@@ -31,8 +32,8 @@ log = structlog.get_logger(__name__)
 class ClaimLoop(Generic[C]):
     """Runs at most `max_running` rows at once, each of another tenant. Several servers can do so on one database.
 
-    `claim` blocks. It returns a row that no server runs, except those of the given tenants. `run_one` runs a row and
-    gives its claim back if it is cancelled.
+    A server whose own engine does not run claims nothing. `claim` blocks. It returns a row that no server runs, except
+    those of the given tenants. `run_one` runs a row and gives its claim back if it is cancelled.
     """
 
     services: GatewayServices
@@ -64,8 +65,15 @@ class ClaimLoop(Generic[C]):
     async def _fill(self, running: dict[str, asyncio.Task[None]]) -> None:
         for tenant_id in [tenant_id for tenant_id, task in running.items() if task.done()]:
             del running[tenant_id]
-        while len(running) < self.max_running and self.services.engine.is_ready:
+        while len(running) < self.max_running and runs_own_engine(self.services.engine):
             claimed = await self.services.call(self.claim, tuple(running))
             if claimed is None:
                 return
             running[claimed.tenant_id] = asyncio.create_task(self.run_one(claimed), name=claimed.id)
+
+
+def runs_own_engine(engine: EngineClient) -> bool:
+    """Return whether this server's own engine runs. A RoutedEngine is also ready if only other servers' engines are,
+    but then these servers can claim the rows.
+    """
+    return engine.is_ready and engine.trouble is None
