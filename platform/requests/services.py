@@ -169,7 +169,7 @@ class RunServices:
             generation.spooled_bytes.set_function(lambda: spool.num_bytes)
         return RunServices(
             requests=requests,
-            maintenance=Maintenance(requests, admission, settler, cold_loads, gate, health, generation, call),
+            maintenance=Maintenance(requests, admission, settler, cold_loads, gate, health, generation, call, clock),
             gate=gate,
             loads=AdapterLoads(engine, cold_loads, commit, health),
             settler=settler,
@@ -223,7 +223,7 @@ class GatewayServices:
         """Assemble a gateway. `executor` runs blocking calls, and `close` ends the compute threads.
 
         `is_held_elsewhere` says whether another server can run requests for an adapter without loading it. `draw`
-        divides requests between bases. `clock` returns seconds, for forecasts of first tokens.
+        divides requests between bases. `clock` returns seconds, for forecasts of first tokens and for recovery.
 
         Without a `spool`, settlements that the database rejects wait only in memory.
         """

@@ -188,3 +188,25 @@ async def test_other_servers_see_the_sequence_slots_of_the_engines_that_are_runn
     [told] = [one for one in first.presence.reports() if one.id == "rep_b"]
     assert told.figures is not None
     assert told.figures.capacity == 8, "without an answer, the last number stays"
+
+
+async def test_a_server_whose_engine_answers_late_still_shows_its_adapters(
+    replicas: tuple[Replica, Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = replicas
+    digest = digest_of("acme/one")
+    second.scripted.resident[digest] = 1
+    await beat(second, first)
+
+    async def late(message: object, timeout_s: float) -> None:
+        raise TimeoutError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(second.scripted, "call", late)
+        await beat(second, first)
+    assert first.engine.holds_elsewhere(digest)
+    second.scripted.die()
+    await beat(second)
+    own = second.presence.reports()[0]
+    assert own.figures is not None
+    assert own.figures.num_adapters == 0
