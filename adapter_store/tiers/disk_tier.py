@@ -162,6 +162,10 @@ class DiskTier:
                 known = self._files.pop(path, None)
                 self.used_bytes -= known.size if known else 0
 
+    def purge(self, digest: str) -> None:
+        """Delete all copies of an adapter, like `purge_files`. Raises OSError."""
+        purge_files(self._directory, (digest,))
+
     def set_aside(self, file: Path) -> None:
         """Keep a corrupt file for inspection. Only the newest few are kept."""
         with self._changes.hold():

@@ -34,6 +34,7 @@ from loramux.adapter_store.tiers.staging_messages import (
     Occupied,
     Opened,
     Pong,
+    Purge,
     Refused,
     Release,
     Stage,
@@ -118,6 +119,8 @@ class StagingClient:
         # All pending requests, the requests not yet sent to the process, and the results of finished requests.
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[str] = deque()
+        # Digests whose files the process has not been told to delete.
+        self._purged: deque[str] = deque()
         self._results: dict[str, StagedAdapter | NotStaged] = {}
         # Requests that the current process has not answered, by number, including cancelled ones.
         self._asked: dict[int, str] = {}
@@ -192,13 +195,16 @@ class StagingClient:
         self._reserve()
 
     def forget(self, digest: str) -> None:
-        """Delete the adapter's copy in host memory, unless it is in use."""
+        """Delete the adapter's copy in host memory, unless it is in use, and its files in the disk tier, soon."""
         self._host.forget(digest)
+        if _DIGEST.fullmatch(digest):
+            self._purged.append(digest)
+            self._ask()
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
         """Return the results of requests that have finished since the last call."""
         has_unsent = self._link is not None and self._link.has_unsent
-        if self._asked or self._looks or self._memory.has_unused or has_unsent or self._waiting:
+        if self._asked or self._looks or self._memory.has_unused or has_unsent or self._waiting or self._purged:
             self._receive()
         results, self._results = self._results, {}
         return list(results.values())
@@ -254,7 +260,7 @@ class StagingClient:
         return link
 
     def _ask(self) -> None:
-        if not self._waiting:
+        if not self._waiting and not self._purged:
             return
         # Release unused memory first, so that these requests can reuse it.
         self._release_unused()
@@ -270,6 +276,8 @@ class StagingClient:
                 self._waiting.clear()
                 self._fail(list(self._requests.values()))
                 return
+        while self._purged:
+            link.send(Purge(self._purged.popleft()))
         while self._waiting and len(self._asked) < MAX_ASKED:
             request = self._requests[self._waiting.popleft()]
             request.num_tries += 1

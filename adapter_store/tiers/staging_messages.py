@@ -70,6 +70,12 @@ class Look(msgspec.Struct, frozen=True, tag=True):
     """Request the disk tier's contents. The answer is Looked."""
 
 
+class Purge(msgspec.Struct, frozen=True, tag=True):
+    """Delete an adapter's files from the disk tier. There is no answer."""
+
+    digest: str
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """Ask for a Pong, which is sent immediately, even during fetches."""
 
@@ -129,7 +135,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     """The process is alive."""
 
 
-ToStaging = Occupied | Stage | Cancel | Release | Look | Ping
+ToStaging = Occupied | Stage | Cancel | Release | Look | Purge | Ping
 FromStaging = Opened | Refused | Staged | Failed | Looked | Pong
 
 _config_decoder = msgspec.msgpack.Decoder(StagingConfig)
