@@ -244,6 +244,8 @@ class Presence:
         return None
 
     def _publish_and_read(self, row: ReplicaRow, summary: Summary, known: Mapping[str, int]) -> TableReading:
+        if self._published_version < 0:
+            self._table.remove_predecessors(row)
         self._table.publish(row, summary, has_changed=summary.version != self._published_version)
         self._published_version = summary.version
         for replica_id, beat in self._book.forgotten.items():
