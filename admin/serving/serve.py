@@ -291,7 +291,8 @@ def _engine(
     if len(configs) > 1:
         from loramux.admin.serving.local_engines import LocalEngines
 
-        several = LocalEngines(settings, directory, configs, supervision, command, strikes, peers is not None)
+        is_shared = peers is not None
+        several = LocalEngines(settings, directory, configs, supervision, command, strikes, is_shared=is_shared)
         if settings.peer_address is None or peers is None or several.front is None:
             return several, several.share
         engines = several.engines

@@ -66,7 +66,7 @@ class RoutedEngine:
         clock: Callable[[], float] = time.monotonic,
         base_id: str | None = None,
         is_own_only: bool = False,
-        drawn_bases: Callable[[], Collection[str]] = tuple,
+        drawn_bases: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
         self._local = local
         self._local_id = local_id

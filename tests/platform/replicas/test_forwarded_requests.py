@@ -211,7 +211,11 @@ async def test_request_that_kills_the_engines_of_other_servers_is_refused(
 
 
 async def test_deaths_count_if_the_other_server_has_more_engines(
-    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: Any
+    accounts: Database,
+    tokenizer: ModelTokenizer,
+    threads: ThreadPoolExecutor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The connection stays when one of several engines dies."""
     monkeypatch.setattr(followed_engine, "GATHER_S", 0.01)
