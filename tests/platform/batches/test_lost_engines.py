@@ -36,10 +36,11 @@ async def test_another_server_finishes_the_batch_of_a_server_whose_engine_is_gon
         pace = replace(PACE, engine_s=0.1)
         first_lab = BatchLab(first, pace=pace)
         second_lab = BatchLab(replace(second, kept=first.kept), pace=pace)
-        first.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.01)
+        adds = first.engine.adds
+        first.engine.script = lambda add: Script(token_ids=(5, 6), stall_after=0 if len(adds) > 4 else None)
         batch = await first_lab.create([line(f"{number}") for number in range(20)])
         async with first_lab.running():
-            await first_lab.until(batch, lambda now: now.request_counts.completed > 3)
+            await first_lab.until(batch, lambda now: now.request_counts.completed == 4)
             first.engine.die()
             async with second_lab.running():
                 answers, errors = await first_lab.outputs(await first_lab.finished(batch))
