@@ -30,7 +30,7 @@ from loramux.platform.errors import ApiError, NotFound, PermissionDenied
 from loramux.platform.generation.settler import NEVER_RAN
 from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.quotas.policies import ADAPTER
-from loramux.platform.requests.claim_loop import ClaimLoop, runs_own_engine
+from loramux.platform.requests.claim_loop import ClaimLoop
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.package_metrics import BatchMetrics
 from loramux.platform.threads import call_on
@@ -100,6 +100,7 @@ class BatchRunner:
             loop = ClaimLoop(
                 services=self._services,
                 claim=self._queue.claim,
+                claim_without_engine=self._queue.claim_ending,
                 run_one=partial(self._run, executor),
                 what="batches",
                 max_running=MAX_RUNNING,
@@ -195,14 +196,14 @@ class _BatchRun:
 
     async def run_lines(self) -> None:
         """Run the lines until each has an answer, or the batch has been cancelled or has expired. Raises
-        EngineUnavailable if the engine has not run for a while.
+        EngineUnavailable if lines are left and the engine has not run for a while.
         """
         watch = asyncio.create_task(self._watch())
         try:
             await self._run_lines()
             # The running lines of a batch that ends finish.
             await self._until_free(0)
-            if self._is_engine_gone and not self._has_ended:
+            if self._is_engine_gone and not self._has_ended and await self._has_waiting_lines():
                 raise EngineUnavailable("the engine does not run")
         finally:
             watch.cancel()
@@ -275,6 +276,9 @@ class _BatchRun:
         named = partial(self._claim.waiting, but_lines=self._running.copy(), but_models=tuple(self._resting))
         lines = await self._services.call(named, self._batch.id, NAMED_AT_ONCE)
         return [one for one in lines if one.model not in self._resting]
+
+    async def _has_waiting_lines(self) -> bool:
+        return bool(await self._services.call(self._claim.waiting, self._batch.id, 1))
 
     async def _wait_for_lines(self) -> None:
         """Wait until a line has ended or a model's rest is over, or for a moment."""
@@ -378,7 +382,7 @@ class _BatchRun:
         engine_ran_s = time.monotonic()
         while True:
             now_s = time.monotonic()
-            if runs_own_engine(self._services.engine):
+            if self._services.engine.is_own_ready:
                 engine_ran_s = now_s
             elif now_s - engine_ran_s >= self._pace.engine_s:
                 self._is_engine_gone = True

@@ -27,6 +27,10 @@ class ConnectedEngine:
     def is_ready(self) -> bool:
         return self._connection is not None
 
+    @property
+    def is_own_ready(self) -> bool:
+        return self.is_ready
+
     def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
         connection = self._connected()
         return excluded_stream(add) if self._strikes.is_refused(add) else connection.submit(add)

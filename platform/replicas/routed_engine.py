@@ -126,6 +126,10 @@ class RoutedEngine:
         return any(self._engines[view.id].is_ready for view in views if not view.is_draining)
 
     @property
+    def is_own_ready(self) -> bool:
+        return self._local.is_own_ready
+
+    @property
     def is_live(self) -> bool:
         return self._local.is_live
 

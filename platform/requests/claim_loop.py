@@ -10,7 +10,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
 
-from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.requests.services import GatewayServices
 
 
@@ -32,8 +31,11 @@ log = structlog.get_logger(__name__)
 class ClaimLoop(Generic[C]):
     """Runs at most `max_running` rows at once, each of another tenant. Several servers can do so on one database.
 
-    A server whose own engine does not run claims nothing. `claim` blocks. It returns a row that no server runs, except
-    those of the given tenants. `run_one` runs a row and gives its claim back if it is cancelled.
+    `claim` blocks. It returns a row that no server runs, except those of the given tenants. `run_one` runs a row and
+    gives its claim back if it is cancelled.
+
+    While this server's own engine does not run, `claim_without_engine` takes the place of `claim`, for rows that can
+    end without an engine. Without it, nothing is claimed.
     """
 
     services: GatewayServices
@@ -43,6 +45,7 @@ class ClaimLoop(Generic[C]):
     max_running: int
     poll_s: float
     """Interval between looks for a row, in seconds."""
+    claim_without_engine: Callable[[tuple[str, ...]], C | None] | None = None
 
     async def run(self, draining: asyncio.Event) -> None:
         """Run until cancelled or until `draining` is set. The tasks of running rows are then cancelled."""
@@ -65,15 +68,10 @@ class ClaimLoop(Generic[C]):
     async def _fill(self, running: dict[str, asyncio.Task[None]]) -> None:
         for tenant_id in [tenant_id for tenant_id, task in running.items() if task.done()]:
             del running[tenant_id]
-        while len(running) < self.max_running and runs_own_engine(self.services.engine):
-            claimed = await self.services.call(self.claim, tuple(running))
+        while len(running) < self.max_running:
+            # If only other servers' engines run, these servers can claim the rows.
+            claim = self.claim if self.services.engine.is_own_ready else self.claim_without_engine
+            claimed = None if claim is None else await self.services.call(claim, tuple(running))
             if claimed is None:
                 return
             running[claimed.tenant_id] = asyncio.create_task(self.run_one(claimed), name=claimed.id)
-
-
-def runs_own_engine(engine: EngineClient) -> bool:
-    """Return whether this server's own engine runs. A RoutedEngine is also ready if only other servers' engines are,
-    but then these servers can claim the rows.
-    """
-    return engine.is_ready and engine.trouble is None

@@ -122,6 +122,10 @@ class ScriptedEngine:
         return self._is_ready
 
     @property
+    def is_own_ready(self) -> bool:
+        return self.is_ready
+
+    @property
     def trouble(self) -> str | None:
         return None if self._is_ready else "killed by SIGKILL: last words"
 
