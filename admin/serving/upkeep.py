@@ -120,7 +120,8 @@ class Upkeep:
         try:
             stats = await services.engine.client.call(StatsRequest(), STATS_TIMEOUT_S)
             pinned = {one.digest for one in stats.adapters if one.is_pinned}
-            unwanted = pinned - wanted
+            # Another server, or a restart, may have left the pins of some engines only.
+            unwanted = pinned.union(one.digest for one in stats.adapters if one.is_pinned_somewhere) - wanted
             # An engine pins an adapter before its row says so. Two looks in a row cannot both fall in between.
             for digest in sorted(unwanted & self._unwanted):
                 await services.engine.client.call(Pin(digest=digest, is_pinned=False), PIN_TIMEOUT_S)
@@ -132,6 +133,7 @@ class Upkeep:
                     if digest not in self._unpinnable:
                         log.warning("an adapter cannot be pinned", digest=digest, code=state.code)
         except (EngineUnavailable, TimeoutError):
+            self._unwanted = set()
             return
         self._unpinnable = frozenset(failed)
 

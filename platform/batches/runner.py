@@ -331,8 +331,8 @@ class _BatchRun:
     async def _put_off(self, read: ReadLine, refusal: Refusal) -> None:
         """Let a refused line wait, which comes back because it has no answer, or fail it after too many attempts."""
         line, error = read.waiting, refusal.error
-        # A line that the engine has not received costs no try if the engine does not run.
-        has_waited = error.status == 429 or (error.code == "engine_unavailable" and not refusal.has_reserved)
+        # A line that was not in a step cannot be why the engine does not run.
+        has_waited = error.status == 429 or (error.code == "engine_unavailable" and not refusal.has_run)
         self._tries[line.line] += not has_waited
         if self._tries[line.line] >= MAX_TRIES and error.status in LATER:
             if refusal.has_reserved:

@@ -42,7 +42,10 @@ class Call(Protocol):
 
 
 class Maintenance:
-    """Renews the leases of the requests in `running`, and cleans up after dead gateways and database failures."""
+    """Renews the leases of the requests in `running`, and cleans up after dead gateways and database failures.
+
+    If `is_alone`, no other server can use the database.
+    """
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class Maintenance:
         metrics: GenerationMetrics,
         call: Call,
         clock: Callable[[], float] = time.monotonic,
+        is_alone: bool = False,
     ) -> None:
         self._running = running
         self._admission = admission
@@ -65,6 +69,7 @@ class Maintenance:
         self._metrics = metrics
         self._call = call
         self._clock = clock
+        self._is_alone = is_alone
         self._began_s = clock()
 
     async def run(self) -> None:
@@ -95,9 +100,12 @@ class Maintenance:
 
     def _may_recover(self) -> bool:
         """Return whether every healthy gateway has had time to renew its leases, so that recovery is safe. A new
-        process does not know how long the database has been well.
+        process does not know how long the database has been well, but without other servers, only dead gateways have
+        not renewed theirs.
         """
-        well_for_s = min(self._health.well_for_s, self._clock() - self._began_s)
+        well_for_s = self._health.well_for_s
+        if not self._is_alone:
+            well_for_s = min(well_for_s, self._clock() - self._began_s)
         return not self._settler.has_waiting and well_for_s > RECOVERY_GRACE_S
 
     async def _tend_database(self) -> None:

@@ -137,6 +137,22 @@ async def test_lines_that_are_refused_while_the_engine_is_gone_are_not_failed(
     assert (len(answers), errors) == (1, [])
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+async def test_only_a_line_that_was_running_when_its_engine_died_has_used_up_a_try(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, has_run: bool
+) -> None:
+    monkeypatch.setattr(runner, "MAX_TRIES", 1)
+    lab, engine = BatchLab(gateway), gateway.engine
+    engine.script = lambda add: Script(token_ids=(5, 6), stall_after=0 if len(engine.adds) == 1 else None)
+    batch = await lab.create([line("a")])
+    async with lab.running():
+        await lab.until(batch, lambda now: engine.num_running == 1)
+        engine.die(has_run)
+        engine.revive()
+        answers, errors = await lab.outputs(await lab.finished(batch))
+    assert (len(answers), len(errors)) == ((0, 1) if has_run else (1, 0))
+
+
 class RestartingEngine(ScriptedEngine):
     """Runs again after its owner has looked at it a few times."""
 
