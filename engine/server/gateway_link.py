@@ -21,7 +21,7 @@ OUTPUT_BYTES = 64
 TOKEN_BYTES = 5
 ENTRY_BYTES = 64
 TOP_BYTES = 16
-"""Encoded sizes, at most, in bytes: of an output without its contents, a token, its log-probability, and that of one of
+"""Encoded sizes, about, in bytes: of an output without its contents, a token, its log-probability, and that of one of
 the most likely tokens.
 """
 
@@ -53,16 +53,27 @@ class GatewayLink:
                 return
             case StepOutput(outputs=outputs):
                 for output in outputs:
-                    held = self._held.get(output.sequence_id)
-                    if held is None:
-                        held = self._held[output.sequence_id] = HeldTokens()
-                    held.join(output)
+                    self._hold(output)
             case Finished():
                 self._held_ends.append(message)
             case _:
                 self._send(message)
                 return
         self._flush()
+
+    def post_joined(self, output: SequenceOutput) -> None:
+        """Post an output that may come from many steps of an engine. A long one is split like held output."""
+        if size_of(output) <= MAX_OUTPUT_BYTES:
+            self.post(StepOutput(outputs=(output,)))
+        else:
+            self._hold(output)
+            self._flush()
+
+    def _hold(self, output: SequenceOutput) -> None:
+        held = self._held.get(output.sequence_id)
+        if held is None:
+            held = self._held[output.sequence_id] = HeldTokens()
+        held.join(output)
 
     def _flush(self) -> None:
         while self._held and self._credit > 0:
