@@ -35,6 +35,7 @@ from loramux.adapter_store.tiers.staging_messages import (
     Opened,
     Pong,
     Purge,
+    Purged,
     Refused,
     Release,
     Stage,
@@ -50,7 +51,7 @@ MAX_ASKED = 32
 """Maximum number of requests in flight to the staging process. Each may have a descriptor in transit."""
 
 MAX_TRIES = 2
-"""A load fails once this many staging processes have died while loading the adapter."""
+"""A load fails, and a purge is given up, once this many staging processes have died during it."""
 
 RESTART_S = 1.0
 """Shortest time between two starts of the staging process, in seconds."""
@@ -119,8 +120,10 @@ class StagingClient:
         # All pending requests, the requests not yet sent to the process, and the results of finished requests.
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[str] = deque()
-        # Digests whose files the process has not been told to delete.
+        # Digests whose files the process has not been told to delete, and how many processes have been told to delete
+        # the files of others and have not answered.
         self._purged: deque[str] = deque()
+        self._purging: dict[str, int] = {}
         self._results: dict[str, StagedAdapter | NotStaged] = {}
         # Requests that the current process has not answered, by number, including cancelled ones.
         self._asked: dict[int, str] = {}
@@ -204,7 +207,15 @@ class StagingClient:
     def poll(self) -> list[StagedAdapter | NotStaged]:
         """Return the results of requests that have finished since the last call."""
         has_unsent = self._link is not None and self._link.has_unsent
-        if self._asked or self._looks or self._memory.has_unused or has_unsent or self._waiting or self._purged:
+        if (
+            self._asked
+            or self._looks
+            or self._memory.has_unused
+            or has_unsent
+            or self._waiting
+            or self._purged
+            or self._purging
+        ):
             self._receive()
         results, self._results = self._results, {}
         return list(results.values())
@@ -277,7 +288,9 @@ class StagingClient:
                 self._fail(list(self._requests.values()))
                 return
         while self._purged:
-            link.send(Purge(self._purged.popleft()))
+            digest = self._purged.popleft()
+            self._purging[digest] = self._purging.get(digest, 0) + 1
+            link.send(Purge(digest))
         while self._waiting and len(self._asked) < MAX_ASKED:
             request = self._requests[self._waiting.popleft()]
             request.num_tries += 1
@@ -330,6 +343,8 @@ class StagingClient:
                 if content is not None:
                     self._disk = decode_contents(content.data)
                 self._answered_looks.append(self._looks.popleft())
+            case Purged(digest=digest):
+                self._purging.pop(digest, None)
             case Pong():
                 # Any message shows that the process is alive: see `StagingLink.watch`.
                 pass
@@ -393,6 +408,8 @@ class StagingClient:
         self._asked.clear()
         self._fail([request for request in self._requests.values() if request.num_tries >= MAX_TRIES])
         self._waiting = deque(self._requests)
+        self._purging = {digest: num_tries for digest, num_tries in self._purging.items() if num_tries < MAX_TRIES}
+        self._purged = deque(dict.fromkeys((*self._purged, *self._purging)))
         self._answered_looks += self._looks
         self._looks.clear()
 

@@ -71,7 +71,7 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 
 class Purge(msgspec.Struct, frozen=True, tag=True):
-    """Delete an adapter's files from the disk tier. There is no answer."""
+    """Delete an adapter's files from the disk tier. The answer is Purged."""
 
     digest: str
 
@@ -131,12 +131,18 @@ class Looked(msgspec.Struct, frozen=True, tag=True):
     counts: msgspec.Raw
 
 
+class Purged(msgspec.Struct, frozen=True, tag=True):
+    """The adapter's files are deleted, or cannot be."""
+
+    digest: str
+
+
 class Pong(msgspec.Struct, frozen=True, tag=True):
     """The process is alive."""
 
 
 ToStaging = Occupied | Stage | Cancel | Release | Look | Purge | Ping
-FromStaging = Opened | Refused | Staged | Failed | Looked | Pong
+FromStaging = Opened | Refused | Staged | Failed | Looked | Purged | Pong
 
 _config_decoder = msgspec.msgpack.Decoder(StagingConfig)
 _to_decoder = msgspec.msgpack.Decoder(ToStaging)

@@ -46,6 +46,7 @@ from loramux.adapter_store.tiers.staging_messages import (
     Ping,
     Pong,
     Purge,
+    Purged,
     Refused,
     Release,
     Stage,
@@ -152,6 +153,7 @@ class StagingServer:
             self._source.disk.purge(digest)
         except OSError as error:
             print(f"the files of purged adapter {digest[:12]} cannot be deleted: {error}", file=sys.stderr)
+        self._send(Purged(digest))
 
     def _counts(self) -> msgspec.Raw:
         return msgspec.Raw(encode(self._source.figures.snapshot()))

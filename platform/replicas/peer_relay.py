@@ -99,6 +99,8 @@ class PeerRelay:
             self._receive_early()
             await asyncio.wait((self.link.lost, passing_on, engine_lost), return_when=asyncio.FIRST_COMPLETED)
             if engine_lost.done() and not self.link.lost.done():
+                # The socket would send them to the next engine, whose output nobody reads.
+                self.refuse_new()
                 await self._until_examined()
                 passing_on.cancel()
                 await self._pass_on_what_arrived(socket)

@@ -205,6 +205,16 @@ def test_forgotten_adapter_is_deleted_from_the_engines_own_disk(bench: Bench, tm
     client.poll()
     wait_until(lambda: on_disk() == {other})
 
+    # A process can die before it has read the message.
+    wait_until(lambda: not client.poll() and not client._purging)
+    stop(client)
+    client.forget(other)
+    kill(client)
+    wait_until(has_no_process)
+    bench.now_s += 1.0
+    client.poll()
+    wait_until(lambda: on_disk() == set())
+
 
 def test_adapter_comes_from_the_blob_store_first_and_then_from_disk(bench: Bench) -> None:
     client = bench.open()

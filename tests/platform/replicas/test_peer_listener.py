@@ -283,6 +283,40 @@ async def test_big_answers_wait_for_a_peer_that_reads_slowly(tmp_path: Path, mon
         await running
 
 
+async def test_sequences_that_arrive_after_the_engines_loss_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that reads slowly delays the end of the connection, and the next engine may be running by then."""
+    monkeypatch.setattr(tunnel, "PAUSE_BYTES", 1 << 10)
+    async with listening(tmp_path) as side:
+        engine = side.served.engine
+        engine.script = lambda add: Script(token_ids=(7,) * 4000, tokens_per_output=2000, stall_after=2000)
+        relay = PeerRelay(zmq.asyncio.Context.instance(), side.served)
+        transport = TunnelTransport(relay.link)
+        running = asyncio.create_task(relay.run())
+        transport.receive(framed(Credit(count=64)) + framed(add("one", 4000)))
+        await until(lambda: transport.get_write_buffer_size() > 1 << 10)
+        side.served.die(ran=frozenset({"one"}))
+        await until(lambda: relay._refuses_new)
+        side.served.revive()
+        transport.receive(framed(add("late")))
+        ends: dict[str, str | None] = {}
+        decoder = msgspec.msgpack.Decoder(FromEngine)
+
+        def note(frame: bytes) -> None:
+            message = decoder.decode(frame)
+            if isinstance(message, Finished):
+                ends[message.sequence_id] = message.code
+
+        reader = FrameLink(note)
+        async with asyncio.timeout(30):
+            while data := await transport.take():
+                reader.data_received(data)
+            await running
+        assert ends == {"late": "replica_draining", "one": "engine_unavailable"}
+        assert [one.sequence_id for one in engine.adds] == ["one"]
+
+
 async def test_requests_that_a_connection_has_no_room_for_are_refused_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
