@@ -75,6 +75,7 @@ class FollowedEngine(ConnectedEngine, ABC):
                 # `await self._follower` could not distinguish the task's cancellation from the caller's.
                 await asyncio.wait({self._follower})
         finally:
+            self._strike()
             self._leave()
 
     async def _follow(self) -> None:

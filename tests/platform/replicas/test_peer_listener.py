@@ -283,6 +283,17 @@ async def test_big_answers_wait_for_a_peer_that_reads_slowly(tmp_path: Path, mon
         await running
 
 
+async def test_deaths_before_a_client_closes_count_at_once(tmp_path: Path) -> None:
+    async with listening(tmp_path) as side:
+        engine = side.engine()
+        one = add("one")
+        code = "engine_unavailable"
+        end = Finished(sequence_id="one", reason="error", prompt_tokens=3, completion_tokens=0, code=code)
+        engine._note_end(one, end)
+        await engine.close()
+        assert (len(engine._strikes), engine._striking) == (1, None)
+
+
 async def test_sequences_that_arrive_after_the_engines_loss_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
