@@ -303,8 +303,8 @@ def _engine(
     engine = LocalEngine(config, supervision, command, socket_directory=directory.run, lines=lines, strikes=strikes)
     if settings.peer_address is None or peers is None:
         return engine, None
-    own = engine, engine, lambda: config.max_sequences, {}, strikes
-    return engine, _sharing(settings, settings.peer_address, peers, *own)
+    address = settings.peer_address
+    return engine, _sharing(settings, address, peers, engine, engine, lambda: config.max_sequences, {}, strikes)
 
 
 def _sharing(
