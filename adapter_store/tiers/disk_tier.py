@@ -162,6 +162,13 @@ class DiskTier:
                 known = self._files.pop(path, None)
                 self.used_bytes -= known.size if known else 0
 
+    def purge(self, digest: str) -> None:
+        """Delete all copies of an adapter, like `purge_files`. Raises OSError."""
+        # If another engine has deleted the files, this engine must not make the others rescan the directory.
+        copies = (f"*/{digest}{_SUFFIX}", "set_aside/*")
+        if any(True for pattern in copies for _ in self._directory.glob(pattern)):
+            purge_files(self._directory, (digest,))
+
     def set_aside(self, file: Path) -> None:
         """Keep a corrupt file for inspection. Only the newest few are kept."""
         with self._changes.hold():

@@ -34,6 +34,8 @@ from loramux.adapter_store.tiers.staging_messages import (
     Occupied,
     Opened,
     Pong,
+    Purge,
+    Purged,
     Refused,
     Release,
     Stage,
@@ -52,7 +54,7 @@ REQUESTS_PER_THREAD = 2
 """Least number of requests per thread of the staging process for which `takes` has room."""
 
 MAX_TRIES = 2
-"""A load fails once this many staging processes have died while loading the adapter."""
+"""A load fails, and a purge is given up, once this many staging processes have died during it."""
 
 RESTART_S = 1.0
 """Shortest time between two starts of the staging process, in seconds."""
@@ -126,6 +128,10 @@ class StagingClient:
         # All pending requests, the requests not yet sent to the process, and the results of finished requests.
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[str] = deque()
+        # Digests whose files the process has not been told to delete, and how many processes have been told to delete
+        # the files of others and have not answered.
+        self._purged: deque[str] = deque()
+        self._purging: dict[str, int] = {}
         self._results: dict[str, StagedAdapter | NotStaged] = {}
         # Requests that the current process has not answered, by number, including cancelled ones.
         self._asked: dict[int, str] = {}
@@ -208,13 +214,24 @@ class StagingClient:
         self._reserve()
 
     def forget(self, digest: str) -> None:
-        """Delete the adapter's copy in host memory, unless it is in use."""
+        """Delete the adapter's copy in host memory, unless it is in use, and its files in the disk tier, soon."""
         self._host.forget(digest)
+        if _DIGEST.fullmatch(digest):
+            self._purged.append(digest)
+            self._ask()
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
         """Return the results of requests that have finished since the last call."""
         has_unsent = self._link is not None and self._link.has_unsent
-        if self._asked or self._looks or self._memory.has_unused or has_unsent or self._waiting:
+        if (
+            self._asked
+            or self._looks
+            or self._memory.has_unused
+            or has_unsent
+            or self._waiting
+            or self._purged
+            or self._purging
+        ):
             self._receive()
         self._max_requests = min(max(self._least_requests, 2 * self._num_answered), MAX_ASKED)
         self._num_answered = 0
@@ -272,7 +289,7 @@ class StagingClient:
         return link
 
     def _ask(self) -> None:
-        if not self._waiting:
+        if not self._waiting and not self._purged:
             return
         # Release unused memory first, so that these requests can reuse it.
         self._release_unused()
@@ -288,6 +305,10 @@ class StagingClient:
                 self._waiting.clear()
                 self._fail(list(self._requests.values()))
                 return
+        while self._purged:
+            digest = self._purged.popleft()
+            self._purging[digest] = self._purging.get(digest, 0) + 1
+            link.send(Purge(digest))
         while self._waiting and len(self._asked) < MAX_ASKED:
             request = self._requests[self._waiting.popleft()]
             request.num_tries += 1
@@ -340,6 +361,8 @@ class StagingClient:
                 if content is not None:
                     self._disk = decode_contents(content.data)
                 self._answered_looks.append(self._looks.popleft())
+            case Purged(digest=digest):
+                self._purging.pop(digest, None)
             case Pong():
                 # Any message shows that the process is alive: see `StagingLink.watch`.
                 pass
@@ -404,6 +427,8 @@ class StagingClient:
         self._asked.clear()
         self._fail([request for request in self._requests.values() if request.num_tries >= MAX_TRIES])
         self._waiting = deque(self._requests)
+        self._purging = {digest: num_tries for digest, num_tries in self._purging.items() if num_tries < MAX_TRIES}
+        self._purged = deque(dict.fromkeys((*self._purged, *self._purging)))
         self._answered_looks += self._looks
         self._looks.clear()
 

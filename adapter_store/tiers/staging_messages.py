@@ -70,6 +70,12 @@ class Look(msgspec.Struct, frozen=True, tag=True):
     """Request the disk tier's contents. The answer is Looked."""
 
 
+class Purge(msgspec.Struct, frozen=True, tag=True):
+    """Delete an adapter's files from the disk tier. The answer is Purged."""
+
+    digest: str
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """Ask for a Pong, which is sent immediately, even during fetches."""
 
@@ -125,12 +131,18 @@ class Looked(msgspec.Struct, frozen=True, tag=True):
     counts: msgspec.Raw
 
 
+class Purged(msgspec.Struct, frozen=True, tag=True):
+    """The adapter's files are deleted, or cannot be."""
+
+    digest: str
+
+
 class Pong(msgspec.Struct, frozen=True, tag=True):
     """The process is alive."""
 
 
-ToStaging = Occupied | Stage | Cancel | Release | Look | Ping
-FromStaging = Opened | Refused | Staged | Failed | Looked | Pong
+ToStaging = Occupied | Stage | Cancel | Release | Look | Purge | Ping
+FromStaging = Opened | Refused | Staged | Failed | Looked | Purged | Pong
 
 _config_decoder = msgspec.msgpack.Decoder(StagingConfig)
 _to_decoder = msgspec.msgpack.Decoder(ToStaging)

@@ -45,6 +45,8 @@ from loramux.adapter_store.tiers.staging_messages import (
     Opened,
     Ping,
     Pong,
+    Purge,
+    Purged,
     Refused,
     Release,
     Stage,
@@ -65,7 +67,7 @@ class StagingServer:
         self._source = source
         self._slab = slab
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="staging")
-        # A separate pool, so that `Look` does not wait for the blob store.
+        # A separate pool, so that `Look` and `Purge` do not wait for the blob store.
         self._looking = ThreadPoolExecutor(1, thread_name_prefix="looking")
         self._sending = threading.Lock()
         # Allocated pieces, by offset. Some may have been allocated by an earlier staging process.
@@ -92,6 +94,8 @@ class StagingServer:
                         del self._given_out[begin]
                 case Look():
                     self._looking.submit(self._look)
+                case Purge(digest=digest):
+                    self._looking.submit(self._purge, digest)
                 case Ping():
                     self._send(Pong())
 
@@ -143,6 +147,13 @@ class StagingServer:
                 self._send(Looked(self._counts()), descriptor)
         except OSError:
             self._send(Looked(self._counts()))
+
+    def _purge(self, digest: str) -> None:
+        try:
+            self._source.disk.purge(digest)
+        except OSError as error:
+            print(f"the files of purged adapter {digest[:12]} cannot be deleted: {error}", file=sys.stderr)
+        self._send(Purged(digest))
 
     def _counts(self) -> msgspec.Raw:
         return msgspec.Raw(encode(self._source.figures.snapshot()))

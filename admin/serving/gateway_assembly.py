@@ -170,6 +170,7 @@ def open_gateway(
         tracing=open_tracing(settings),
         is_held_elsewhere=is_held_elsewhere,
         draw=draw,
+        is_alone=settings.is_database_embedded,
     )
     stack.callback(gateway.close)
     gateway.prompts.grammars.preload()

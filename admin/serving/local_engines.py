@@ -47,7 +47,7 @@ def open_several(engines: Mapping[str, EngineClient], router: str) -> DataParall
 class LocalEngines:
     """Takes the place of LocalEngine in a server with several engines, which it starts and supervises.
 
-    With `is_shared`, `front` is where other servers reach the engines.
+    The engines share `strikes`. With `is_shared`, `front` is where other servers reach the engines.
 
     Raises StartRefused if the router cannot be used, and EngineStartError if an engine's socket cannot.
     """
@@ -59,9 +59,9 @@ class LocalEngines:
         configs: Sequence[EngineConfig],
         supervision: Supervision,
         command: tuple[str, ...],
+        strikes: CrashStrikes,
         is_shared: bool = False,
     ) -> None:
-        strikes = CrashStrikes(time.monotonic)
         with suppress(OSError):
             # The engines' sockets are in directories below it, or in temporary ones if it cannot be created.
             directory.run.mkdir(mode=0o700, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
@@ -47,6 +48,7 @@ from loramux.engine.parallel.weight_parts import check_groups
 from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 from loramux.engine.protocol.messages import EngineReady
 from loramux.engine.quantizing.quantize import shared_group
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.engine_link.engine_process import ENGINE_COMMAND
 from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
@@ -287,22 +289,24 @@ def _engine(
 
         member = ClusterMember(settings, configs[0])
         return member, member.share
-    supervision = supervision_of(settings, configs[0])
+    supervision, strikes = supervision_of(settings, configs[0]), CrashStrikes(time.monotonic)
     if len(configs) > 1:
         from loramux.admin.serving.local_engines import LocalEngines
 
-        several = LocalEngines(settings, directory, configs, supervision, command, is_shared=peers is not None)
+        is_shared = peers is not None
+        several = LocalEngines(settings, directory, configs, supervision, command, strikes, is_shared=is_shared)
         if settings.peer_address is None or peers is None or several.front is None:
             return several, several.share
         engines = several.engines
         behind = engines.engine, several.front, engines.capacity, engines.engines
-        return several, _sharing(settings, settings.peer_address, peers, *behind)
+        return several, _sharing(settings, settings.peer_address, peers, *behind, strikes)
     config = configs[0]
     lines = OutputLines("engine printed") if settings.log_format == "json" else None
-    engine = LocalEngine(config, supervision, command, socket_directory=directory.run, lines=lines)
+    engine = LocalEngine(config, supervision, command, socket_directory=directory.run, lines=lines, strikes=strikes)
     if settings.peer_address is None or peers is None:
         return engine, None
-    return engine, _sharing(settings, settings.peer_address, peers, engine, engine, lambda: config.max_sequences, {})
+    address = settings.peer_address
+    return engine, _sharing(settings, address, peers, engine, engine, lambda: config.max_sequences, {}, strikes)
 
 
 def _sharing(
@@ -313,12 +317,22 @@ def _sharing(
     relayed: RelayedEngine,
     capacity: Callable[[], int],
     engines: Mapping[str, EngineClient],
+    strikes: CrashStrikes,
 ) -> OpenSharing:
     from loramux.admin.serving.sharing import Sharing
 
     is_own_only = settings.routing == "off"
     return partial(
-        Sharing, address, peers, local, relayed, capacity, engines, router=settings.router, is_own_only=is_own_only
+        Sharing,
+        address,
+        peers,
+        local,
+        relayed,
+        capacity,
+        engines,
+        strikes=strikes,
+        router=settings.router,
+        is_own_only=is_own_only,
     )
 
 

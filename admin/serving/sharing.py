@@ -18,6 +18,7 @@ from loramux.engine.protocol.messages import PROTOCOL, Stats, StatsRequest
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.base_draw import BaseDraw
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.replicas.certificates import OwnCertificates
 from loramux.platform.replicas.peer_listener import PeerListener
@@ -38,8 +39,9 @@ class Sharing:
     `local` runs sequences on this server, `relayed` is where other servers reach it, and `capacity` returns how many
     sequences it can run at once. If it has several engines, `engines` has them by name. `engine` takes the place of
     `local` in the gateway. `open_presence` needs a `local` that is ready. `address` is the setting `peer_address`. If
-    its port is 0, the listener's own port is published. `router` names the router. With `is_own_only`, requests of this
-    server's base run only on this server. Raises StartRefused if the router cannot be used.
+    its port is 0, the listener's own port is published. `strikes` are those of this server's engines. `router` names
+    the router. With `is_own_only`, requests of this server's base run only on this server. Raises StartRefused if the
+    router cannot be used.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Sharing:
         metrics: ReplicaMetrics,
         executor: Executor,
         draw: BaseDraw,
+        strikes: CrashStrikes,
         router: str = HOMES,
         is_own_only: bool = False,
     ) -> None:
@@ -68,6 +71,7 @@ class Sharing:
         self._executor = executor
         self._id = new_id("rep")
         self._draw = draw
+        self._strikes = strikes
         self._presence: Presence | None = None
         try:
             self.engine = RoutedEngine(
@@ -78,6 +82,7 @@ class Sharing:
                 metrics.base_fallbacks.inc,
                 base_id=draw.own,
                 is_own_only=is_own_only,
+                drawn_bases=lambda: draw.bases,
             )
         except ExtensionRefused as error:
             raise StartRefused(str(error)) from error
@@ -115,6 +120,7 @@ class Sharing:
             listener=listener,
             metrics=self._metrics,
             call=partial(call_on, self._executor),
+            strikes=self._strikes,
         )
         return self._presence
 

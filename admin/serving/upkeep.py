@@ -53,6 +53,8 @@ class Upkeep:
         )
         self._unpinnable: frozenset[str] = frozenset()
         """Digests that the last attempt could not pin. Their failures are not logged again."""
+        self._unwanted: set[str] = set()
+        """Digests of adapters that were pinned at the last look although no version needs it."""
         self._weights = _Copies[str]("weights", partial(forget_copies, services))
         self._prefixes = _Copies[bytes]("prefixes", partial(forget_prefixes, services))
 
@@ -104,21 +106,29 @@ class Upkeep:
         await self._prefixes.forget(await services.call(services.accounts.tenants.deleted_keys))
 
     async def renew_pins(self) -> None:
-        """Pin the adapters that should be pinned but are not, for example after an engine restart."""
+        """Pin the adapters that should be pinned but are not, for example after an engine restart. Unpin those that
+        should not be pinned any more, for example because another server was told to unpin them.
+        """
         services = self._services
         wanted = await services.call(services.adapters.pins.digests)
-        if not wanted:
-            return
         failed = set()
         try:
             stats = await services.engine.client.call(StatsRequest(), STATS_TIMEOUT_S)
-            for digest in sorted(wanted - {one.digest for one in stats.adapters if one.is_pinned}):
+            pinned = {one.digest for one in stats.adapters if one.is_pinned}
+            # Another server, or a restart, may have left the pins of some engines only.
+            unwanted = pinned.union(one.digest for one in stats.adapters if one.is_pinned_somewhere) - wanted
+            # An engine pins an adapter before its row says so. Two looks in a row cannot both fall in between.
+            for digest in sorted(unwanted & self._unwanted):
+                await services.engine.client.call(Pin(digest=digest, is_pinned=False), PIN_TIMEOUT_S)
+            self._unwanted = unwanted
+            for digest in sorted(wanted - pinned):
                 state = await services.engine.client.call(Pin(digest=digest), PIN_TIMEOUT_S)
                 if state.state == "failed":
                     failed.add(digest)
                     if digest not in self._unpinnable:
                         log.warning("an adapter cannot be pinned", digest=digest, code=state.code)
         except (EngineUnavailable, TimeoutError):
+            self._unwanted = set()
             return
         self._unpinnable = frozenset(failed)
 

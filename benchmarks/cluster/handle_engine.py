@@ -40,6 +40,10 @@ class HandleEngine:
     def is_ready(self) -> bool:
         return self.info is not None
 
+    @property
+    def is_own_ready(self) -> bool:
+        return self.is_ready
+
     async def start(self) -> None:
         from ray import serve
 

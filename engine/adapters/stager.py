@@ -34,7 +34,7 @@ class Stager(Protocol):
         """Cancel a request. `poll` does not return its result."""
 
     def forget(self, digest: str) -> None:
-        """Delete the adapter's copy in host memory, unless it is in use."""
+        """Delete the adapter's copies in host memory, unless it is in use, and on this machine's disk."""
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
         """The loads that finished or failed since the last call. The caller must release each `StagedAdapter`."""

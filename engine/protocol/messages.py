@@ -336,6 +336,9 @@ class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
     num_users: int
     """Number of running sequences that use the adapter."""
     is_pinned: bool = False
+    """True if the engine, or each of several engines, has pinned the adapter."""
+    is_pinned_somewhere: bool = False
+    """True if one of several engines has pinned the adapter. An engine does not set it."""
     idle_s: float = 0.0
     """Seconds since a sequence last used the adapter. 0 while a sequence uses it."""
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, insert, select, update
 
 from loramux.adapter_store.errors import ClaimLost
 from loramux.migrations.claims import LEASE_US, RowClaims
@@ -71,12 +71,24 @@ class BatchQueue:
         Each claim has an identity of its own. What is left of an earlier claim, even of the same server, can no longer
         store answers.
         """
+        return self._claim(but_tenants)
+
+    def claim_ending(self, but_tenants: tuple[str, ...] = ()) -> ClaimedBatch | None:
+        """Like `claim`, but only a batch that can end without an engine: it has been cancelled, has expired, or has an
+        answer to each line.
+        """
+        table = batches.c
+        is_answered = (table.state == "in_progress") & (table.num_completed + table.num_failed == table.num_lines)
+        is_over = table.state.in_(("cancelling", "finalizing")) | (table.expires_us <= self._database.now_us())
+        return self._claim(but_tenants, is_answered | is_over)
+
+    def _claim(self, but_tenants: tuple[str, ...], *conditions: ColumnElement[bool]) -> ClaimedBatch | None:
         rows = RowClaims(self._database, batches, UNFINISHED, self._lease_us)
-        batch_id = rows.find(but_tenants)
+        batch_id = rows.find(but_tenants, *conditions)
         if batch_id is None:
             return None
         with self._database.write() as connection:
-            if not rows.claim(connection, batch_id, {}):
+            if not rows.claim(connection, batch_id, {}, *conditions):
                 return None
             return ClaimedBatch(read_batch(connection, batch_id), BatchClaim(self._database, rows))
 

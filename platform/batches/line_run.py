@@ -59,10 +59,13 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The line did not run, and can run later. `has_reserved` is True if its request id has been used."""
+    """The line has no answer, and can run later. `has_reserved` is True if its request id has been used, and `has_run`
+    if a step of the engine included it.
+    """
 
     error: ApiError
     has_reserved: bool
+    has_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,7 @@ class LineRuns:
             answer = await services.compute(make) if asked.has_long_answer else make()
             await self._store(line.waiting, answer)
         except ApiError as error:
-            refusal, charged = Refusal(error, has_reserved=True), NEVER_RAN
+            refusal, charged = Refusal(error, has_reserved=True, has_run=generation.was_in_step), NEVER_RAN
         except ClaimLost:
             await settle(services, plan, NEVER_RAN)
             raise

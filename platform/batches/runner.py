@@ -25,6 +25,7 @@ from loramux.platform.batches.input_lines import parsed_line
 from loramux.platform.batches.line_run import LATER, TROUBLE, LineRuns, PlannedLine, ReadLine, Refusal
 from loramux.platform.batches.room import MAX_ENTERING, Entry, Room, RoomLimits
 from loramux.platform.batches.tenant_files import TenantFiles
+from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import ApiError, NotFound, PermissionDenied
 from loramux.platform.generation.settler import NEVER_RAN
 from loramux.platform.quotas.decisions import QuotaExceeded
@@ -39,7 +40,9 @@ MAX_RUNNING = 4
 NAMED_AT_ONCE = 64
 """Number of lines that get their request ids in one transaction."""
 MAX_TRIES = 5
-"""Number of attempts after which a line fails although its error is temporary. Waiting for a quota does not count."""
+"""Number of attempts after which a line fails although its error is temporary. Waiting for a quota or for
+the engine does not count.
+"""
 MAX_UNSTORED = 128
 """Number of lines beyond the room's capacity that can run or wait until their answers are stored."""
 MAX_PLANNED = MAX_ENTERING // MAX_RUNNING
@@ -63,6 +66,8 @@ class BatchPace:
     """Longest pause of a batch after a request was refused for lack of quota."""
     caller_s: float = 1.0
     """How long the key and the tenant are trusted without another look."""
+    engine_s: float = 30.0
+    """How long a batch stays with a server whose engine does not run. Then any server can continue it."""
 
 
 class BatchRunner:
@@ -95,6 +100,7 @@ class BatchRunner:
             loop = ClaimLoop(
                 services=self._services,
                 claim=self._queue.claim,
+                claim_without_engine=self._queue.claim_ending,
                 run_one=partial(self._run, executor),
                 what="batches",
                 max_running=MAX_RUNNING,
@@ -135,14 +141,20 @@ class BatchRunner:
             log.info("a batch was taken over or deleted", batch_id=batch.id)
         except asyncio.CancelledError:
             # The server stops. Another one, or this one after a restart, continues the batch at once.
-            with suppress(ClaimLost, *TROUBLE):
-                await self._services.call(claim.give_back, batch.id)
+            await self._give_back(claim, batch)
             raise
+        except EngineUnavailable as error:
+            log.warning("a batch is given back", batch_id=batch.id, reason=str(error))
+            await self._give_back(claim, batch)
         except (*TROUBLE, ApiError, BlobStoreUnavailable) as error:
             # The claim expires, and a server continues the batch.
             log.warning("a batch was interrupted; it continues later", batch_id=batch.id, error=repr(error))
         except Exception:
             log.exception("a batch was interrupted unexpectedly; it continues later", batch_id=batch.id)
+
+    async def _give_back(self, claim: BatchClaim, batch: Batch) -> None:
+        with suppress(ClaimLost, *TROUBLE):
+            await self._services.call(claim.give_back, batch.id)
 
 
 class _BatchRun:
@@ -175,6 +187,8 @@ class _BatchRun:
         self._tasks: set[asyncio.Task[None]] = set()
         self._state: BatchState = "in_progress"
         self._paused_until_s = 0.0
+        self._is_engine_gone = False
+        """True once this server's engine has not run for `engine_s` seconds. The batch then leaves this server."""
         self._caller: tuple[float, Principal | PermissionDenied] | None = None
 
     async def settle_earlier(self) -> None:
@@ -183,12 +197,16 @@ class _BatchRun:
             await self._services.run.settler.settle(request_id, usage or NEVER_RAN)
 
     async def run_lines(self) -> None:
-        """Run the lines until each has an answer, or the batch has been cancelled or has expired."""
+        """Run the lines until each has an answer, or the batch has been cancelled or has expired. Raises
+        EngineUnavailable if lines are left and the engine has not run for a while.
+        """
         watch = asyncio.create_task(self._watch())
         try:
             await self._run_lines()
             # The running lines of a batch that ends finish.
             await self._until_free(0)
+            if self._is_engine_gone and not self._has_ended and await self._has_waiting_lines():
+                raise EngineUnavailable("the engine does not run")
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
@@ -209,8 +227,12 @@ class _BatchRun:
                         await is_stored.wait()
 
     @property
-    def _is_over(self) -> bool:
+    def _has_ended(self) -> bool:
         return self._state != "in_progress" or self._services.database.now_us() >= self._batch.expires_us
+
+    @property
+    def _is_over(self) -> bool:
+        return self._has_ended or self._is_engine_gone
 
     async def _run_lines(self) -> None:
         while not self._is_over:
@@ -256,6 +278,9 @@ class _BatchRun:
         named = partial(self._claim.waiting, but_lines=self._running.copy(), but_models=tuple(self._resting))
         lines = await self._services.call(named, self._batch.id, NAMED_AT_ONCE)
         return [one for one in lines if one.model not in self._resting]
+
+    async def _has_waiting_lines(self) -> bool:
+        return bool(await self._services.call(self._claim.waiting, self._batch.id, 1))
 
     async def _wait_for_lines(self) -> None:
         """Wait until a line has ended or a model's rest is over, or for a moment."""
@@ -308,8 +333,9 @@ class _BatchRun:
     async def _put_off(self, read: ReadLine, refusal: Refusal) -> None:
         """Let a refused line wait, which comes back because it has no answer, or fail it after too many attempts."""
         line, error = read.waiting, refusal.error
-        is_quota = error.status == 429
-        self._tries[line.line] += not is_quota
+        # A line that was not in a step cannot be why the engine does not run.
+        has_waited = error.status == 429 or (error.code == "engine_unavailable" and not refusal.has_run)
+        self._tries[line.line] += not has_waited
         if self._tries[line.line] >= MAX_TRIES and error.status in LATER:
             if refusal.has_reserved:
                 line = await self._services.call(self._claim.rename, self._batch.id, line)
@@ -354,8 +380,14 @@ class _BatchRun:
         return Principal(key.id, tenant.id, tenant.slug, key.scopes, key.adapter_ids)
 
     async def _watch(self) -> None:
-        """Renew the claim, and notice that the batch has been cancelled."""
+        """Renew the claim, and notice that the batch has been cancelled, or that the engine does not run."""
+        engine_ran_s = time.monotonic()
         while True:
+            now_s = time.monotonic()
+            if self._services.engine.is_own_ready:
+                engine_ran_s = now_s
+            elif now_s - engine_ran_s >= self._pace.engine_s:
+                self._is_engine_gone = True
             await asyncio.sleep(min(self._pace.poll_s, self._claim.lease_s / 3))
             # A lost claim is noticed when the next answer is stored.
             with suppress(ClaimLost, *TROUBLE, NotFound):

@@ -21,6 +21,7 @@ from loramux.platform.cluster.replica_report import (
     read_identity,
     read_state,
 )
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.replicas.engine_group import EngineGroup
 from loramux.platform.replicas.reports import ReplicaFigures, ReplicaReport, ReplicaState, UnknownReplica
 from loramux.platform.replicas.routed_engine import RoutedEngine
@@ -110,6 +111,7 @@ class ClusterFleet:
         self._draw = draw
         self._metrics = metrics
         self._clock = clock
+        self._strikes = CrashStrikes(clock)
         self._listed: tuple[ListedReplica, ...] = ()
         self._replicas: dict[str, _Replica] = {}
         self._refused: dict[str, str] = {}
@@ -144,7 +146,9 @@ class ClusterFleet:
         for one, identity in accepted:
             replica = self._replicas.get(one.id)
             if replica is None:
-                engine = ReplicaEngine(self._calls, one.id, identity, self._metrics.count_refusal, self._clock)
+                engine = ReplicaEngine(
+                    self._calls, one.id, identity, self._metrics.count_refusal, self._clock, self._strikes
+                )
                 replica = self._replicas[one.id] = _Replica(one.id, identity, engine)
                 engine.follow()
                 log.info("a replica was found", replica=one.id)

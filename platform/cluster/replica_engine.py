@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import structlog
@@ -10,6 +9,7 @@ import structlog
 from loramux.platform.cluster.replica_calls import ReplicaCalls
 from loramux.platform.cluster.replica_report import ReplicaIdentity
 from loramux.platform.cluster.tunnel_connection import TunnelConnection
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_session import EngineSession
 from loramux.platform.engine_link.followed_engine import FollowedEngine, Joining, JoinRefused
@@ -31,9 +31,10 @@ class ReplicaEngine(FollowedEngine):
         replica_id: str,
         identity: ReplicaIdentity,
         count_refusal: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
+        strikes: CrashStrikes,
     ) -> None:
-        super().__init__(f"replica {replica_id}", Joining(answer_timeout_s=ANSWER_TIMEOUT_S), clock)
+        super().__init__(f"replica {replica_id}", Joining(answer_timeout_s=ANSWER_TIMEOUT_S), clock, strikes)
         self._calls = calls
         self._replica_id = replica_id
         self._identity = identity

@@ -9,7 +9,7 @@ from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_session import EngineSession
-from loramux.platform.engine_link.sequence_stream import refused_stream
+from loramux.platform.engine_link.sequence_stream import excluded_stream
 
 
 class ConnectedEngine:
@@ -27,9 +27,13 @@ class ConnectedEngine:
     def is_ready(self) -> bool:
         return self._connection is not None
 
+    @property
+    def is_own_ready(self) -> bool:
+        return self.is_ready
+
     def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
         connection = self._connected()
-        return refused_stream(add) if self._strikes.is_refused(add) else connection.submit(add)
+        return excluded_stream(add) if self._strikes.is_refused(add) else connection.submit(add)
 
     def abort(self, sequence_id: str) -> None:
         if self._connection is not None:

@@ -33,6 +33,10 @@ class EngineClient(Protocol):
     def is_ready(self) -> bool: ...
 
     @property
+    def is_own_ready(self) -> bool:
+        """True if an engine of this server is ready. `is_ready` can also mean another server's engine."""
+
+    @property
     def is_live(self) -> bool:
         """False from the time that the engine hangs until its process is gone, otherwise True."""
 

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from loramux.engine.protocol.messages import Add
+from loramux.engine.protocol.messages import Add, Finished
 from loramux.platform.engine_link.connected_engine import ConnectedEngine
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_session import EngineSession
+
+GATHER_S = 1.0
+"""Time in which the ends of all sequences arrive that an engine was running when it died, in seconds."""
 
 log = structlog.get_logger()
 
@@ -29,7 +32,11 @@ class Joining:
 
 
 class FollowedEngine(ConnectedEngine, ABC):
-    """Ends the open streams when the engine is lost, and then joins the next engine at the same path or address."""
+    """Ends the open streams when the engine is lost, and then joins the next engine at the same path or address.
+
+    A request that an engine was running when it died gets a strike. Clients of engines that can run the same requests
+    share `strikes`.
+    """
 
     def __init__(
         self, place: str, joining: Joining, clock: Callable[[], float], strikes: CrashStrikes | None = None
@@ -38,6 +45,9 @@ class FollowedEngine(ConnectedEngine, ABC):
         self._place = place
         self._joining = joining
         self._lost: dict[str, Add] = {}
+        self._ran_at_death: list[Add] = []
+        """Sequences that the supervisor has reported as running at an engine's death, and that are not struck yet."""
+        self._striking: asyncio.TimerHandle | None = None
         self._trouble: str | None = None
         self._follower: asyncio.Task[None] | None = None
 
@@ -65,6 +75,7 @@ class FollowedEngine(ConnectedEngine, ABC):
                 # `await self._follower` could not distinguish the task's cancellation from the caller's.
                 await asyncio.wait({self._follower})
         finally:
+            self._strike()
             self._leave()
 
     async def _follow(self) -> None:
@@ -81,6 +92,7 @@ class FollowedEngine(ConnectedEngine, ABC):
             await self._connection.wait_lost()
             self._trouble = "the engine is gone; the server that started it may be restarting it"
             self._log_loss()
+            self._strike()
             self._lost = self._connection.open_adds
             self._leave()
 
@@ -96,6 +108,22 @@ class FollowedEngine(ConnectedEngine, ABC):
                     log.info("engine cannot be joined; trying again", place=self._place, reason=str(error))
                 self._trouble = str(error)
             delay_s = min(2 * delay_s, self._joining.max_delay_s)
+
+    def _note_end(self, add: Add, finished: Finished) -> None:
+        super()._note_end(add, finished)
+        if finished.code == "engine_unavailable" and finished.prompt_tokens > 0:
+            self._ran_at_death.append(add)
+            if self._striking is None:
+                # If the other server has more engines, the connection stays.
+                self._striking = asyncio.get_running_loop().call_later(GATHER_S, self._strike)
+
+    def _strike(self) -> None:
+        """Record one death of an engine for the sequences that it was running."""
+        if self._striking is not None:
+            self._striking.cancel()
+            self._striking = None
+        ran, self._ran_at_death = self._ran_at_death, []
+        self._strikes.strike(ran)
 
     def _log_loss(self) -> None:
         log.error("engine lost", place=self._place)

@@ -77,17 +77,22 @@ class SequenceStream:
         return held.output(self.add.sequence_id)
 
 
-def refused_stream(add: Add) -> SequenceStream:
+def excluded_stream(add: Add) -> SequenceStream:
     """Return a stream that ends with the code `request_excluded`, because engines died while running the sequence."""
+    message = "the engine stopped twice while running this request, so the request is refused for a while"
+    return refused_stream(add, "request_excluded", message)
+
+
+def refused_stream(add: Add, code: str, message: str) -> SequenceStream:
+    """Return a stream that ends with an error before the sequence has run."""
     stream = SequenceStream(add)
-    stream.put(
-        Finished(
-            sequence_id=add.sequence_id,
-            reason="error",
-            prompt_tokens=0,
-            completion_tokens=0,
-            code="request_excluded",
-            message="the engine stopped twice while running this request, so the request is refused for a while",
-        )
+    end = Finished(
+        sequence_id=add.sequence_id,
+        reason="error",
+        prompt_tokens=0,
+        completion_tokens=0,
+        code=code,
+        message=message,
     )
+    stream.put(end)
     return stream

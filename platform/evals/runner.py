@@ -67,6 +67,10 @@ class Patience:
     """Interval between looks for a queued eval."""
     look_s: float = 0.25
     """Interval between looks at the engine's queue."""
+    engine_s: float = 30.0
+    """Longest time for which one question is refused while this server's engine does not run. Then any server can
+    continue the eval.
+    """
 
 
 class EvalFailed(Exception):
@@ -123,6 +127,10 @@ class EvalRunner:
             with suppress(ClaimLost, SQLAlchemyError, DatabaseTrouble):
                 await self._services.call(self._claims.give_back, found.id)
             raise
+        except EngineUnavailable as error:
+            log.warning("an eval is given back", eval_id=found.id, reason=str(error))
+            with suppress(ClaimLost, SQLAlchemyError, DatabaseTrouble):
+                await self._services.call(self._claims.give_back, found.id)
         except (SQLAlchemyError, DatabaseTrouble) as error:
             # The claim expires, and a server continues the eval.
             log.warning("an eval was interrupted", eval_id=found.id, error=type(error).__name__)
@@ -218,8 +226,11 @@ class EvalRunner:
         return grades
 
     async def _asked(self, found: Eval, ask: Callable[[Questions], Awaitable[T]], side: int = 0) -> T:
-        """Ask until the question is admitted. Raises EvalFailed, TimeoutError, or ApiError for this question only."""
-        end_s = time.monotonic() + self._patience.refusal_s
+        """Ask until the question is admitted. Raises EvalFailed, TimeoutError, ApiError for this question only, or
+        EngineUnavailable if the engine has not run for a while.
+        """
+        began_s = time.monotonic()
+        end_s = began_s + self._patience.refusal_s
         while True:
             questions = await self._questions(found, found.shared(side))
             await self._wait_for_turn()
@@ -234,6 +245,8 @@ class EvalRunner:
                 refusal, wait_s = error, error.retry_after_s or 1.0
             except tuple(TRANSLATIONS) as error:
                 refusal, wait_s = TRANSLATIONS[_known(error)](error), 1.0
+            if not self._services.engine.is_own_ready and time.monotonic() - began_s >= self._patience.engine_s:
+                raise EngineUnavailable("the engine does not run")
             if time.monotonic() + wait_s > end_s:
                 raise EvalFailed(refusal.code, refusal.message)
             await asyncio.sleep(min(wait_s, self._patience.retry_s))

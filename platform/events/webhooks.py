@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from sqlalchemy import Row, case, delete, func, insert, select
+from sqlalchemy import ColumnElement, Row, case, delete, func, insert, select
 
 from loramux.migrations.audit import audit
 from loramux.migrations.claims import RowClaims
@@ -21,6 +21,10 @@ from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 
 MAX_WEBHOOKS = 10
 """Largest number of webhooks of a tenant."""
+MAX_PAUSE_S = 10_800.0
+"""Longest pause after a failed delivery, in seconds. A webhook that is due later was released or postponed before the
+clock was set back, and is due now.
+"""
 MAX_URL = 2000
 SECRET_PREFIX = "whsec_"  # noqa: S105 - the prefix that standardwebhooks.com prescribes
 
@@ -155,7 +159,7 @@ class WebhookQueue:
                 .join(event_heads, event_heads.c.tenant_id == table.tenant_id)
                 .where(
                     table.state == _ACTIVE,
-                    table.due_us <= now_us,
+                    _is_due(now_us),
                     table.sequence < event_heads.c.number,
                     self._claims.claimable(now_us),
                     table.tenant_id.not_in(but_tenants),
@@ -168,7 +172,7 @@ class WebhookQueue:
         for webhook_id in due:
             with self._database.write() as connection:
                 # Another server can have delivered to the webhook, and postponed it, since this one has looked.
-                is_due = table.due_us <= self._database.now_us(connection)
+                is_due = _is_due(self._database.now_us(connection))
                 if self._claims.claim(connection, webhook_id, {}, is_due):
                     row = connection.execute(select(webhooks).where(table.id == webhook_id)).one()
                     claimed.append(_webhook(row))
@@ -192,7 +196,7 @@ class WebhookQueue:
     def postpone(self, webhook: Webhook, num_failures: int, pause_s: float, error: str) -> None:
         """Give the webhook back, and try again after a pause."""
         with self._database.write() as connection:
-            due_us = self._database.now_us(connection) + round(pause_s * 1_000_000)
+            due_us = self._database.now_us(connection) + round(min(pause_s, MAX_PAUSE_S) * 1_000_000)
             failed = {"num_failures": num_failures, "due_us": due_us, "last_error": error}
             self._claims.change(connection, webhook.id, {**failed, **_NO_CLAIM})
 
@@ -204,6 +208,10 @@ class WebhookQueue:
                 states = {"before": {"state": _ACTIVE}, "after": {"state": "disabled"}}
                 now_us = self._database.now_us(connection)
                 audit(connection, now_us, "webhook.disable", webhook.id, tenant_id=webhook.tenant_id, **states)
+
+
+def _is_due(now_us: int) -> ColumnElement[bool]:
+    return ~webhooks.c.due_us.between(now_us + 1, now_us + round(MAX_PAUSE_S * 1_000_000))
 
 
 _NO_CLAIM: Mapping[str, Any] = {"claimed_by": None, "claim_expires_us": None}

@@ -140,6 +140,11 @@ class Choice:
         self._is_given_up = True
 
     @property
+    def was_in_step(self) -> bool:
+        """True if a step of the engine included the choice, even if the choice then failed and costs nothing."""
+        return self.num_received > 0 or (self.finished is not None and self.finished.prompt_tokens > 0)
+
+    @property
     def has_run(self) -> bool:
         """True if the engine ran the choice. A choice can fail or be aborted before it runs."""
         if self.num_received or self._is_given_up:

@@ -130,6 +130,11 @@ class Generation:
         return sum(choice.num_received for choice in self._choices)
 
     @property
+    def was_in_step(self) -> bool:
+        """True if a step of the engine included one of the choices."""
+        return any(choice.was_in_step for choice in self._choices)
+
+    @property
     def num_checkpointed(self) -> int:
         """Number of tokens to charge if this server dies."""
         return self.num_received if self.num_kept is None else self.num_kept

@@ -24,7 +24,9 @@ TEND_INTERVAL_S = 1.0
 """Interval between retries of a failing database and of spooled settlements, in seconds."""
 
 RECOVERY_GRACE_S = LEASE_US / 1_000_000
-"""How long recovery waits after database trouble, in seconds, so that gateways can checkpoint and settle first."""
+"""How long recovery waits after database trouble and after the start, in seconds, so that gateways can checkpoint and
+settle first.
+"""
 
 CHECKPOINT_INTERVAL_S = 5.0
 
@@ -41,7 +43,10 @@ class Call(Protocol):
 
 
 class Maintenance:
-    """Renews the leases of the requests in `running`, and cleans up after dead gateways and database failures."""
+    """Renews the leases of the requests in `running`, and cleans up after dead gateways and database failures.
+
+    If `is_alone`, no other server can use the database.
+    """
 
     def __init__(
         self,
@@ -53,6 +58,8 @@ class Maintenance:
         health: DatabaseHealth,
         metrics: GenerationMetrics,
         call: Call,
+        clock: Callable[[], float] = time.monotonic,
+        is_alone: bool = False,
     ) -> None:
         self._running = running
         self._admission = admission
@@ -62,9 +69,13 @@ class Maintenance:
         self._health = health
         self._metrics = metrics
         self._call = call
+        self._clock = clock
+        self._is_alone = is_alone
+        self._began_s = clock()
 
     async def run(self) -> None:
         """Loop forever: checkpoint requests, recover requests of dead gateways, roll up usage and replay the spool."""
+        self._began_s = self._clock()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_leases())
             group.create_task(self._tend_database())
@@ -93,8 +104,14 @@ class Maintenance:
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
 
     def _may_recover(self) -> bool:
-        """Return whether every healthy gateway has had time to renew its leases, so that recovery is safe."""
-        return not self._settler.is_behind and self._health.well_for_s > RECOVERY_GRACE_S
+        """Return whether every healthy gateway has had time to renew its leases, so that recovery is safe. A new
+        process does not know how long the database has been well, but without other servers, only dead gateways have
+        not renewed theirs.
+        """
+        well_for_s = self._health.well_for_s
+        if not self._is_alone:
+            well_for_s = min(well_for_s, self._clock() - self._began_s)
+        return not self._settler.is_behind and well_for_s > RECOVERY_GRACE_S
 
     async def _tend_database(self) -> None:
         while True:

@@ -32,7 +32,6 @@ from loramux.engine.protocol.messages import (
     SequenceOutput,
     Stats,
     StatsRequest,
-    StepOutput,
     ToEngine,
     Unload,
 )
@@ -164,7 +163,10 @@ class EngineFront:
         try:
             async for item in stream:
                 renamed = structs.replace(item, sequence_id=sequence_id)
-                link.post(renamed if isinstance(renamed, Finished) else StepOutput(outputs=(renamed,)))
+                if isinstance(renamed, Finished):
+                    link.post(renamed)
+                else:
+                    link.post_joined(renamed)
         finally:
             link.running.discard(link.inner_id(sequence_id))
 
@@ -213,6 +215,7 @@ class _Link:
         self._prefix = prefix
         self._link = GatewayLink(lambda message: front.send(owner, message))
         self.post = self._link.post
+        self.post_joined = self._link.post_joined
         self.grant = self._link.grant
 
     def inner_id(self, sequence_id: str) -> str:

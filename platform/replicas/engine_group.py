@@ -87,6 +87,10 @@ class EngineGroup:
         return False
 
     @property
+    def is_own_ready(self) -> bool:
+        return bool(self._ready())
+
+    @property
     def is_live(self) -> bool:
         return all(engine.is_live for engine in self._engines.values())
 

@@ -58,6 +58,10 @@ class FrameLink(asyncio.Protocol):
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort("the other server is not reading")
 
+    @property
+    def num_unsent_bytes(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     async def writable(self) -> None:
         """Wait until the send buffer has room, or the connection has ended."""
         await self._is_writable.wait()

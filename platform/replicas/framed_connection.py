@@ -9,8 +9,14 @@ import msgspec
 from loramux.engine.protocol.messages import PROTOCOL, Add, Credit
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_session import INITIAL_CREDIT, EngineSession, NoteEnd
-from loramux.platform.replicas.frame_link import FrameLink, FrameRefused
+from loramux.platform.engine_link.sequence_stream import SequenceStream, refused_stream
+from loramux.platform.replicas.frame_link import MAX_UNSENT_BYTES, FrameLink, FrameRefused
 from loramux.platform.replicas.peer_answers import check_answer
+
+MAX_WAITING_BYTES = MAX_UNSENT_BYTES // 2
+"""Number of unsent bytes above which a sequence is refused, so that it runs elsewhere or is tried again. The link keeps
+room for a sequence of any size and for other messages, because its loss would end the sequences of all tenants.
+"""
 
 
 class FramedConnection(EngineSession):
@@ -38,6 +44,11 @@ class FramedConnection(EngineSession):
             raise EngineUnavailable(self._link.lost.result())
         if self.info.protocol != PROTOCOL:
             raise EngineUnavailable("the engine runs a different version of loramux")
+
+    def submit(self, add: Add) -> SequenceStream:
+        if self._link.num_unsent_bytes > MAX_WAITING_BYTES:
+            return refused_stream(add, "overloaded", "the connection to the server has no room for more requests")
+        return super().submit(add)
 
     async def wait_lost(self) -> None:
         await asyncio.wait((self._link.lost,))

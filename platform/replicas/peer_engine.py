@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_session import EngineSession
 from loramux.platform.engine_link.followed_engine import FollowedEngine, Joining, JoinRefused
@@ -34,9 +35,10 @@ class PeerEngine(FollowedEngine):
         count_refusal: Callable[[str], None] = lambda reason: None,
         joining: Joining | None = None,
         clock: Callable[[], float] = time.monotonic,
+        strikes: CrashStrikes | None = None,
     ) -> None:
         place = f"replica {peer.row.id} at {peer.row.address}"
-        super().__init__(place, joining if joining is not None else Joining(), clock)
+        super().__init__(place, joining if joining is not None else Joining(), clock, strikes)
         self.peer = peer
         self._own = own
         self._clock = clock

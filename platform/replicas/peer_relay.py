@@ -99,9 +99,11 @@ class PeerRelay:
             self._receive_early()
             await asyncio.wait((self.link.lost, passing_on, engine_lost), return_when=asyncio.FIRST_COMPLETED)
             if engine_lost.done() and not self.link.lost.done():
+                # The socket would send them to the next engine, whose output nobody reads.
+                self.refuse_new()
                 await self._until_examined()
                 passing_on.cancel()
-                self._pass_on_what_arrived(socket)
+                await self._pass_on_what_arrived(socket)
                 self._report_death()
         finally:
             passing_on.cancel()
@@ -160,8 +162,7 @@ class PeerRelay:
     async def _pass_on(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             self._pass_one_on(await socket.recv())
-            self._pass_on_what_arrived(socket)
-            await self.link.writable()
+            await self._pass_on_what_arrived(socket)
 
     def _pass_one_on(self, data: bytes) -> None:
         envelope = self._envelopes.decode(data)
@@ -178,10 +179,13 @@ class PeerRelay:
                 return
             await asyncio.sleep(DEATH_POLL_S)
 
-    def _pass_on_what_arrived(self, socket: zmq.asyncio.Socket) -> None:
-        """Pass on waiting messages without asyncio, which is much faster. The peer's credit bounds their number."""
+    async def _pass_on_what_arrived(self, socket: zmq.asyncio.Socket) -> None:
+        """Pass on waiting messages without asyncio, which is much faster. The peer's credit bounds their number, but
+        not their bytes, so messages that the link has no room for wait here.
+        """
         shadow: Any = zmq.Socket.shadow(socket.underlying)
         while True:
+            await self.link.writable()
             try:
                 self._pass_one_on(shadow.recv(zmq.NOBLOCK))
             except zmq.Again:

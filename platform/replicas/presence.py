@@ -14,6 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.engine.protocol.messages import Stats, StatsRequest
 from loramux.platform.base_draw import BaseDraw
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.replicas.certificates import Now, OwnCertificates, utc_now
 from loramux.platform.replicas.claim_checks import ClaimChecks
@@ -48,6 +49,7 @@ class Presence:
     """Tells other servers about this server, and this server's router about the other servers.
 
     `start` starts the background tasks, and `close` ends them.
+    The clients of the other servers' engines share `strikes` with those of this server.
 
     While the database is down, known peers are kept until their connections fail. Requests for a lost peer run on the
     remaining servers.
@@ -65,6 +67,7 @@ class Presence:
         listener: PeerListener,
         metrics: ReplicaMetrics,
         call: Call,
+        strikes: CrashStrikes,
         clock: Callable[[], float] = time.monotonic,
         now: Now = utc_now,
     ) -> None:
@@ -77,10 +80,12 @@ class Presence:
         self._listener = listener
         self._metrics = metrics
         self._call = call
+        self._strikes = strikes
         self._clock = clock
         self._book = ReplicaBook(own, draw, metrics.count_refusal, clock, now)
         self._claims = ClaimChecks(metrics.count_refusal, clock)
         self._peers: dict[str, PeerEngine] = {}
+        self._last_stats: Stats | None = None
         self._published_version = -1
         self._exchange: asyncio.Task[TableReading] | None = None
         self._is_database_lost = False
@@ -205,10 +210,15 @@ class Presence:
                 log.exception("a check of a replica's claims failed")
 
     async def _stats(self) -> Stats | None:
+        """Return the engine's last answer, or None if the engine does not run."""
         try:
-            return await self._local.call(StatsRequest(), STATS_WAIT_S)
-        except (EngineUnavailable, TimeoutError):
-            return None
+            self._last_stats = await self._local.call(StatsRequest(), STATS_WAIT_S)
+        except EngineUnavailable:
+            self._last_stats = None
+        except TimeoutError:
+            # A busy engine that answers late must not look empty.
+            pass
+        return self._last_stats
 
     async def _exchanged(self) -> TableReading | None:
         """Write this server's row and read the tables. Return None if the database fails or does not answer."""
@@ -234,6 +244,8 @@ class Presence:
         return None
 
     def _publish_and_read(self, row: ReplicaRow, summary: Summary, known: Mapping[str, int]) -> TableReading:
+        if self._published_version < 0:
+            self._table.remove_predecessors(row)
         self._table.publish(row, summary, has_changed=summary.version != self._published_version)
         self._published_version = summary.version
         for replica_id, beat in self._book.forgotten.items():
@@ -255,7 +267,11 @@ class Presence:
                 self._peers[name].peer = peer
             else:
                 engine = PeerEngine(
-                    peer, lambda: self._certificates.in_use, self._metrics.count_refusal, clock=self._clock
+                    peer,
+                    lambda: self._certificates.in_use,
+                    self._metrics.count_refusal,
+                    clock=self._clock,
+                    strikes=self._strikes,
                 )
                 self._peers[name] = engine
                 engine.follow()

@@ -55,6 +55,17 @@ class ReplicaTable:
                 statement = upsert(connection, adapter_residency).values(content)
                 connection.execute(statement.on_conflict_do_update(index_elements=["replica_id"], set_=content))
 
+    def remove_predecessors(self, row: ReplicaRow) -> None:
+        """Delete the rows of earlier servers at this server's address. They are gone, because only one server can
+        listen there. Otherwise, servers that crash again and again would leave more than MAX_REPLICAS rows.
+        """
+        is_earlier = (replicas.c.address == row.address, replicas.c.id != row.id)
+        with self._database.write() as connection:
+            earlier = connection.scalars(select(replicas.c.id).where(*is_earlier).with_for_update()).all()
+            if earlier:
+                connection.execute(delete(adapter_residency).where(adapter_residency.c.replica_id.in_(earlier)))
+                connection.execute(delete(replicas).where(replicas.c.id.in_(earlier)))
+
     def read(self, known: Mapping[str, int]) -> TableReading:
         """Read the rows of up to MAX_REPLICAS servers. `known` contains the versions of the summaries that the reader
         already has.

@@ -46,6 +46,8 @@ class RoutedEngine:
     engine. A sequence that an overloaded engine refused moves to a replica with free sequence slots, if there is one.
     Only the last Finished reaches the caller, so nothing is charged twice.
 
+    `drawn_bases` returns the bases that requests can be divided between.
+
     With `is_own_only`, sequences of this server's base run only on the local engine, because a router in front of the
     servers has chosen this server. Sequences of other bases still run on servers of these bases.
 
@@ -64,6 +66,7 @@ class RoutedEngine:
         clock: Callable[[], float] = time.monotonic,
         base_id: str | None = None,
         is_own_only: bool = False,
+        drawn_bases: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
         self._local = local
         self._local_id = local_id
@@ -73,6 +76,7 @@ class RoutedEngine:
         self._clock = clock
         self._engines: Mapping[str, EngineClient] = {local_id: local}
         self._is_own_only = is_own_only
+        self._drawn_bases = drawn_bases
         self._own = BaseReplicas(base_id, new_router())
         self._views_of_own_base: Sequence[ReplicaView] = ()
         self._bases: Mapping[str | None, BaseReplicas] = {base_id: self._own}
@@ -114,9 +118,16 @@ class RoutedEngine:
 
     @property
     def is_ready(self) -> bool:
-        if self._is_own_only:
+        """True if a sequence that is submitted now would run, here or on a server that accepts new requests."""
+        if self._local.is_ready or self._is_own_only:
             return self._local.is_ready
-        return any(engine.is_ready for engine in self._engines.values())
+        drawn = (self._bases[base_id] for base_id in self._drawn_bases() if base_id in self._bases)
+        views = (view for base in (self._own, *drawn) for view in base.views)
+        return any(self._engines[view.id].is_ready for view in views if not view.is_draining)
+
+    @property
+    def is_own_ready(self) -> bool:
+        return self._local.is_own_ready
 
     @property
     def is_live(self) -> bool:

@@ -94,7 +94,7 @@ class SummedStats:
 def combined(live: Sequence[Stats], retired: Sequence[Stats] = (), shares_disk: bool = False) -> Stats:
     """Add statistics up. Of `retired`, only the counters are added.
 
-    An adapter that several engines hold is listed once, and as pinned only if every engine has pinned it.
+    An adapter that several engines hold is listed once. `is_pinned` then says whether every engine has pinned it.
     """
     every = [*live, *retired]
     sums = {name: sum(getattr(one, name) for one in every) for name in COUNTERS}
@@ -163,6 +163,7 @@ def _adapters(live: Sequence[Stats]) -> Iterable[ResidentAdapter]:
             num_pages=sum(copy.num_pages for copy in copies),
             num_users=sum(copy.num_users for copy in copies),
             is_pinned=len(copies) == len(live) and all(copy.is_pinned for copy in copies),
+            is_pinned_somewhere=any(copy.is_pinned or copy.is_pinned_somewhere for copy in copies),
             idle_s=min(copy.idle_s for copy in copies),
         )
 

@@ -33,6 +33,9 @@ class ClaimLoop(Generic[C]):
 
     `claim` blocks. It returns a row that no server runs, except those of the given tenants. `run_one` runs a row and
     gives its claim back if it is cancelled.
+
+    While this server's own engine does not run, `claim_without_engine` takes the place of `claim`, for rows that can
+    end without an engine. Without it, nothing is claimed.
     """
 
     services: GatewayServices
@@ -42,6 +45,7 @@ class ClaimLoop(Generic[C]):
     max_running: int
     poll_s: float
     """Interval between looks for a row, in seconds."""
+    claim_without_engine: Callable[[tuple[str, ...]], C | None] | None = None
 
     async def run(self, draining: asyncio.Event) -> None:
         """Run until cancelled or until `draining` is set. The tasks of running rows are then cancelled."""
@@ -64,8 +68,10 @@ class ClaimLoop(Generic[C]):
     async def _fill(self, running: dict[str, asyncio.Task[None]]) -> None:
         for tenant_id in [tenant_id for tenant_id, task in running.items() if task.done()]:
             del running[tenant_id]
-        while len(running) < self.max_running and self.services.engine.is_ready:
-            claimed = await self.services.call(self.claim, tuple(running))
+        while len(running) < self.max_running:
+            # If only other servers' engines run, these servers can claim the rows.
+            claim = self.claim if self.services.engine.is_own_ready else self.claim_without_engine
+            claimed = None if claim is None else await self.services.call(claim, tuple(running))
             if claimed is None:
                 return
             running[claimed.tenant_id] = asyncio.create_task(self.run_one(claimed), name=claimed.id)

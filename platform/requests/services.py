@@ -152,6 +152,7 @@ class RunServices:
         is_held_elsewhere: HeldElsewhere,
         tier_objectives: Mapping[str, float],
         clock: Callable[[], float],
+        is_alone: bool,
     ) -> RunServices:
         admission = Admission(database, metrics.admission.overdrawn.inc)
         health = DatabaseHealth()
@@ -169,7 +170,9 @@ class RunServices:
             generation.spooled_bytes.set_function(lambda: spool.num_bytes)
         return RunServices(
             requests=requests,
-            maintenance=Maintenance(requests, admission, settler, cold_loads, gate, health, generation, call),
+            maintenance=Maintenance(
+                requests, admission, settler, cold_loads, gate, health, generation, call, clock, is_alone
+            ),
             gate=gate,
             loads=AdapterLoads(engine, cold_loads, commit, health),
             settler=settler,
@@ -219,18 +222,20 @@ class GatewayServices:
         is_held_elsewhere: HeldElsewhere = held_nowhere_else,
         draw: BaseDraw | None = None,
         clock: Callable[[], float] = time.monotonic,
+        is_alone: bool = False,
     ) -> GatewayServices:
         """Assemble a gateway. `executor` runs blocking calls, and `close` ends the compute threads.
 
         `is_held_elsewhere` says whether another server can run requests for an adapter without loading it. `draw`
-        divides requests between bases. `clock` returns seconds, for forecasts of first tokens.
+        divides requests between bases. `clock` returns seconds, for forecasts of first tokens and for recovery.
+        If `is_alone`, no other server can use the database.
 
         Without a `spool`, settlements that the database rejects wait only in memory.
         """
         settings = settings if settings is not None else GatewaySettings()
         metrics = metrics if metrics is not None else GatewayMetrics()
         run = RunServices.over(
-            database, engine, metrics, executor, spool, is_held_elsewhere, settings.tier_objectives, clock
+            database, engine, metrics, executor, spool, is_held_elsewhere, settings.tier_objectives, clock, is_alone
         )
         tenants = Tenants(database)
         # Each process has only one cache of tenants and one of keys, so that a change clears what requests use.

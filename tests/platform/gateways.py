@@ -103,6 +103,7 @@ async def open_gateway(
     routed: tuple[RoutedEngine, ScriptedEngine] | None = None,
     draw: BaseDraw | None = None,
     clock: Callable[[], float] = time.monotonic,
+    is_alone: bool = False,
 ) -> AsyncIterator[Gateway]:
     """Open a gateway over a new scripted engine or, with `routed`, over a routed engine and its scripted engine.
 
@@ -136,6 +137,7 @@ async def open_gateway(
         is_held_elsewhere=held_nowhere_else if routed is None else routed[0].holds_elsewhere,
         draw=draw,
         clock=clock,
+        is_alone=is_alone,
     )
     tenants = services.callers.tenants
     tenant = tenants.get("acme") or tenants.create("acme")

@@ -122,6 +122,10 @@ class ScriptedEngine:
         return self._is_ready
 
     @property
+    def is_own_ready(self) -> bool:
+        return self.is_ready
+
+    @property
     def trouble(self) -> str | None:
         return None if self._is_ready else "killed by SIGKILL: last words"
 
@@ -141,10 +145,13 @@ class ScriptedEngine:
         if sequence is not None and not sequence.script.ignores_abort:
             asyncio.get_running_loop().call_later(sequence.script.abort_delay_s, sequence.end, "abort")
 
-    def die(self) -> None:
-        """End every stream as if the engine had died, and stay unavailable until `revive` is called."""
+    def die(self, has_run: bool = True) -> None:
+        """End every stream as if the engine had died, and stay unavailable until `revive` is called. If not `has_run`,
+        the sequences were still waiting.
+        """
         self._is_ready = False
         for sequence in self._running.values():
+            sequence.has_run = has_run
             sequence.end("engine_unavailable")
 
     def revive(self) -> None:
@@ -280,6 +287,7 @@ class _Sequence:
         self.add = add
         self.script = script
         self.num_committed = 0
+        self.has_run = True
         self.ending: str | None = None
         self._max_tokens = add.max_tokens
         self._ended = asyncio.Event()
@@ -339,7 +347,7 @@ class _Sequence:
         return Finished(
             sequence_id=self.add.sequence_id,
             reason=reason,
-            prompt_tokens=len(self.add.prompt),
+            prompt_tokens=len(self.add.prompt) if self.has_run else 0,
             completion_tokens=committed,
             cached_tokens=self.script.cached_tokens,
             stop_token_id=stop_token_id,

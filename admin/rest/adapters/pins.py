@@ -56,7 +56,9 @@ async def pin_version(adapter_id: str, number: Number, services: Services, calle
 async def unpin_version(
     adapter_id: str, number: Number, services: Services, caller: PlatformAdmin
 ) -> PlacementDocument:
-    """Make a version evictable again. It stays loaded until its pages are needed. A repeated call changes nothing."""
+    """Make a version evictable again. It stays loaded until its pages are needed. A repeated call changes nothing.
+    Other servers on the same database unpin it after about ten seconds.
+    """
     version = await _find(services, caller, adapter_id, number)
     version = await services.call(services.adapters.pins.set_pinned, version.adapter_id, number, False)
     if version.digest is None:

@@ -282,3 +282,14 @@ def test_purged_files_are_gone_for_every_engine_and_target(directory: Path, star
     put(tier, C, 150)
     assert (tier.used_bytes, files(directory)) == (200, {B: 50, C: 150}), "the purged bytes no longer count"
     purge_files(directory / "missing", {A})
+
+
+def test_a_purge_of_what_another_engine_has_purged_changes_nothing(directory: Path) -> None:
+    tier, changes = DiskTier(directory, 250, PACK_KEY), DirectoryLock(directory / "lock")
+    put(tier, A, 50)
+    tier.purge(A)
+    with changes.hold():
+        num_changes = changes.num_changes
+    tier.purge(A)
+    with changes.hold():
+        assert (changes.num_changes, files(directory)) == (num_changes, {})

@@ -178,6 +178,44 @@ def stages(client: StagingClient) -> dict[str, StageCounts]:
     return {f"{one.tier} {one.stage}": one for one in client.counts().stages if one.count}
 
 
+def test_forgotten_adapter_is_deleted_from_the_engines_own_disk(bench: Bench, tmp_path: Path) -> None:
+    client = bench.open(host_bytes=PLENTY)
+    first, second, other = (one.digest for one in bench.adapters)
+
+    def has_no_process() -> bool:
+        client.attend()
+        return client.pid is None
+
+    def on_disk() -> set[str]:
+        return {path.name.removesuffix(".packed") for path in (tmp_path / "disk").glob("*/*.packed")}
+
+    for digest in (first, second, other):
+        staged(client, digest).release()
+    assert on_disk() == {first, second, other}
+    client.forget(first)
+    wait_until(lambda: on_disk() == {second, other})
+    assert first not in kept(client)
+
+    kill(client)
+    wait_until(has_no_process)
+    client.forget(second)
+    assert on_disk() == {second, other}
+    # A process is started after a moment, and deletes the files.
+    bench.now_s += 1.0
+    client.poll()
+    wait_until(lambda: on_disk() == {other})
+
+    # A process can die before it has read the message.
+    wait_until(lambda: not client.poll() and not client._purging)
+    stop(client)
+    client.forget(other)
+    kill(client)
+    wait_until(has_no_process)
+    bench.now_s += 1.0
+    client.poll()
+    wait_until(lambda: on_disk() == set())
+
+
 def test_adapter_comes_from_the_blob_store_first_and_then_from_disk(bench: Bench) -> None:
     client = bench.open()
     digest = bench.adapters[0].digest

@@ -28,6 +28,7 @@ from loramux.admin.serving.serve import read_model
 from loramux.engine.loop import config as engine_config
 from loramux.engine.loop.config import EngineConfig
 from loramux.migrations.database import Database
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.local_engine import EngineStartError, Supervision
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.replicas import data_parallel
@@ -244,7 +245,8 @@ def toys(tmp_path: Path, **more: Any) -> LocalEngines:
     command = (sys.executable, str(toy_engine.__file__), str(tmp_path))
     directory = DataDirectory(tmp_path / "data")
     directory.root.mkdir()
-    return LocalEngines(settings, directory, [config] * 2, Supervision(first_delay_s=0.02), command)
+    supervision, strikes = Supervision(first_delay_s=0.02), CrashStrikes(time.monotonic)
+    return LocalEngines(settings, directory, [config] * 2, supervision, command, strikes)
 
 
 def test_a_killed_engine_is_restarted_beside_the_other(tmp_path_factory: pytest.TempPathFactory) -> None:

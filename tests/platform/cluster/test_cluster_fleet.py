@@ -288,3 +288,25 @@ async def test_an_engine_that_is_restarted_is_joined_again(tmp_path: Path) -> No
         await ready(cluster, 1)
         _, end = await collect(cluster.engine.submit(add("a", max_tokens=3)))
         assert end.completion_tokens == 3
+
+
+async def test_a_request_that_killed_engines_of_two_replicas_runs_on_no_other(tmp_path: Path) -> None:
+    async with open_cluster(tmp_path) as cluster:
+        replicas = {name: cluster.calls.open(name) for name in ("first", "second", "third")}
+        await ready(cluster, 3)
+
+        async def kill(name: str) -> None:
+            replica = replicas[name]
+            cluster.router.wanted = [name]
+            replica.scripted.script = lambda one: Script(token_ids=(1,), stall_after=0)
+            running = asyncio.create_task(collect(cluster.engine.submit(add(name))))
+            await until(lambda: replica.scripted.num_running == 1)
+            replica.served.die(ran=frozenset({name}))
+            assert (await running)[1].code == "engine_unavailable"
+
+        for number, name in enumerate(("first", "second")):
+            await kill(name)
+            await ready(cluster, 2 - number)
+        _, end = await collect(cluster.engine.submit(add("again")))
+        assert end.code == "request_excluded"
+        assert not replicas["third"].scripted.adds

@@ -267,6 +267,25 @@ NUM_OWN = 4
 LONG_PROMPT = "Say yes if the harbour is open"
 
 
+async def test_eval_leaves_a_server_whose_engine_is_gone(lab: EvalLab) -> None:
+    engine = lab.gateway.engine
+    lab.patience = replace(PATIENCE, refusal_s=60, retry_s=0.02, engine_s=0.1)
+    lab.answer_with({1: "yes"})
+    answer = engine.script
+
+    def die(add: Add) -> Script:
+        asyncio.get_running_loop().call_soon(engine.die)
+        return Script(token_ids=(5,) * 9, stall_after=0)
+
+    engine.script = die
+    found = lab.create([{"prompt": "p", "equal": "yes"}])
+    async with lab.running():
+        await lab.until(found, lambda now: bool(engine.adds) and now.state == "queued")
+        engine.script = answer
+        engine.revive()
+        assert ended(await lab.finished(found)) == ("done", PPM, 1, None)
+
+
 async def test_divergence_of_a_shared_cache_is_measured(lab: EvalLab) -> None:
     """The adapter applies from the same position in the answer's scores as in the answer."""
     tokenizer = lab.gateway.services.prompts.tokenizer

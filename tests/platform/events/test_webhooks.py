@@ -299,6 +299,22 @@ def test_postponed_webhook_is_not_claimed(deliveries: Deliveries, monkeypatch: p
     assert second.claim_due(1) == []
 
 
+@pytest.mark.parametrize("is_postponed", [False, True], ids=["released", "postponed"])
+def test_webhook_is_due_after_the_clock_was_set_back(deliveries: Deliveries, is_postponed: bool) -> None:
+    deliveries.webhooks.create(deliveries.tenant.id, "https://hooks.example.com", None)
+    deliveries.happen(1)
+    EventLog(deliveries.database).advance()
+    queue = WebhookQueue(deliveries.database, LEASE_US)
+    (webhook,) = queue.claim_due(1)
+    if is_postponed:
+        queue.postpone(webhook, 1, PAUSES_S[-1], "the target answered with 500")
+        assert queue.claim_due(1) == []
+    else:
+        queue.release(webhook.id)
+    deliveries.clock.advance(-86_400)
+    assert [one.id for one in queue.claim_due(1)] == [webhook.id]
+
+
 def test_numbers_of_a_webhook_do_not_go_back(deliveries: Deliveries) -> None:
     webhook, _ = deliveries.webhooks.create(deliveries.tenant.id, "https://hooks.example.com", None)
     for number in range(3):

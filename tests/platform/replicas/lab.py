@@ -19,6 +19,7 @@ import msgspec
 from loramux.engine.protocol.messages import PROTOCOL, Add, Finished, SamplingParams, SequenceOutput
 from loramux.migrations.database import Database
 from loramux.platform.base_draw import BaseDraw
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.replicas.certificates import OwnCertificates
 from loramux.platform.replicas.peer_listener import PeerListener
 from loramux.platform.replicas.presence import Presence
@@ -130,6 +131,7 @@ async def open_replica(
         metrics.replicas.count_forwarded,
         metrics.replicas.base_fallbacks.inc,
         base_id=base_id,
+        drawn_bases=lambda: draw.bases,
     )
     presence = Presence(
         own=own_row(name, scripted, address=f"{host}:{port}", version=version),
@@ -141,6 +143,7 @@ async def open_replica(
         listener=listener,
         metrics=metrics.replicas,
         call=partial(call_on, threads),
+        strikes=CrashStrikes(clock),
         clock=clock,
     )
     listener.start()

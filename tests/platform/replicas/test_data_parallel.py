@@ -80,6 +80,7 @@ async def test_unstarted_sequences_of_a_dead_engine_run_on_the_other(
     assert (await collect(waiting))[1].reason == "length"
     assert [one.sequence_id for one in second.adds] == ["waiting"]
     assert engines.engine.is_ready
+    assert engines.engine.is_own_ready
     assert engines.engine.trouble is None
     assert engines.capacity() == 16
     # Until the next beat, the router may still choose the dead engine. The sequence runs on the other.
@@ -99,6 +100,7 @@ async def test_without_a_ready_engine_requests_are_refused_with_the_reason_of_ea
     second.die()
     await engines.beat()
     assert not engines.engine.is_ready
+    assert not engines.engine.is_own_ready
     assert engines.engine.info is None
     reason = "killed by SIGKILL: last words"
     assert engines.engine.trouble == f"no engine is ready: engine-0: {reason}; engine-1: {reason}"

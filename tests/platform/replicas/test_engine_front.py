@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from msgspec import structs
 
 from loramux.engine.protocol.messages import (
     Credit,
@@ -18,11 +19,13 @@ from loramux.engine.protocol.messages import (
     Heartbeat,
     Load,
     Rejected,
+    SamplingParams,
     SequenceOutput,
     StatsRequest,
     StepOutput,
     ToEngine,
 )
+from loramux.engine.server import gateway_link
 from loramux.platform.engine_link.engine_connection import EngineConnection
 from loramux.platform.engine_link.engine_socket import EngineSocketDirectory
 from loramux.platform.replicas.data_parallel import DataParallelEngines
@@ -144,6 +147,31 @@ async def test_without_credit_tokens_are_held_and_merged(tmp_path: Path) -> None
             assert isinstance(rest, StepOutput)
             assert [len(output.token_ids) for output in rest.outputs] == [49]
             assert isinstance(await received(), Finished)
+
+
+async def test_an_output_of_many_steps_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other servers refuse long messages."""
+    max_bytes = 1000
+    monkeypatch.setattr(gateway_link, "MAX_OUTPUT_BYTES", max_bytes)
+    sent: list[int] = []
+    send = EngineFront.send
+
+    def noted(self: EngineFront, owner: bytes, message: FromEngine) -> None:
+        sent.append(len(msgspec.msgpack.encode(message)))
+        send(self, owner, message)
+
+    async with fronted(tmp_path, ScriptedEngine(), ScriptedEngine()) as (_, connection):
+        monkeypatch.setattr(EngineFront, "send", noted)
+        scored = structs.replace(
+            add("scored"), prompt=tuple(range(200)), sampling=SamplingParams(num_prompt_logprobs=0)
+        )
+        num_scores = 0
+        async with asyncio.timeout(PATIENCE_S):
+            async for item in connection.submit(scored):
+                if isinstance(item, SequenceOutput):
+                    num_scores += len(item.prompt_logprobs)
+    assert num_scores == 199
+    assert max(sent) <= max_bytes
 
 
 async def test_messages_that_arrive_while_output_is_sent_are_received(tmp_path: Path) -> None:

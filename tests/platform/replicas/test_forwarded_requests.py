@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from loramux.adapter_store.registry.bases import Bases
-from loramux.engine.protocol.messages import StatsRequest
+from loramux.engine.protocol.messages import Finished, FromEngine, StatsRequest
 from loramux.migrations.database import Database
+from loramux.platform.engine_link import followed_engine
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.ready_adapters import add_ready_adapter, digest_of
 from tests.platform.replicas.lab import PROMPTS, beat, until
@@ -184,3 +186,50 @@ async def test_base_that_cannot_serve_a_request_leaves_it_to_the_other(
         assert (len(first), len(second)) == (2, 1)
         assert pair.first.metric("loramux_base_fallbacks_total") == 2
         assert [bill[:2] for bill in pair.bills()][-2:] == [("completed", "base"), ("failed", "acme/new@1")]
+
+
+async def test_request_that_kills_the_engines_of_other_servers_is_refused(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+        first, second = pair.first, pair.second
+        peer = first.presence._peers[second.id]
+        second.scripted.script = lambda add: Script(token_ids=add.prompt[:1] * 8, stall_after=3)
+        for _ in range(2):
+            # Two choices of a request that die together are one death.
+            asking = asyncio.create_task(pair.complete(n=2))
+            await until(lambda: second.scripted.num_running == 2)
+            second.served.die(ran=frozenset(add.sequence_id for add in second.scripted.adds[-2:]))
+            assert (await asking)["status"] == 503
+            await until(lambda: not peer.is_ready)
+            second.served.revive()
+            await until(lambda: peer.is_ready)
+            await beat(second, first)
+        answer = await pair.complete(n=2)
+        assert (answer["status"], answer["error"]["code"]) == (400, "request_excluded")
+        assert len(second.scripted.adds) == 4
+
+
+async def test_deaths_count_if_the_other_server_has_more_engines(
+    accounts: Database,
+    tokenizer: ModelTokenizer,
+    threads: ThreadPoolExecutor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The connection stays when one of several engines dies."""
+    monkeypatch.setattr(followed_engine, "GATHER_S", 0.01)
+
+    def died(message: FromEngine) -> tuple[FromEngine, ...]:
+        if isinstance(message, Finished):
+            return (structs.replace(message, reason="error", code="engine_unavailable"),)
+        return (message,)
+
+    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+        strikes = pair.first.presence._strikes
+        pair.second.served.rewrite = died
+        assert (await pair.complete())["status"] == 503
+        await until(lambda: len(strikes) == 1)
+        assert not strikes.is_refused(pair.second.scripted.adds[0])
+        assert (await pair.complete())["status"] == 503
+        await until(lambda: strikes.is_refused(pair.second.scripted.adds[0]))

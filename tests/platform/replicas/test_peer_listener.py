@@ -15,10 +15,24 @@ import pytest
 import zmq.asyncio
 
 from loramux.admin.server.listeners import bind
-from loramux.engine.protocol.messages import Add, Credit, EngineReady, Load, Pin, SequenceOutput, StatsRequest, Unload
+from loramux.engine.protocol.messages import (
+    Add,
+    Credit,
+    EngineReady,
+    Finished,
+    FromEngine,
+    Load,
+    Pin,
+    SequenceOutput,
+    StatsRequest,
+    StepOutput,
+    Unload,
+)
+from loramux.platform.cluster import tunnel
+from loramux.platform.cluster.tunnel import TunnelTransport
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.followed_engine import Joining
-from loramux.platform.replicas import frame_link
+from loramux.platform.replicas import frame_link, framed_connection
 from loramux.platform.replicas.certificates import (
     LIFETIME_S,
     SETTLE_S,
@@ -29,6 +43,7 @@ from loramux.platform.replicas.certificates import (
     tls_context,
 )
 from loramux.platform.replicas.frame_link import FrameLink
+from loramux.platform.replicas.framed_connection import FramedConnection
 from loramux.platform.replicas.peer_connection import PeerConnection
 from loramux.platform.replicas.peer_engine import PeerEngine
 from loramux.platform.replicas.peer_listener import PeerListener
@@ -233,6 +248,100 @@ async def test_flood_before_the_certificate_is_checked_ends_the_connection(tmp_p
         assert not link.lost.done()
         link.data_received(framed(Credit(count=1)))
         assert "too much" in link.lost.result()
+
+
+async def test_big_answers_wait_for_a_peer_that_reads_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame_link, "MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr(tunnel, "PAUSE_BYTES", 1 << 16)
+
+    def enlarged(message: FromEngine) -> tuple[FromEngine, ...]:
+        if not isinstance(message, StepOutput):
+            return (message,)
+        return (
+            StepOutput(outputs=tuple(msgspec.structs.replace(one, pooled=bytes(1 << 18)) for one in message.outputs)),
+        )
+
+    async with listening(tmp_path) as side:
+        side.served.rewrite = enlarged
+        relay = PeerRelay(zmq.asyncio.Context.instance(), side.served)
+        transport = TunnelTransport(relay.link)
+        running = asyncio.create_task(relay.run())
+        transport.receive(framed(Credit(count=64)) + framed(add("one", 20)))
+        engine = side.served.engine
+        await until(lambda: len(engine.adds) == 1 and engine.num_running == 0)
+        messages: list[FromEngine] = []
+        decoder = msgspec.msgpack.Decoder(FromEngine)
+        reader = FrameLink(lambda frame: messages.append(decoder.decode(frame)))
+        async with asyncio.timeout(30):
+            while not isinstance(messages[-1] if messages else None, Finished):
+                data = await transport.take()
+                assert data, relay.link.lost
+                reader.data_received(data)
+        assert sum(isinstance(message, StepOutput) for message in messages) == 20
+        relay.end("the test is over")
+        transport.lose()
+        await running
+
+
+async def test_deaths_before_a_client_closes_count_at_once(tmp_path: Path) -> None:
+    async with listening(tmp_path) as side:
+        engine = side.engine()
+        one = add("one")
+        code = "engine_unavailable"
+        end = Finished(sequence_id="one", reason="error", prompt_tokens=3, completion_tokens=0, code=code)
+        engine._note_end(one, end)
+        await engine.close()
+        assert (len(engine._strikes), engine._striking) == (1, None)
+
+
+async def test_sequences_that_arrive_after_the_engines_loss_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that reads slowly delays the end of the connection, and the next engine may be running by then."""
+    monkeypatch.setattr(tunnel, "PAUSE_BYTES", 1 << 10)
+    async with listening(tmp_path) as side:
+        engine = side.served.engine
+        engine.script = lambda add: Script(token_ids=(7,) * 4000, tokens_per_output=2000, stall_after=2000)
+        relay = PeerRelay(zmq.asyncio.Context.instance(), side.served)
+        transport = TunnelTransport(relay.link)
+        running = asyncio.create_task(relay.run())
+        transport.receive(framed(Credit(count=64)) + framed(add("one", 4000)))
+        await until(lambda: transport.get_write_buffer_size() > 1 << 10)
+        side.served.die(ran=frozenset({"one"}))
+        await until(lambda: relay._refuses_new)
+        side.served.revive()
+        transport.receive(framed(add("late")))
+        ends: dict[str, str | None] = {}
+        decoder = msgspec.msgpack.Decoder(FromEngine)
+
+        def note(frame: bytes) -> None:
+            message = decoder.decode(frame)
+            if isinstance(message, Finished):
+                ends[message.sequence_id] = message.code
+
+        reader = FrameLink(note)
+        async with asyncio.timeout(30):
+            while data := await transport.take():
+                reader.data_received(data)
+            await running
+        assert ends == {"late": "replica_draining", "one": "engine_unavailable"}
+        assert [one.sequence_id for one in engine.adds] == ["one"]
+
+
+async def test_requests_that_a_connection_has_no_room_for_are_refused_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(framed_connection, "MAX_WAITING_BYTES", 1 << 18)
+    connection = FramedConnection(lambda *_: None)
+    transport = TunnelTransport(connection._link)
+    streams = [connection.submit(add(f"{number}", grammar="x" * (1 << 17))) for number in range(4)]
+    assert list(connection.open_adds) == ["0", "1"]
+    assert (await collect(streams[-1]))[1].code == "overloaded"
+    while transport.get_write_buffer_size():
+        await transport.take()
+    connection.submit(add("again"))
+    assert list(connection.open_adds) == ["0", "1", "again"]
+    connection.close(frozenset())
 
 
 async def test_silent_peer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

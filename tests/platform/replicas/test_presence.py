@@ -10,7 +10,7 @@ import pytest
 
 from loramux.engine.protocol.messages import Finished, SequenceOutput
 from loramux.migrations.database import Database
-from loramux.platform.replicas import presence, replica_book
+from loramux.platform.replicas import presence, replica_book, replica_table
 from loramux.platform.replicas.replica_table import ReplicaTable, Summary
 from tests.platform.ready_adapters import digest_of
 from tests.platform.replicas.lab import Replica, add, beat, collect, open_replica, own_row, two_replicas, until
@@ -188,3 +188,44 @@ async def test_other_servers_see_the_sequence_slots_of_the_engines_that_are_runn
     [told] = [one for one in first.presence.reports() if one.id == "rep_b"]
     assert told.figures is not None
     assert told.figures.capacity == 8, "without an answer, the last number stays"
+
+
+async def test_a_server_whose_engine_answers_late_still_shows_its_adapters(
+    replicas: tuple[Replica, Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = replicas
+    digest = digest_of("acme/one")
+    second.scripted.resident[digest] = 1
+    await beat(second, first)
+
+    async def late(message: object, timeout_s: float) -> None:
+        raise TimeoutError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(second.scripted, "call", late)
+        await beat(second, first)
+    assert first.engine.holds_elsewhere(digest)
+    second.scripted.die()
+    await beat(second)
+    own = second.presence.reports()[0]
+    assert own.figures is not None
+    assert own.figures.num_adapters == 0
+
+
+async def test_rows_of_crashes_do_not_hide_healthy_servers(
+    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that crashes and starts again has a new name each time."""
+    monkeypatch.setattr(replica_table, "MAX_REPLICAS", 4)
+    async with (
+        two_replicas(accounts, threads, tmp_path) as (first, second),
+        open_replica("rep_z", accounts, threads, tmp_path) as crashing,
+    ):
+        address = crashing.presence.reports()[0].address
+        for number in range(4):
+            row = own_row(f"rep_y{number}", first.scripted, address=address)
+            ReplicaTable(accounts).publish(row, Summary(version=1, prefixes=b""), has_changed=True)
+        await beat(crashing, second, first)
+        await until(lambda: crashing.presence._peers["rep_a"].is_ready and crashing.presence._peers["rep_b"].is_ready)
+        await beat(crashing)
+        assert sorted(view.id for view in crashing.router.views) == ["rep_a", "rep_b", "rep_z"]

@@ -51,6 +51,16 @@ def test_removed_row_comes_back_whole(clocked: Database) -> None:
     assert table.read({}).summaries == {"rep_a": HELD}
 
 
+def test_a_server_removes_the_rows_of_earlier_servers_at_its_address(clocked: Database) -> None:
+    table, scripted = ReplicaTable(clocked), ScriptedEngine()
+    for name, address in (("rep_a", "host:1"), ("rep_b", "host:2"), ("rep_c", "host:1"), ("rep_d", "host:1")):
+        table.publish(own_row(name, scripted, address=address), HELD, has_changed=True)
+    table.remove_predecessors(own_row("rep_d", scripted, address="host:1"))
+    found = table.read({})
+    assert sorted(str(values["id"]) for values in found.rows) == ["rep_b", "rep_d"]
+    assert sorted(found.summaries) == ["rep_b", "rep_d"]
+
+
 def test_database_refuses_an_oversized_summary(clocked: Database) -> None:
     table = ReplicaTable(clocked)
     table.publish(own_row("rep_a", ScriptedEngine()), HELD, has_changed=True)

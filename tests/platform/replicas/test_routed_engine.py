@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -289,8 +290,15 @@ class TwoBases:
         self.local, self.large, self.small = LosableEngine(), LosableEngine(), LosableEngine(max_model_len=16)
         self.num_fallbacks = 0
         self.routers: list[ChosenRouter] = []
+        self.drawn_bases: tuple[str, ...] = ()
         self.engine = RoutedEngine(
-            self.local, "local", self.new_router, lambda outcome: None, self.note_fallback, base_id="old"
+            self.local,
+            "local",
+            self.new_router,
+            lambda outcome: None,
+            self.note_fallback,
+            base_id="old",
+            drawn_bases=lambda: self.drawn_bases,
         )
         self.report(view("local", base_id="old"), view("large", base_id="new"), view("small", base_id="new"))
 
@@ -348,6 +356,19 @@ def test_no_sequence_runs_on_a_base_that_its_adapter_is_not_valid_for(two: TwoBa
     with pytest.raises(EngineUnavailable):
         two.submit("new")
     assert two.num_adds == (0, 0, 0)
+
+
+def test_only_servers_that_accept_requests_of_this_base_keep_a_server_ready(two: TwoBases) -> None:
+    old = view("small", base_id="old")
+    two.report(view("local", base_id="old"), view("large", base_id="new"), old)
+    two.local.die()
+    assert two.engine.is_ready
+    two.report(view("large", base_id="new"), replace(old, is_draining=True))
+    assert not two.engine.is_ready
+    two.drawn_bases = ("old", "new")
+    assert two.engine.is_ready, "requests are divided between the bases"
+    two.report()
+    assert not two.engine.is_ready, "a refused server is not reported"
 
 
 async def test_unstarted_sequence_of_a_lost_server_stays_with_its_base(two: TwoBases) -> None:
