@@ -262,6 +262,11 @@ class Sequence:
         return not (self.grammar.is_awaited if self.num_in_flight else self.grammar.is_ready)
 
     @property
+    def is_stalled(self) -> bool:
+        """True if the sequence waits for a mask, and its tenant has used too much processor time to get it soon."""
+        return self.grammar is not None and self.waits_for_mask and self.grammar.is_throttled
+
+    @property
     def held_back(self) -> frozenset[int]:
         """The tokens that would end the sequence before its `min_tokens`."""
         return self.held_back_after(0)

@@ -6,6 +6,7 @@ import pytest
 
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool
 from loramux.engine.pages.eviction import LeastRecentlyUsed
+from loramux.engine.pages.host_pages import AnyPage
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
@@ -96,8 +97,57 @@ def test_running_prompts_leave_a_quarter_for_new_short_prompts() -> None:
     assert bench.step() == {"long": 16}
     bench.add("short", num_prompt=3)
     assert bench.step() == {"long": 13, "short": 3}
-    bench.add("larger", num_prompt=5)
+    bench.add("larger", num_prompt=20)
     assert bench.step() == {"long": 15, "short": 1}, "unused rows go back to the long prompt"
+
+
+def test_prompt_much_shorter_than_the_rest_of_another_begins_in_chunks() -> None:
+    bench = Bench(num_pages=300, max_batch_tokens=64)
+    bench.add("long", num_prompt=1000, share_key="other")
+    bench.step()
+    bench.add("short", num_prompt=40)
+    bench.add("next", num_prompt=40)
+    assert bench.step() == {"long": 48, "short": 16}
+    assert bench.step() == {"long": 48, "short": 16}, "only one begins in chunks at a time"
+    bench.add("tiny", num_prompt=4, max_tokens=1)
+    assert bench.step() == {"long": 52, "tiny": 4, "short": 8}, "a prompt that fits does not wait for it"
+    assert bench.step() == {"short": 1, "long": 48, "next": 15}
+
+
+def test_prompt_that_is_not_much_shorter_waits_for_the_rest_of_another() -> None:
+    bench = Bench(num_pages=300, max_batch_tokens=64)
+    bench.add("long", num_prompt=256)
+    bench.step()
+    bench.add("other", num_prompt=40)
+    assert [bench.step() for _ in range(4)] == [{"long": 64}] * 3 + [{"long": 1, "other": 40}]
+
+
+def test_waiting_prompts_beside_a_long_one_look_up_one_page_each(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = simulate(num_pages=400, max_sequences=64, max_model_len=2048)
+    cached = tuple(range(320))
+    simulation.engine.add(b"", simulation.make_add("before", cached, 2, isolation_key=b"k"))
+    simulation.run()
+    simulation.add("long", num_prompt=1500)
+    for number in range(50):
+        # More tokens are left than fit beside the long prompt.
+        prompt = (*cached, *range(number, number + 380))
+        simulation.engine.add(b"", simulation.make_add(f"waiting {number}", prompt, 2, isolation_key=b"k"))
+    simulation.step()
+    simulation.step()
+    find, keys = simulation.prefixes.find_anywhere, []
+
+    def counted(key: bytes) -> AnyPage | None:
+        keys.append(key)
+        return find(key)
+
+    monkeypatch.setattr(simulation.prefixes, "find_anywhere", counted)
+    simulation.step()
+    assert len(keys) == 50
+    monkeypatch.undo()
+    simulation.run()
+    assert simulation.finished["waiting 0"].cached_tokens == 320
 
 
 def test_number_of_running_sequences_is_limited() -> None:
