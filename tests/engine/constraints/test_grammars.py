@@ -311,7 +311,7 @@ def test_new_sequences_get_pages_of_sequences_that_wait_for_held_masks(
 ) -> None:
     simulation = simulate(eos=(EOS,), grammar_clock=time.monotonic, num_pages=48)
     hold_a_tenant(simulation, monkeypatch, num_sequences=3, prompt="Tell me more. " * 6)
-    simulation.engine.add(b"", add("new", prompt="x" * 400, max_tokens=9, sampling=GREEDY, share_key="other"))
+    simulation.engine.add(b"", add("new", prompt="x" * 490, max_tokens=9, sampling=GREEDY, share_key="other"))
     until(simulation, lambda: "new" in simulation.finished)
 
 
