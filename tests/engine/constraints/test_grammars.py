@@ -28,6 +28,7 @@ AMBIGUOUS = 'start: e "!"\ne: e e e | e e | /[xy]/'
 """A grammar whose masks take time that grows with the cube of the answer's length."""
 
 FIFTY = LLMatcher.grammar_from_regex("[xy]{50}")
+TWENTY = LLMatcher.grammar_from_regex("[xy]{20}")
 
 
 @pytest.fixture
@@ -268,12 +269,12 @@ def test_a_tenant_that_has_used_much_time_waits_while_others_run(
 def hold_a_tenant(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch, num_sequences: int = 1, **fields: object
 ) -> None:
-    """Have sequences of the tenant `costly` wait for masks without end, while the tenant `other` gets 800 tokens."""
-    monkeypatch.setattr(grammars_module, "FREE_TOKEN_S", -1.0)
+    """Have sequences of the tenant `costly` wait for masks without end, while the tenant `other` gets 400 tokens."""
+    monkeypatch.setattr(grammars_module, "FREE_TOKEN_S", -100.0)
     monkeypatch.setattr(grammars_module, "SHARED_S", 3600.0)
     names = [f"costly {number}" for number in range(num_sequences)]
     for name in names:
-        simulation.engine.add(b"", add(name, FIFTY, max_tokens=60, share_key="costly", **fields))
+        simulation.engine.add(b"", add(name, TWENTY, max_tokens=60, share_key="costly", **fields))
     until(simulation, lambda: all(simulation.tokens[name] for name in names))
     simulation.engine.add(b"", add("before", max_tokens=400, sampling=GREEDY, share_key="other"))
     until(simulation, lambda: "before" in simulation.finished)
@@ -288,7 +289,7 @@ def test_held_requests_take_no_place_from_others(
     hold_a_tenant(simulation, monkeypatch, service_tier=held)
     for number in range(4):
         fields = {"share_key": "costly", "service_tier": held}
-        simulation.engine.add(b"", add(f"held {number}", FIFTY, max_tokens=60, **fields))
+        simulation.engine.add(b"", add(f"held {number}", TWENTY, max_tokens=60, **fields))
     simulation.engine.add(b"", add("free", max_tokens=9, sampling=GREEDY, share_key="other", service_tier=tier))
     until(simulation, lambda: "free" in simulation.finished)
     assert not any(simulation.tokens[f"held {number}"] for number in range(4))
@@ -318,16 +319,16 @@ def test_new_sequences_get_pages_of_sequences_that_wait_for_held_masks(
 def test_sequences_that_wait_for_masks_count_for_their_tenant(
     simulate: Simulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars_module, "FREE_TOKEN_S", -1.0)
+    monkeypatch.setattr(grammars_module, "FREE_TOKEN_S", -100.0)
     simulation = simulate(eos=(EOS,), grammar_clock=time.monotonic, max_sequences=2)
-    for number in range(12):
-        grammar = LLMatcher.grammar_from_regex(f"[xy]{{{20 + number}}}")
+    for number in range(6):
+        grammar = LLMatcher.grammar_from_regex(f"[xy]{{{5 + number}}}")
         simulation.engine.add(b"", add(f"costly {number}", grammar, max_tokens=60, share_key="costly"))
     # Compilations are free, so all have their first masks before the tenant has a debt.
     while not all(grammar.is_ready for grammar in simulation.engine._constrained):
         simulation.grammars.receive()
     monkeypatch.setattr(grammars_module, "SHARED_S", 3600.0)
-    simulation.engine.add(b"", add("beside", max_tokens=100, sampling=GREEDY, share_key="other"))
+    simulation.engine.add(b"", add("beside", max_tokens=50, sampling=GREEDY, share_key="other"))
     num_running = [0]
 
     def has_ended() -> bool:
@@ -336,10 +337,10 @@ def test_sequences_that_wait_for_masks_count_for_their_tenant(
 
     until(simulation, has_ended)
     assert max(num_running) == 2, "the others would only take pages"
-    simulation.engine.abort(b"", Abort(sequence_id="costly 7"))
+    simulation.engine.abort(b"", Abort(sequence_id="costly 4"))
     simulation.grammars._shared_until_s = 0.0
-    until(simulation, lambda: len(simulation.finished) == 13)
-    assert [end.reason for end in simulation.finished.values()].count("stop") == 11
+    until(simulation, lambda: len(simulation.finished) == 7)
+    assert [end.reason for end in simulation.finished.values()].count("stop") == 5
     simulation.engine.check_integrity()
 
 
