@@ -365,8 +365,8 @@ class Engine:
     ) -> tuple[Forward, list[Sequence | None], list[Sequence], list[tuple[Sequence, bool]]]:
         if self._note_running is not None:
             # Record all running sequences, not only those in this step, because a fault in an earlier step may surface
-            # in this step.
-            self._note_running([sequence.sequence_id for sequence in self._scheduler.running])
+            # in this step. The oldest come last, because there may be no room for sequences that have waited for long.
+            self._note_running([sequence.sequence_id for sequence in reversed(self._scheduler.running)])
         batch = build_batch(scheduled, self._limits.page_tokens)
         if self._speculation.has_head:
             batch = structs.replace(batch, head=head_rows(scheduled, self._speculation.wants_head))
