@@ -262,6 +262,7 @@ class Scheduler:
             self.queue.leave(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.queue.remove(sequence)
+        if self._kept_back:
             self._kept_back.get(sequence.add.share_key, {}).pop(sequence, None)
         sequence.state = SequenceState.FINISHED
 

@@ -337,6 +337,8 @@ def test_sequences_that_wait_for_masks_count_for_their_tenant(
 
     until(simulation, has_ended)
     assert max(num_running) == 2, "the others would only take pages"
+    simulation.engine.extend(b"", Extend(sequence_id="costly 3", max_tokens=70))
+    simulation.step()
     simulation.engine.abort(b"", Abort(sequence_id="costly 4"))
     simulation.grammars._shared_until_s = 0.0
     until(simulation, lambda: len(simulation.finished) == 7)
