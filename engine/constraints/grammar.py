@@ -67,6 +67,8 @@ class Grammar:
         """Time to compile the grammar, in seconds. None if it was compiled already, or not yet."""
         self.tokens: list[int] = []
         """The committed tokens."""
+        self.num_repeated = 0
+        """Number of tokens that a new process follows again before it computes the next mask."""
         self.is_complete = False
         """True if only the end of the sequence can follow."""
         self.failure: str | None = None

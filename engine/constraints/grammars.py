@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import select
 import time
@@ -61,7 +62,8 @@ class Grammars:
     on this grammar, the grammar fails.
 
     If more than MAX_FORKS tenants have grammars, they take turns. A fork ends for another tenant only while it has no
-    work. Its grammars are followed by a new fork when they need their next masks.
+    work, and at most one does in a quarter of TURN_S. Its grammars are followed by a new fork when they need their next
+    masks. The tenant does not pay for this, up to the processor time of ordinary grammars.
 
     Only `wait` and `close` block. The descriptor `fileno` becomes readable when `receive` has something to do.
     """
@@ -90,6 +92,7 @@ class Grammars:
         self._numbers: dict[Grammar, int] = {}
         # Grammars of tenants that wait for a fork.
         self._queue: OrderedDict[Grammar, None] = OrderedDict()
+        self._turn_ended_s = -math.inf
         # Grammars of tenants whose budget for processor time is exhausted, by isolation key.
         self._held: dict[bytes, OrderedDict[Grammar, None]] = {}
         # In the order in which they became ready.
@@ -135,6 +138,7 @@ class Grammars:
             message = Follow(number, (grammar.tokens[-1],), looks_ahead=grammar.looks_ahead)
         else:
             fork.grammars[number] = grammar
+            grammar.num_repeated = len(grammar.tokens)
             message = Follow(number, tuple(grammar.tokens), grammar.text, grammar.looks_ahead)
         self._forks.move_to_end(fork.isolation_key)
         try:
@@ -287,9 +291,10 @@ class Grammars:
         if grammar is None:
             # The fork reports that it has begun, or the sequence has ended meanwhile.
             return
-        self._spent[grammar.share_key] += answer.cpu_s
         free_s = FREE_TOKEN_S if answer.compile_s is None else FREE_COMPILE_S
-        free_s += FREE_TOKEN_S * len(answer.forced)
+        free_s += FREE_TOKEN_S * (len(answer.forced) + grammar.num_repeated)
+        self._spent[grammar.share_key] += max(0.0, answer.cpu_s - free_s) if grammar.num_repeated else answer.cpu_s
+        grammar.num_repeated = 0
         self._work.charge(grammar.share_key, answer.cpu_s - free_s)
         self._num_masks += len(answer.forced)
         if grammar.tokens:
@@ -380,16 +385,15 @@ class Grammars:
 
     def _serve_queue(self) -> None:
         """Start a fork for the first tenant in the queue, if there is room or the turn of another tenant is over."""
-        if len(self._forks) >= MAX_FORKS:
-            begun_s = self._clock() - TURN_S
-            replaceable = (
-                one
-                for one in self._forks.values()
-                if not one.grammars or (one.begun_s <= begun_s and not one.unanswered)
-            )
-            fork = next(replaceable, None)
+        if len(self._forks) >= MAX_FORKS and not any(not one.grammars for one in self._forks.values()):
+            now_s = self._clock()
+            if now_s - self._turn_ended_s < TURN_S / 4:
+                return
+            ready = (one for one in self._forks.values() if one.begun_s + TURN_S <= now_s and not one.unanswered)
+            fork = min(ready, key=lambda one: one.begun_s, default=None)
             if fork is None:
                 return
+            self._turn_ended_s = now_s
             self._remove(fork)
         isolation_key = next(iter(self._queue)).isolation_key
         for grammar in [one for one in self._queue if one.isolation_key == isolation_key]:

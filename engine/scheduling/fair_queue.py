@@ -73,8 +73,9 @@ class FairQueue:
     background sequence.
 
     Sequences that could not begin although their adapter is resident are parked. They get no turn, and so take no place
-    in the order from others: sequences that wait for a higher limit, for their grammar or its next mask, or that the
-    scheduler keeps back.
+    in the order from others: sequences that wait for a higher limit, or for their grammar or its next mask. A share that
+    has only parked sequences does not wait: the bound does not hold for it. Its counter is raised
+    when one gets turns again, unless that one was preempted.
     """
 
     def __init__(self) -> None:
@@ -136,12 +137,6 @@ class FairQueue:
         sequence.num_reserved = num_tokens
         self._count_tokens(share, sequence, 1)
         self._insert(share, sequence)
-
-    def park(self, sequence: Sequence) -> None:
-        """Give a waiting sequence no turn until `unpark`."""
-        share = self._active[sequence.share_key]
-        self._discard(share, sequence)
-        insort(share.parked, sequence, key=place)
 
     def unpark(self, sequence: Sequence) -> None:
         """Give a waiting sequence turns again, unless it still waits for a limit or a mask."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
 from operator import attrgetter
 
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
@@ -77,9 +76,8 @@ class Scheduler:
     if there is one. It comes from the share with the highest counter. Ties go to the share with the youngest sequence.
     Within the share, it is the youngest of the sequences with the lowest priority.
 
-    A sequence that waits for its next mask takes no slot, but it has pages. A tenant therefore has at most
-    `max_sequences` running sequences with grammars, whether they wait or not. Others are parked. If one is stalled
-    (`Sequence.is_stalled`), a waiting sequence of another tenant gets its pages.
+    A sequence that waits for its next mask takes no slot, but it has pages. If it is stalled (`Sequence.is_stalled`), a
+    waiting sequence of another tenant can get them. Its tenant then pays for the tokens that are computed again.
 
     Background sequences use what the others leave free. They take no part in a step that computes another sequence's
     prompt, and have few rows while others run, but those they get at least once in MAX_YIELDS + 1 steps. They are
@@ -103,8 +101,6 @@ class Scheduler:
         # was not admitted for lack of pages.
         self._is_short = False
         self._short_of_pages: Sequence | None = None
-        # Parked sequences of tenants that have too many running sequences with grammars, by share key, by turn.
-        self._kept_back: dict[str, dict[Sequence, None]] = {}
         # Sequences that need more pages, including the pages of their adapters, than the pool can provide.
         self._unfit: list[Sequence] = []
         self._misstated: list[Sequence] = []
@@ -135,8 +131,6 @@ class Scheduler:
 
     def order_waiting(self) -> PoolDemand:
         """Order the waiting sequences for the next `schedule`, and return what they need from the adapter pool."""
-        if self._kept_back:
-            self._return_kept_back()
         num_free_slots = self._num_free_slots()
         num_behind, num_flex = self.running_by_rank[BACKGROUND_RANK], self._num_yielding_to_first()
         # While no sequence can start, the order only decides which adapters are loaded next.
@@ -262,8 +256,6 @@ class Scheduler:
             self.queue.leave(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.queue.remove(sequence)
-        if self._kept_back:
-            self._kept_back.get(sequence.add.share_key, {}).pop(sequence, None)
         sequence.state = SequenceState.FINISHED
 
     def max_tokens(self, num_adapter_pages: int = 0, digest: str | None = None) -> int:
@@ -311,8 +303,8 @@ class Scheduler:
                 scheduled[sequence] = ScheduledSequence(sequence, num_tokens)
                 budget -= num_tokens
                 if num_tokens < sequence.num_computable:
-                    # New sequences go before the next prompts: see `_fill_up`.
-                    break
+                    # The next prompts leave half of this to new sequences: see `_fill_up`.
+                    kept //= 2
         # After a preemption, admit no sequence in this step. Otherwise, the victim would immediately take its pages
         # back.
         if self.num_preemptions == num_preemptions and not self.is_short_of_pages:
@@ -409,7 +401,7 @@ class Scheduler:
         """Give rows that new sequences did not use to the running prompts. The first comes last, because it has most of
         the step already. Returns what is left of `budget`.
         """
-        for sequence in reversed(lane.prompts):
+        for sequence in lane.prompts[1:] + lane.prompts[:1]:
             item = scheduled.get(sequence)
             if not sequence.is_running or (item is None and len(scheduled) >= self._limits.max_sequences):
                 continue
@@ -526,9 +518,8 @@ class Scheduler:
             # until that step is committed.
             if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.has_reached_limit:
                 continue
-            if sequence.grammar is not None and num_free_slots and not self._num_more(sequence.add.share_key):
-                self.queue.park(sequence)
-                self._kept_back.setdefault(sequence.add.share_key, {})[sequence] = None
+            # Its adapter may have become resident after the sequences were ordered.
+            if sequence.grammar is not None and not sequence.grammar.is_ready:
                 continue
             entry = None
             if sequence.add.digest is not None:
@@ -592,23 +583,6 @@ class Scheduler:
             num_free_slots -= 1
         return admitted
 
-    def _num_more(self, share_key: str) -> int:
-        """Number of further sequences with grammars that a tenant may run."""
-        if len(self.running) < self._limits.max_sequences:
-            # The common case.
-            return self._limits.max_sequences
-        num_running = sum([one.grammar is not None and one.add.share_key == share_key for one in self.running])
-        return max(0, self._limits.max_sequences - num_running)
-
-    def _return_kept_back(self) -> None:
-        """Give sequences that were kept back turns again, as many as their tenants may run."""
-        for share_key, kept in list(self._kept_back.items()):
-            for sequence in list(islice(kept, self._num_more(share_key))):
-                del kept[sequence]
-                self.queue.unpark(sequence)
-            if not kept:
-                del self._kept_back[share_key]
-
     def _find_prefix(self, sequence: Sequence, entry: AdapterLoad | None, position: int, budget: int) -> Prefix:
         """The cached prefix with which a waiting sequence begins.
 
@@ -639,7 +613,7 @@ class Scheduler:
         has_room = self._kv.grow(sequence, num_held, position)
         assert has_room
         self._kv.restore_state(sequence, prefix)
-        self.queue.admit(sequence, 0 if sequence.has_run else num_pending)
+        self.queue.admit(sequence, 0 if sequence.has_run and not sequence.pays_again else num_pending)
         sequence.state = SequenceState.RUNNING
         sequence.row_place = sequence.slot, sequence.arrival
         self.running.append(sequence)
@@ -662,6 +636,7 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Return a running sequence to the queue. Its tokens are computed again when it is admitted."""
+        sequence.pays_again = sequence.is_stalled
         self._remove_running(sequence)
         self._kv.offer(sequence)
         self._give_back(sequence)
@@ -694,14 +669,15 @@ def _longest_rest(sequence: Sequence, unfinished: list[ScheduledSequence], room:
     """Maximum number of tokens, after its cached prefix, with which a waiting sequence can begin in a step that has
     `room` tokens left and does not finish the prompts of `unfinished`, which is not empty.
 
-    If not all tokens fit, it begins in chunks. A sequence for which these prompts make room always can. Otherwise,
-    there must be only one such prompt, and its rest must be NEW_SHARE times as long.
+    If not all tokens fit, it begins in chunks. Prompts that make room for it do not count. It can always begin if no
+    others are left. If one is left, the rest of that one must be NEW_SHARE times as long.
     """
-    if all(makes_room(item.sequence.rank, sequence.rank) for item in unfinished):
+    others = [item for item in unfinished if not makes_room(item.sequence.rank, sequence.rank)]
+    if not others:
         return sequence.num_tokens
-    if len(unfinished) > 1:
+    if len(others) > 1:
         return room
-    return max(room, (unfinished[0].sequence.num_pending - unfinished[0].num_tokens) // NEW_SHARE)
+    return max(room, (others[0].sequence.num_pending - others[0].num_tokens) // NEW_SHARE)
 
 
 def _lane(running: list[Sequence], waiting: list[tuple[int, Sequence]]) -> _Lane:

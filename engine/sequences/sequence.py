@@ -76,6 +76,9 @@ class Sequence:
     """The adapter's slot while the sequence is running, or -1 for the base. Rows before `activation` do not use it."""
     has_run: bool = False
     """True if the sequence has been in a step. A sequence that never ran is not billed."""
+    pays_again: bool = False
+    """True if the share is charged again for the tokens that are recomputed, because the sequence was stalled when it was
+    preempted."""
     num_computed: int = 0
     tables: list[PageTable] = field(default_factory=lambda: [PageTable()])
     """The sequence's pages, for each of `CacheLayout.groups`."""
@@ -263,8 +266,10 @@ class Sequence:
 
     @property
     def is_stalled(self) -> bool:
-        """True if the sequence waits for a mask, and its tenant has used too much processor time to get it soon."""
-        return self.grammar is not None and self.waits_for_mask and self.grammar.is_throttled
+        """True if the sequence waits for the mask after its last token, and its tenant has used too much processor time
+        to get it soon.
+        """
+        return not self.num_in_flight and not self.has_mask and self.grammar is not None and self.grammar.is_throttled
 
     @property
     def held_back(self) -> frozenset[int]:

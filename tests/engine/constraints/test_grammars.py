@@ -316,34 +316,21 @@ def test_new_sequences_get_pages_of_sequences_that_wait_for_held_masks(
     until(simulation, lambda: "new" in simulation.finished)
 
 
-def test_sequences_that_wait_for_masks_count_for_their_tenant(
+def test_sequences_that_wait_for_masks_leave_their_slots_to_others_of_their_tenant(
     simulate: Simulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars_module, "FREE_TOKEN_S", -100.0)
-    simulation = simulate(eos=(EOS,), grammar_clock=time.monotonic, max_sequences=2)
+    simulation = simulate(eos=(EOS,), max_sequences=2)
+    grammars = simulation.grammars
     for number in range(6):
-        grammar = LLMatcher.grammar_from_regex(f"[xy]{{{5 + number}}}")
-        simulation.engine.add(b"", add(f"costly {number}", grammar, max_tokens=60, share_key="costly"))
-    # Compilations are free, so all have their first masks before the tenant has a debt.
+        simulation.engine.add(b"", add(f"slow {number}", TWENTY, max_tokens=60))
     while not all(grammar.is_ready for grammar in simulation.engine._constrained):
-        simulation.grammars.receive()
-    monkeypatch.setattr(grammars_module, "SHARED_S", 3600.0)
-    simulation.engine.add(b"", add("beside", max_tokens=50, sampling=GREEDY, share_key="other"))
-    num_running = [0]
-
-    def has_ended() -> bool:
-        num_running.append(sum(one.grammar is not None for one in simulation.scheduler.running))
-        return "beside" in simulation.finished
-
-    until(simulation, has_ended)
-    assert max(num_running) == 2, "the others would only take pages"
-    simulation.engine.extend(b"", Extend(sequence_id="costly 3", max_tokens=70))
-    simulation.step()
-    simulation.engine.abort(b"", Abort(sequence_id="costly 4"))
-    simulation.grammars._shared_until_s = 0.0
-    until(simulation, lambda: len(simulation.finished) == 7)
-    assert [end.reason for end in simulation.finished.values()].count("stop") == 5
-    simulation.engine.check_integrity()
+        grammars.receive()
+    # No further mask arrives.
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars, "receive", lambda: None)
+        patch.setattr(grammars, "wait", lambda *_, **__: None)
+        until(simulation, lambda: len(simulation.tokens) == 6)
+    until(simulation, lambda: len(simulation.finished) == 6)
 
 
 def test_a_held_sequence_can_be_aborted(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ def test_queue_order_equals_sorting_all_waiting_sequences(data: st.DataObject) -
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     num_shares = data.draw(st.sampled_from([2, 20]))
     for _ in range(300):
-        match rng.choice(["add", "add", "admit", "admit", "output", "leave", "remove", "residency", "park", "unpark"]):
+        match rng.choice(["add", "add", "admit", "admit", "output", "leave", "remove", "residency"]):
             case "add":
                 waiting(
                     queue,
@@ -245,10 +245,6 @@ def test_queue_order_equals_sorting_all_waiting_sequences(data: st.DataObject) -
                 queue.remove(rng.choice(all_waiting))
             case "residency":
                 queue.set_resident(rng.choice("abc"), rng.random() < 0.5)
-            case "park" if order := queue.order(9, 9):
-                queue.park(rng.choice(order))
-            case "unpark" if all_waiting := queue.sequences():
-                queue.unpark(rng.choice(all_waiting))
         num_ready, num_cold = rng.choice([(1, 0), (4, 4), (0, 3), (50, 50)])
         found = [one.arrival for one in queue.order(num_ready, num_cold)]
         assert found == PlainOrder(queue, num_ready, num_cold).arrivals

@@ -269,3 +269,15 @@ def test_long_priority_prompt_goes_before_a_flex_prompt() -> None:
     bench.add("chat", num_prompt=1000, service_tier="priority")
     steps = [bench.step() for _ in range(3)]
     assert [step["chat"] for step in steps] == [16, 48, 48]
+
+
+def test_priority_prompt_does_not_wait_for_another_because_of_a_flex_prompt() -> None:
+    bench = Bench(num_pages=2600, max_batch_tokens=64)
+    bench.add("flex", num_prompt=400, service_tier="flex", share_key="other")
+    bench.step()
+    bench.add("long", num_prompt=1000, service_tier="priority")
+    bench.step()
+    bench.add("chat", num_prompt=40, service_tier="priority", share_key="chat")
+    steps = [bench.step() for _ in range(3)]
+    assert [step["chat"] for step in steps] == [8, 12, 12]
+    assert [step["long"] for step in steps] == [48, 48, 48]
