@@ -236,6 +236,48 @@ def test_tenants_take_turns_with_forks(simulation: Simulation, monkeypatch: pyte
     assert {len(answer) for answer in simulation.tokens.values()} == {5}
 
 
+def test_turns_end_one_at_a_time(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "MAX_FORKS", 2)
+    now = [0.0]
+    grammars = simulate(eos=(EOS,), grammar_clock=lambda: now[0]).grammars
+
+    def replaced_at(now_s: float) -> set[bytes]:
+        now[0] = now_s
+        forks = set(grammars._forks)
+        for _ in range(5):
+            grammars.receive()
+        return forks - set(grammars._forks)
+
+    first = [grammars.request(key, TWENTY) for key in (b"a", b"b")]
+    grammars.wait(first, 60.0)
+    for key in (b"c", b"d"):
+        grammars.request(key, TWENTY)
+    assert not replaced_at(0.9)
+    assert replaced_at(1.0) == {b"a"}
+    assert not replaced_at(1.2)
+    assert replaced_at(1.25) == {b"b"}
+
+
+def test_a_turn_of_another_tenant_costs_nothing(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "MAX_FORKS", 1)
+    monkeypatch.setattr(grammars_module, "FREE_COMPILE_S", 60.0)
+    now = [0.0]
+    grammars = simulate(eos=(EOS,), grammar_clock=lambda: now[0]).grammars
+    grammar = grammars.request(b"a", TWENTY, "a")
+    grammars.wait([grammar], 60.0)
+    assert grammars.take_spent()["a"] > 0
+    other = grammars.request(b"b", TWENTY, "b")
+    now[0] = 1.0
+    grammars.receive()
+    grammars.wait([other], 60.0)
+    grammar.accept(ord("x"))
+    now[0] = 2.0
+    grammars.receive()
+    grammars.wait([grammar], 60.0)
+    assert grammar.is_ready
+    assert grammars.take_spent()["a"] == 0
+
+
 def test_an_aborted_sequence_is_forgotten(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     simulation.engine.add(b"", add("gone", FIFTY, max_tokens=60))
     until(simulation, lambda: len(simulation.tokens["gone"]) > 5)
