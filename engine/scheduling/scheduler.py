@@ -163,8 +163,7 @@ class Scheduler:
         is_due = behind.num_running > 0 and self._num_yields >= MAX_YIELDS
         kept = self._few_rows if is_due else 0
         max_rows = self._limits.max_batch_tokens
-        has_first = any(one.rank == 0 for one in self._order) if self._num_yielding_to_first() else False
-        can_free_slots = behind.num_running > 0 or has_first
+        can_free_slots = behind.num_running > 0 or self._num_yielding_to_first() > 0
         budget = self._fill(scheduled, ahead, max_rows - kept, num_free_slots, can_free_slots=can_free_slots) + kept
         self._num_quiet_steps = 0 if ahead.num_running or ahead.waiting else self._num_quiet_steps + 1
         num_ahead = len(scheduled)

@@ -176,21 +176,6 @@ def test_share_does_not_pay_again_for_a_preemption_that_others_cause() -> None:
     assert bench.scheduler.queue.served(flex) == served + OUTPUT_PRICE / TIER_FACTORS["flex"]
 
 
-def test_prompt_leaves_no_rows_to_a_priority_sequence_that_waits_for_a_mask() -> None:
-    bench = Bench(max_sequences=2)
-    bench.add("flex", service_tier="flex")
-    bench.step()
-    bench.add("long", num_prompt=100)
-    bench.step()
-    held = bench.add("held", service_tier="priority")
-    bench.scheduler.queue.remove(held)
-    held.grammar = Grammar("", 50, b"", "", Followed())
-    bench.scheduler.queue.add(held)
-    bench.add("waiting", num_prompt=40, service_tier="flex")
-    bench.scheduler.order_waiting()
-    assert [item.num_tokens for item in bench.scheduler.schedule()] == [1, 15]
-
-
 def test_sequence_with_a_token_in_flight_keeps_its_pages() -> None:
     """With lookahead, a sequence of a throttled tenant sits out after each token. The token may end it."""
     bench = Bench(num_pages=16, max_batch_tokens=64)
