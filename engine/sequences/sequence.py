@@ -77,8 +77,7 @@ class Sequence:
     has_run: bool = False
     """True if the sequence has been in a step. A sequence that never ran is not billed."""
     pays_again: bool = False
-    """True if the share is charged again for the tokens that are recomputed, because the sequence was stalled when it was
-    preempted."""
+    """True if the share pays for tokens that are computed again, because the sequence was stalled when preempted."""
     num_computed: int = 0
     tables: list[PageTable] = field(default_factory=lambda: [PageTable()])
     """The sequence's pages, for each of `CacheLayout.groups`."""
