@@ -73,9 +73,9 @@ class FairQueue:
     background sequence.
 
     Sequences that could not begin although their adapter is resident are parked. They get no turn, and so take no place
-    in the order from others: sequences that wait for a higher limit, or for their grammar or its next mask. A share that
-    has only parked sequences does not wait: the bound does not hold for it. Its counter is raised
-    when one gets turns again, unless that one was preempted.
+    in the order from others: sequences that wait for a higher limit, or for their grammar or its next mask. A share
+    that has only parked sequences does not wait, so the bound does not hold for it. Its counter is raised when one of
+    them gets turns again, unless that one was preempted.
     """
 
     def __init__(self) -> None:
