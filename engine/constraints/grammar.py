@@ -36,6 +36,8 @@ class Followers(Protocol):
 
     def is_awaited(self, grammar: Grammar) -> bool: ...
 
+    def is_throttled(self, grammar: Grammar) -> bool: ...
+
 
 class Grammar:
     """Follows the committed tokens of one sequence. `mask` returns the allowed next tokens.
@@ -65,6 +67,8 @@ class Grammar:
         """Time to compile the grammar, in seconds. None if it was compiled already, or not yet."""
         self.tokens: list[int] = []
         """The committed tokens."""
+        self.num_repeated = 0
+        """Number of tokens that a new process follows again before it computes the next mask."""
         self.is_complete = False
         """True if only the end of the sequence can follow."""
         self.failure: str | None = None
@@ -87,6 +91,11 @@ class Grammar:
     def is_awaited(self) -> bool:
         """True if a step waits for the grammar's next mask. False if its tenant's masks have taken too long."""
         return self._followers.is_awaited(self)
+
+    @property
+    def is_throttled(self) -> bool:
+        """True if the tenant's masks are computed one at a time, and not continuously, so that others get theirs."""
+        return self._followers.is_throttled(self)
 
     @property
     def forced(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import select
 import time
 from collections import OrderedDict, defaultdict
@@ -21,6 +22,9 @@ TOO_COSTLY = "the grammar takes too much time or memory"
 
 MAX_FORKS = 64
 """Maximum number of forks. The grammars of further tenants wait."""
+
+TURN_S = 1.0
+"""Time for which a tenant keeps its fork although grammars of other tenants wait for one, in seconds."""
 
 IDLE_S = 60.0
 """A fork exits after this time without grammars, in seconds, and forgets its compiled grammars."""
@@ -57,6 +61,10 @@ class Grammars:
     tenant's grammars. It follows the one that the old fork was working on without looking ahead. If it runs out again
     on this grammar, the grammar fails.
 
+    If more than MAX_FORKS tenants have grammars, they take turns. A fork ends for another tenant only while it has no
+    work, and at most one does in a quarter of TURN_S. Its grammars are followed by a new fork when they need their next
+    masks. The tenant does not pay for this, up to the processor time of ordinary grammars.
+
     Only `wait` and `close` block. The descriptor `fileno` becomes readable when `receive` has something to do.
     """
 
@@ -84,6 +92,7 @@ class Grammars:
         self._numbers: dict[Grammar, int] = {}
         # Grammars of tenants that wait for a fork.
         self._queue: OrderedDict[Grammar, None] = OrderedDict()
+        self._turn_ended_s = -math.inf
         # Grammars of tenants whose budget for processor time is exhausted, by isolation key.
         self._held: dict[bytes, OrderedDict[Grammar, None]] = {}
         # In the order in which they became ready.
@@ -129,6 +138,7 @@ class Grammars:
             message = Follow(number, (grammar.tokens[-1],), looks_ahead=grammar.looks_ahead)
         else:
             fork.grammars[number] = grammar
+            grammar.num_repeated = len(grammar.tokens)
             message = Follow(number, tuple(grammar.tokens), grammar.text, grammar.looks_ahead)
         self._forks.move_to_end(fork.isolation_key)
         try:
@@ -167,8 +177,10 @@ class Grammars:
         return self._clock() < self._shared_until_s
 
     def is_awaited(self, grammar: Grammar) -> bool:
-        may_be_held = self._is_shared and self._work.has_debt(grammar.share_key)
-        return not may_be_held and self._patience.left(grammar.share_key) > 0
+        return not self.is_throttled(grammar) and self._patience.left(grammar.share_key) > 0
+
+    def is_throttled(self, grammar: Grammar) -> bool:
+        return self._is_shared and self._work.has_debt(grammar.share_key)
 
     def poll(self) -> list[Grammar]:
         """Return the grammars that have become ready, or have failed, since the last call."""
@@ -249,17 +261,18 @@ class Grammars:
                 self._lose(fork)
             else:
                 self._watch(fork)
-        self._release()
         self._end_idle()
         if self._queue:
+            # Before `_release`, which gives work to forks that have none at this time.
             self._serve_queue()
+        self._release()
 
     def _must_wait(self, grammar: Grammar) -> bool:
         """Return whether the grammar's tenant has used too much processor time to begin more work now.
 
         A tenant with a debt has one mask computed at a time.
         """
-        if not self._is_shared or not self._work.has_debt(grammar.share_key):
+        if not self.is_throttled(grammar):
             return False
         fork = self._forks.get(grammar.isolation_key)
         is_working = fork is not None and bool(fork.unanswered)
@@ -278,9 +291,10 @@ class Grammars:
         if grammar is None:
             # The fork reports that it has begun, or the sequence has ended meanwhile.
             return
-        self._spent[grammar.share_key] += answer.cpu_s
         free_s = FREE_TOKEN_S if answer.compile_s is None else FREE_COMPILE_S
-        free_s += FREE_TOKEN_S * len(answer.forced)
+        free_s += FREE_TOKEN_S * (len(answer.forced) + grammar.num_repeated)
+        self._spent[grammar.share_key] += max(0.0, answer.cpu_s - free_s) if grammar.num_repeated else answer.cpu_s
+        grammar.num_repeated = 0
         self._work.charge(grammar.share_key, answer.cpu_s - free_s)
         self._num_masks += len(answer.forced)
         if grammar.tokens:
@@ -321,7 +335,7 @@ class Grammars:
             except OSError:
                 self._stop()
         fork = self._forks[grammar.isolation_key] = TenantFork(grammar.isolation_key, end, process)
-        fork.idle_since_s = self._clock()
+        fork.begun_s = fork.idle_since_s = self._clock()
         self._by_descriptor[end.fileno()] = fork
         self._epoll.register(end, fork.events)
         return fork
@@ -370,12 +384,21 @@ class Grammars:
                 self._remove(fork)
 
     def _serve_queue(self) -> None:
-        """Start a fork for the first tenant in the queue, if there is room."""
-        if len(self._forks) < MAX_FORKS or any(not one.grammars for one in self._forks.values()):
-            isolation_key = next(iter(self._queue)).isolation_key
-            for grammar in [one for one in self._queue if one.isolation_key == isolation_key]:
-                del self._queue[grammar]
-                self._send(grammar)
+        """Start a fork for the first tenant in the queue, if there is room or the turn of another tenant is over."""
+        if len(self._forks) >= MAX_FORKS and not any(not one.grammars for one in self._forks.values()):
+            now_s = self._clock()
+            if now_s - self._turn_ended_s < TURN_S / 4:
+                return
+            ready = (one for one in self._forks.values() if one.begun_s + TURN_S <= now_s and not one.unanswered)
+            fork = min(ready, key=lambda one: one.begun_s, default=None)
+            if fork is None:
+                return
+            self._turn_ended_s = now_s
+            self._remove(fork)
+        isolation_key = next(iter(self._queue)).isolation_key
+        for grammar in [one for one in self._queue if one.isolation_key == isolation_key]:
+            del self._queue[grammar]
+            self._send(grammar)
 
     def _running(self) -> ProcessLink:
         if self._process is None:

@@ -29,7 +29,7 @@ class TenantFork:
         """The grammars that the fork follows, by number."""
         self.unanswered: deque[int] = deque()
         """Numbers of the grammars whose masks the fork still has to compute, in order."""
-        self.idle_since_s = 0.0
+        self.begun_s = self.idle_since_s = 0.0
         self.events = select.EPOLLIN
         """The events that the epoll object reports."""
         self._unsent = bytearray()

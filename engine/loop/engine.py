@@ -243,6 +243,7 @@ class Engine:
         has_committed = self._commit_before_drafts()
         self._timers.fire()
         self._end_overdue()
+        self._follow_grammars()
         demand = self._scheduler.order_waiting()
         self._calls.add_wanted(demand.queue_positions)
         settled = self._adapters.poll(demand)
@@ -254,7 +255,6 @@ class Engine:
         # A call that waited until its adapter was unloaded now wants it again.
         self._calls.add_wanted(demand.queue_positions)
         self._adapters.request_new()
-        self._follow_grammars()
         scheduled = self._scheduler.schedule()
         self._end_unfit()
         scheduled, drafts = self._speculation.with_drafts(
@@ -288,7 +288,7 @@ class Engine:
 
         A mask depends on the sequence's previous token. If that token is in flight, the step that chose it is committed
         while the device computes the logits of the new step, so the device does not wait. If the mask is late, the
-        sequence is preempted, because its token cannot be chosen in this step.
+        token cannot be chosen in this step, and the logits are computed again once the mask is there.
         """
         read_bytes, before = self._stats.read_bytes(scheduled), self._stats.computed_prompt_tokens
         forward, sampling, scoring, pooling = self._submit(scheduled)
@@ -315,7 +315,7 @@ class Engine:
         late = {row: one for row, one in enumerate(sampling) if one is not None and one.is_running and not one.has_mask}
         for sequence in late.values():
             sequence.take_back()
-            self._scheduler.preempt(sequence)
+            self._scheduler.repeat_last(sequence)
         used = [None if row in late else one for row, one in enumerate(sampling)]
         return submitted(used, forward.choose(self._masks(used, drafts), late))
 
@@ -368,8 +368,8 @@ class Engine:
     ) -> tuple[Forward, list[Sequence | None], list[Sequence], list[tuple[Sequence, bool]]]:
         if self._note_running is not None:
             # Record all running sequences, not only those in this step, because a fault in an earlier step may surface
-            # in this step.
-            self._note_running([sequence.sequence_id for sequence in self._scheduler.running])
+            # in this step. The oldest come last, because there may be no room for sequences that have waited for long.
+            self._note_running([sequence.sequence_id for sequence in reversed(self._scheduler.running)])
         batch = build_batch(scheduled, self._limits.page_tokens)
         if self._speculation.has_head:
             batch = structs.replace(batch, head=head_rows(scheduled, self._speculation.wants_head))
@@ -555,7 +555,7 @@ class Engine:
             self._settle_grammars()
 
     def _settle_grammars(self) -> None:
-        """Trace finished compilations, and end the sequences whose grammars have ended."""
+        """Trace finished compilations, and end the sequences whose grammars have ended. Waiting ones get turns."""
         for grammar in self._grammars.poll():
             sequence = self._constrained.get(grammar)
             if sequence is None:
@@ -568,6 +568,8 @@ class Engine:
                 self._end(sequence, "length")
             elif grammar.failure is not None:
                 self._end(sequence, "error", "grammar_failed", grammar.failure)
+            elif not sequence.is_running:
+                self._scheduler.queue.unpark(sequence)
 
     def _end_unfit(self) -> None:
         for sequence in self._scheduler.take_unfit():

@@ -195,10 +195,11 @@ class EngineStats:
     def _waiting(self) -> Waiting:
         queue, is_short = self._scheduler.queue, self._scheduler.is_short_of_pages
         # A sequence that was preempted while paused waits in the queue for a higher limit.
-        num_parked = queue.num_waiting - queue.num_ready - queue.num_cold
+        num_paused = queue.num_paused
+        num_short = queue.num_ready if is_short else 0
         return Waiting(
             adapter=queue.num_cold,
-            pages=queue.num_ready if is_short else 0,
-            slot=0 if is_short else queue.num_ready,
-            grant=num_parked + sum(sequence.is_paused for sequence in self._scheduler.running),
+            pages=num_short,
+            slot=queue.num_waiting - queue.num_cold - num_paused - num_short,
+            grant=num_paused + sum(sequence.is_paused for sequence in self._scheduler.running),
         )

@@ -112,6 +112,18 @@ class KvPages:
             return replace(longest, num_restored=num_more)
         return replace(in_pool, num_declined=num_more)
 
+    def may_have_prefix(self, sequence: Sequence, num_tokens: int) -> bool:
+        """False if the longest cached prefix certainly has fewer than `num_tokens` tokens. Looks up one page only."""
+        if sequence.num_unscored or not sequence.shares_prefixes:
+            return False
+        group = self._groups[0]
+        if group.window is not None:
+            # Pages before the window need not be cached.
+            return True
+        page = (num_tokens - 1) // group.page_tokens
+        is_known = (page + 1) * group.page_tokens < len(sequence.tokens)
+        return is_known and self._find(sequence, 0, page, self._cache.find_anywhere) is not None
+
     def copy_tokens(self, prefix: Prefix) -> int:
         """The time to copy a prefix's pages back from host memory, as a number of a prompt's tokens."""
         num_copies = sum(isinstance(page, HostPage) for page in chain(*prefix.pages, prefix.checkpoint))
@@ -289,6 +301,18 @@ class KvPages:
                 for page in pages:
                     table.blocks.extend(self._layout.blocks(group, page))
         sequence.num_room = min([table.end_block for table in sequence.tables]) * self._block_tokens
+        return True
+
+    def forget_last(self, sequence: Sequence) -> bool:
+        """Have the next step compute the last token again, with the same K and V. Returns False if that is impossible,
+        because its page is cached, pages that it sees may be freed, or the state of a hybrid decoder has changed.
+        """
+        if self._has_windows or self._checkpoints is not None:
+            return False
+        tables = zip(sequence.tables, self._page_tokens, strict=True)
+        if any(sequence.num_computed <= len(table.cached) * page_tokens for table, page_tokens in tables):
+            return False
+        sequence.num_computed -= 1
         return True
 
     def save_state(self, sequence: Sequence) -> bool:

@@ -372,7 +372,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     pages: int = 0
     """Sequences waiting for pages, because the last step found too few in the pool."""
     slot: int = 0
-    """Sequences waiting for a free sequence slot, for rows in a step, or for their grammar to be compiled."""
+    """Sequences waiting for a free sequence slot, for rows in a step, or for their grammar or its next mask."""
     grant: int = 0
     """Sequences waiting for an Extend that raises their token limit."""
 

@@ -71,6 +71,11 @@ class FairQueue:
 
     Background sequences come after all others. If their share has waited too long, its next sequence is no longer a
     background sequence.
+
+    Sequences that could not begin although their adapter is resident are parked. They get no turn, and so take no place
+    in the order from others: sequences that wait for a higher limit, or for their grammar or its next mask. A share
+    that has only parked sequences does not wait, so the bound does not hold for it. Its counter is raised when one of
+    them gets turns again, unless that one was preempted.
     """
 
     def __init__(self) -> None:
@@ -114,12 +119,7 @@ class FairQueue:
         """Enqueue a new or preempted sequence."""
         share = self._activated(sequence)
         if not share.is_waiting and not sequence.has_run:
-            # Raise the counter even if the share has running sequences. Otherwise, one small endless request could save
-            # up credit for the share's other requests.
-            least = self._least_waiting.least()
-            if least is not None:
-                self._floor = max(self._floor, least.served)
-            share.served = max(share.served, self._floor)
+            self._forfeit_credit(share)
         self._count_tokens(share, sequence, 1)
         self._count_sequence(share, sequence, 1)
         if sequence.add.digest is not None:
@@ -136,6 +136,16 @@ class FairQueue:
         self._count_tokens(share, sequence, -1)
         sequence.num_reserved = num_tokens
         self._count_tokens(share, sequence, 1)
+        self._insert(share, sequence)
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Give a waiting sequence turns again, unless it still waits for a limit or a mask."""
+        share = self._active[sequence.share_key]
+        if not share.is_parked(sequence):
+            return
+        if not share.is_waiting and not sequence.has_run:
+            self._forfeit_credit(share)
+        self._discard(share, sequence)
         self._insert(share, sequence)
 
     def admit(self, sequence: Sequence, num_tokens: int) -> None:
@@ -174,6 +184,11 @@ class FairQueue:
         self._rest(share)
 
     @property
+    def num_paused(self) -> int:
+        """Number of waiting sequences that need a higher limit first."""
+        return sum([one.has_reached_limit for share in self._active.values() for one in share.parked])
+
+    @property
     def num_active(self) -> int:
         """Number of shares with waiting or running sequences."""
         return len(self._active)
@@ -198,7 +213,7 @@ class FairQueue:
         moved: defaultdict[FairShare, list[Sequence]] = defaultdict(list)
         for sequence in self._by_digest.get(digest, ()):
             share = self._active[sequence.share_key]
-            if sequence not in share.parked:
+            if not share.is_parked(sequence):
                 moved[share].append(sequence)
         if is_resident:
             self._resident.add(digest)
@@ -207,11 +222,16 @@ class FairQueue:
         for share, sequences in moved.items():
             source, target = share.line(not is_resident), share.line(is_resident)
             source[:] = [one for one in source if one.add.digest != digest]
-            target.extend(sequences)
+            num_before = len(target)
+            for one in sequences:
+                (share.parked if self._must_park(one) else target).append(one)
             target.sort(key=place)
-            self._count_line(is_resident, len(sequences))
+            share.parked.sort(key=place)
+            self._count_line(is_resident, len(target) - num_before)
             self._count_line(not is_resident, -len(sequences))
             self._changed[share] = None
+            if not share.is_waiting:
+                self._end_wait(share)
 
     def order(self, num_ready: int, num_cold: int, is_exact: bool = True) -> list[Sequence]:
         """The first `num_ready` ready and `num_cold` cold sequences, ordered as if each were admitted on its turn.
@@ -248,15 +268,15 @@ class FairQueue:
         """The sequence to refuse when the queue is full, or None if every waiting sequence has run before.
 
         This is the newest of the lowest-priority sequences in the share with the most waiting tokens per weight, among
-        the shares of the highest rank. Shares whose sequences have all run before are skipped.
+        the shares of the highest rank. Sequences that have run before have no waiting tokens.
         """
-        waiting = [share for share in self._waiting if share.num_waiting_tokens]
-        waiting.sort(key=lambda share: (share.rank, share.num_waiting_tokens / share.weight), reverse=True)
-        for share in waiting:
-            never_run = [one for one in (*share.ready, *share.cold) if not one.has_run]
-            if never_run:
-                return max(never_run, key=place)
-        return None
+        share = max(self._active.values(), key=_shed_first, default=None)
+        if share is None or not share.num_waiting_tokens:
+            return None
+        lines = (share.ready, share.cold, share.parked)
+        # A flood is refused one by one, so this searches from the ends of long lines.
+        last = [next((one for one in reversed(line) if not one.has_run), None) for line in lines]
+        return max((one for one in last if one is not None), key=place)
 
     def sequences(self) -> list[Sequence]:
         """All waiting sequences, in no particular order."""
@@ -340,9 +360,25 @@ class FairQueue:
         if share.ready or share.cold:
             self._charged_more[share] = None
 
+    def _forfeit_credit(self, share: FairShare) -> None:
+        """Raise the counter of a share that begins to wait, even if it has running sequences. Otherwise, one small
+        endless request could save up credit for the share's other requests.
+        """
+        least = self._least_waiting.least()
+        if least is not None:
+            self._floor = max(self._floor, least.served)
+        share.served = max(share.served, self._floor)
+
+    def _must_park(self, sequence: Sequence) -> bool:
+        if sequence.grammar is None or sequence.has_reached_limit:
+            return sequence.has_reached_limit
+        # The mask after a token in flight is requested once the token is committed.
+        lacks_mask = sequence.num_in_flight > 0 or not sequence.grammar.is_ready
+        return lacks_mask and self.is_ready(sequence)
+
     def _insert(self, share: FairShare, sequence: Sequence) -> None:
-        if sequence.has_reached_limit:
-            share.parked[sequence] = None
+        if self._must_park(sequence):
+            insort(share.parked, sequence, key=place)
             return
         if not share.is_waiting:
             self._begin_wait(share)
@@ -354,8 +390,8 @@ class FairQueue:
         self._changed[share] = None
 
     def _discard(self, share: FairShare, sequence: Sequence) -> None:
-        if sequence in share.parked:
-            del share.parked[sequence]
+        if share.is_parked(sequence):
+            del share.parked[bisect_left(share.parked, place(sequence), key=place)]
             return
         is_ready = self.is_ready(sequence)
         line = share.line(is_ready)
@@ -365,13 +401,16 @@ class FairQueue:
         self._count_line(is_ready, -1)
         self._changed[share] = None
         if not share.is_waiting:
-            del self._waiting[share]
-            self._late.pop(share, None)
-            self._waiting_weight -= share.weight
-            self._least_waiting.discard(share)
-            self._outdated.pop(share, None)
-            for heap in self._heads.values():
-                heap.discard(share)
+            self._end_wait(share)
+
+    def _end_wait(self, share: FairShare) -> None:
+        del self._waiting[share]
+        self._late.pop(share, None)
+        self._waiting_weight -= share.weight
+        self._least_waiting.discard(share)
+        self._outdated.pop(share, None)
+        for heap in self._heads.values():
+            heap.discard(share)
 
     def _count_line(self, is_ready: bool, change: int) -> None:
         if is_ready:
@@ -441,6 +480,10 @@ class FairQueue:
 
 def _served(share: FairShare) -> TurnKey:
     return (share.served,)
+
+
+def _shed_first(share: FairShare) -> tuple[bool, int, float]:
+    return share.num_waiting_tokens > 0, share.rank, share.num_waiting_tokens / share.weight
 
 
 def _ready_turn(share: FairShare) -> TurnKey:

@@ -18,7 +18,10 @@ from loramux.engine.sequences.batch import ScheduledSequence
 from loramux.engine.sequences.sequence import Sequence, SequenceState
 
 NEW_SHARE = 4
-"""`1 / NEW_SHARE` of the rows that are not used for decoding is reserved for sequences that could start."""
+"""`1 / NEW_SHARE` of the rows that are not used for decoding is reserved for sequences that could start, and for other
+prompts than the first. A prompt that does not fit there begins in chunks if it has at most `1 / NEW_SHARE` of the
+tokens that are left of the first.
+"""
 
 BACKGROUND_SHARE = 16
 """`1 / BACKGROUND_SHARE` of a step's rows are the most for background sequences while other sequences run, so that a
@@ -32,6 +35,7 @@ MAX_YIELDS = 16
 """Maximum number of consecutive steps in which running background sequences do not take part because of others."""
 
 _row_place = attrgetter("row_place")
+_rank = attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class _Lane:
     decoding: list[Sequence]
     """Running sequences whose next row is a decode row, in order of admission."""
     prompts: list[Sequence]
-    """Running sequences whose prompt is not yet computed, in order of admission."""
+    """Running sequences whose prompt is not yet computed, by rank, then in order of admission."""
     waiting: list[tuple[int, Sequence]]
     """Waiting sequences by turn, each with its position among all waiting sequences."""
 
@@ -68,9 +72,12 @@ class Scheduler:
     Decode rows come first, then chunks of running prompts, then new sequences by turn. Running prompts leave part of
     the step to new sequences, so that a short prompt does not wait for a long one. A sequence whose adapter is still
     loading is skipped and blocks no other sequence. When a running sequence needs a page and none is left, a sequence
-    is preempted, to be recomputed later. The victim has the worst service tier. It comes from the share of that tier
-    with the highest counter. Ties go to the share with the youngest sequence. Within the share, it is the youngest of
-    the sequences with the lowest priority.
+    is preempted, to be recomputed later. The victim has the worst service tier, and is a stalled sequence of that tier
+    if there is one. It comes from the share with the highest counter. Ties go to the share with the youngest sequence.
+    Within the share, it is the youngest of the sequences with the lowest priority.
+
+    A sequence that waits for its next mask takes no slot, but it has pages. If it is stalled (`Sequence.is_stalled`), a
+    waiting sequence of another tenant can get them. Its tenant then pays for the tokens that are computed again.
 
     Background sequences use what the others leave free. They take no part in a step that computes another sequence's
     prompt, and have few rows while others run, but those they get at least once in MAX_YIELDS + 1 steps. They are
@@ -281,30 +288,32 @@ class Scheduler:
             if has_room or self._grow(sequence, 1, scheduled):
                 scheduled[sequence] = ScheduledSequence(sequence, 1)
         budget -= len(scheduled) - num_before
-        # Rows that running prompts leave to new sequences, so that a short prompt does not wait for a long one.
+        # Rows that the first running prompt leaves to others, so that a short prompt does not wait for a long one.
         kept = 0
-        if (
-            (num_free_slots or can_free_slots)
-            and lane.prompts
-            and any(self.queue.is_ready(one) for _, one in lane.waiting)
+        if lane.prompts and (
+            len(lane.prompts) > 1
+            or ((num_free_slots or can_free_slots) and any(self.queue.is_ready(one) for _, one in lane.waiting))
         ):
             kept = budget // NEW_SHARE
         for sequence in lane.prompts:
             num_tokens = min(sequence.num_computable, budget - kept)
-            if num_tokens == 0 or len(scheduled) >= max_sequences:
+            if num_tokens <= 0 or len(scheduled) >= max_sequences:
                 break
             if self._grow(sequence, num_tokens, scheduled):
                 scheduled[sequence] = ScheduledSequence(sequence, num_tokens)
                 budget -= num_tokens
+                if num_tokens < sequence.num_computable:
+                    # The next prompts leave half of this to new sequences: see `_fill_up`.
+                    kept //= 2
         # After a preemption, admit no sequence in this step. Otherwise, the victim would immediately take its pages
         # back.
         if self.num_preemptions == num_preemptions and not self.is_short_of_pages:
-            under_way = [scheduled[one] for one in lane.prompts if one in scheduled]
-            is_midway = any(item.num_tokens < item.sequence.num_computable for item in under_way)
-            for item in self._admit(scheduled, lane.waiting, budget, num_free_slots, is_midway):
+            chunks = [scheduled.get(one) or ScheduledSequence(one, 0) for one in lane.prompts]
+            unfinished = [item for item in chunks if item.num_tokens < item.sequence.num_computable]
+            for item in self._admit(scheduled, lane.waiting, budget, num_free_slots, unfinished):
                 scheduled[item.sequence] = item
                 budget -= item.num_tokens
-            if is_midway:
+            if unfinished:
                 budget = self._fill_up(scheduled, lane, budget)
         return budget
 
@@ -338,9 +347,12 @@ class Scheduler:
                 return self._vacate_adapter()
             can_make_room = self._adapters.reclaimer.can_make_room
             # Only background sequences make room for adapters.
-            rank = BACKGROUND_RANK - 1
-            gains = can_make_room(load.num_pages - self._yielding_pages(rank), position)
-            return gains and not can_make_room(load.num_pages, position) and self._vacate(rank) is not None
+            yielding = [one for one in self.running if one.is_background]
+            gains = can_make_room(load.num_pages - self._num_pages_of(yielding), position)
+            if not gains or can_make_room(load.num_pages, position):
+                return False
+            self.preempt(yielding[-1])
+            return True
         return False
 
     def _vacate_adapter(self) -> bool:
@@ -354,17 +366,25 @@ class Scheduler:
             self.preempt(sequence)
         return True
 
-    def _vacate(self, rank: int, is_active: bool = False) -> Sequence | None:
-        """Preempt the sequence that was admitted last, among those of the worst rank that make room for `rank`. If
-        `is_active`, preempt one that takes a slot. Returns the preempted sequence, or None if there is none.
+    def _vacate_slot(self, rank: int) -> Sequence | None:
+        """Preempt the sequence that was admitted last, among those of the worst rank that have slots and make room for
+        `rank`. Returns the preempted sequence, or None if there is none.
         """
-        candidates = self._active() if is_active else self.running
-        victim = max(
-            (one for one in reversed(candidates) if makes_room(one.rank, rank)), key=lambda one: one.rank, default=None
-        )
+        candidates = (one for one in reversed(self._active()) if makes_room(one.rank, rank))
+        victim = max(candidates, key=_rank, default=None)
         if victim is not None:
             self.preempt(victim)
         return victim
+
+    def _yielding(self, sequence: Sequence) -> list[Sequence]:
+        """The running sequences that are preempted if a waiting sequence needs their pages, the first victim first."""
+
+        def yields(one: Sequence) -> bool:
+            if makes_room(one.rank, sequence.rank):
+                return True
+            return one.rank >= sequence.rank and one.is_stalled and one.add.share_key != sequence.add.share_key
+
+        return sorted([one for one in reversed(self.running) if yields(one)], key=_rank, reverse=True)
 
     def _background_adapters(self) -> list[AdapterLoad]:
         """The adapters that only background sequences use."""
@@ -372,22 +392,23 @@ class Scheduler:
         loads = (self._adapters.find(digest) for digest in num_users if digest is not None)
         return [load for load in loads if load is not None and load.num_users == num_users[load.digest]]
 
-    def _yielding_pages(self, rank: int) -> int:
-        """Number of pages that preempting all sequences that make room for `rank` makes available, or more if they
-        share pages.
-        """
-        num_pages = sum(self._kv.num_pages(one) for one in self.running if makes_room(one.rank, rank))
+    def _num_pages_of(self, yielding: list[Sequence]) -> int:
+        """Number of pages that preempting these sequences makes available, or more if they share pages."""
+        num_pages = sum(self._kv.num_pages(one) for one in yielding)
         return num_pages + sum(load.num_pages for load in self._background_adapters())
 
     def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], lane: _Lane, budget: int) -> int:
-        """Give rows that new sequences did not use back to the running prompts. Returns what is left of `budget`."""
-        for sequence in lane.prompts:
+        """Give rows that new sequences did not use to the running prompts. The first comes last, because it has most of
+        the step already. Returns what is left of `budget`.
+        """
+        for sequence in lane.prompts[1:] + lane.prompts[:1]:
             item = scheduled.get(sequence)
-            if item is None:
+            if not sequence.is_running or (item is None and len(scheduled) >= self._limits.max_sequences):
                 continue
-            extra = min(sequence.num_computable - item.num_tokens, budget)
-            if extra > 0 and self._kv.grow(sequence, item.num_tokens + extra):
-                scheduled[sequence] = ScheduledSequence(sequence, item.num_tokens + extra)
+            num_before = 0 if item is None else item.num_tokens
+            extra = min(sequence.num_computable - num_before, budget)
+            if extra > 0 and self._kv.grow(sequence, num_before + extra):
+                scheduled[sequence] = ScheduledSequence(sequence, num_before + extra)
                 budget -= extra
         return budget
 
@@ -412,9 +433,11 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        last = max(self.running, key=lambda one: (one.rank, self.queue.served(one), one.arrival))
-        of_share = (one for one in self.running if (one.share_key, one.rank) == (last.share_key, last.rank))
-        return max(of_share, key=place)
+        worst = max(one.rank for one in self.running)
+        candidates = [one for one in self.running if one.rank == worst]
+        candidates = [one for one in candidates if one.is_stalled] or candidates
+        last = max(candidates, key=lambda one: (self.queue.served(one), one.arrival))
+        return max((one for one in candidates if one.share_key == last.share_key), key=place)
 
     def _active(self) -> list[Sequence]:
         """The running sequences that take a slot: those that neither are paused nor wait for a mask. If all slots are
@@ -474,10 +497,10 @@ class Scheduler:
         waiting: list[tuple[int, Sequence]],
         budget: int,
         num_free_slots: int,
-        is_midway: bool,
+        unfinished: list[ScheduledSequence],
     ) -> list[ScheduledSequence]:
-        """Admit waiting sequences. If `is_midway`, admit only sequences whose whole prompt fits into this step.
-        Sequences that make room for them are removed from `scheduled`.
+        """Admit waiting sequences. `unfinished` are chunks of prompts that this step does not finish: see
+        `_longest_rest`. Sequences that make room for new ones are removed from `scheduled`.
         """
         admitted: list[ScheduledSequence] = []
         has_copied = False
@@ -495,6 +518,7 @@ class Scheduler:
             # until that step is committed.
             if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.has_reached_limit:
                 continue
+            # Its adapter may have become resident after the sequences were ordered.
             if sequence.grammar is not None and not sequence.grammar.is_ready:
                 continue
             entry = None
@@ -510,6 +534,11 @@ class Scheduler:
                 if sequence.num_reserved > self.max_tokens(entry.num_pages, entry.digest):
                     self._unfit.append(sequence)
                     continue
+            if unfinished:
+                # A long prompt has hundreds of pages, and may wait for many steps.
+                num_needed = sequence.num_tokens - _longest_rest(sequence, unfinished, budget)
+                if num_needed > 0 and not self._kv.may_have_prefix(sequence, num_needed):
+                    continue
             prefix = self._find_prefix(sequence, entry, position, budget)
             # Copies of cached pages take time of the step, like tokens. Only the first sequence with copies may take
             # more than is left, so that it can begin at all.
@@ -517,14 +546,14 @@ class Scheduler:
             if num_copied > budget and has_copied:
                 continue
             room = max(1, budget - num_copied)
-            if is_midway and sequence.num_tokens - prefix.num_tokens > room:
+            if unfinished and sequence.num_tokens - prefix.num_tokens > _longest_rest(sequence, unfinished, room):
                 continue
-            if num_free_slots == 0 and (victim := self._vacate(sequence.rank, is_active=True)) is not None:
+            if num_free_slots == 0 and (victim := self._vacate_slot(sequence.rank)) is not None:
                 scheduled.pop(victim, None)
                 num_free_slots = self._num_free_slots()
                 # The victim's pages are cached now, and may be pages that the prefix would copy from host memory.
                 prefix = self._find_prefix(sequence, entry, position, budget)
-            if num_free_slots == 0 and self._num_yielding_to_first():
+            if num_free_slots == 0 and has_first and self._num_yielding_to_first():
                 # A sequence behind this one can still get a slot.
                 continue
             if num_free_slots == 0:
@@ -532,17 +561,23 @@ class Scheduler:
             item = self._begin(sequence, entry, prefix, position, room)
             if item is None and not sequence.is_background and not self._adapters.is_copying:
                 num_pages = self._num_pages_to_begin(sequence, entry, prefix, position, room)
-                if self._adapters.can_spare(num_pages - self._yielding_pages(sequence.rank), position):
-                    while item is None and (victim := self._vacate(sequence.rank)) is not None:
+                yielding = self._yielding(sequence)
+                if self._adapters.can_spare(num_pages - self._num_pages_of(yielding), position):
+                    for victim in yielding:
+                        self.preempt(victim)
                         scheduled.pop(victim, None)
                         prefix = self._find_prefix(sequence, entry, position, budget)
                         item = self._begin(sequence, entry, prefix, position, room)
+                        if item is not None:
+                            break
             if item is None:
                 self._short_of_pages = self._short_of_pages or sequence
                 if has_first and sequence.rank and self._num_yielding_to_first():
                     continue
                 break
             admitted.append(item)
+            if item.num_tokens < sequence.num_computable:
+                unfinished.append(item)
             budget = max(0, budget - item.num_tokens - num_copied)
             has_copied |= num_copied > 0
             num_free_slots -= 1
@@ -578,7 +613,7 @@ class Scheduler:
         has_room = self._kv.grow(sequence, num_held, position)
         assert has_room
         self._kv.restore_state(sequence, prefix)
-        self.queue.admit(sequence, 0 if sequence.has_run else num_pending)
+        self.queue.admit(sequence, 0 if sequence.has_run and not sequence.pays_again else num_pending)
         sequence.state = SequenceState.RUNNING
         sequence.row_place = sequence.slot, sequence.arrival
         self.running.append(sequence)
@@ -594,8 +629,14 @@ class Scheduler:
         num_pages = self._kv.num_pages_to_begin(prefix, _num_held(sequence, prefix, budget))
         return num_pages + self._adapters.num_pages_lost_by_using(entry, position)
 
+    def repeat_last(self, sequence: Sequence) -> None:
+        """Have a later step compute the last token of a running sequence again, or preempt it if that is impossible."""
+        if not self._kv.forget_last(sequence):
+            self.preempt(sequence)
+
     def preempt(self, sequence: Sequence) -> None:
         """Return a running sequence to the queue. Its tokens are computed again when it is admitted."""
+        sequence.pays_again = sequence.is_stalled
         self._remove_running(sequence)
         self._kv.offer(sequence)
         self._give_back(sequence)
@@ -624,9 +665,26 @@ def _num_held(sequence: Sequence, prefix: Prefix, budget: int) -> int:
     return num_pending if sequence.has_run else min(num_pending, budget)
 
 
+def _longest_rest(sequence: Sequence, unfinished: list[ScheduledSequence], room: int) -> int:
+    """Maximum number of tokens, after its cached prefix, with which a waiting sequence can begin in a step that has
+    `room` tokens left and does not finish the prompts of `unfinished`, which is not empty.
+
+    If not all tokens fit, it begins in chunks. Prompts that make room for it do not count. It can always begin if no
+    others are left. If one is left, the rest of that one must be NEW_SHARE times as long.
+    """
+    others = [item for item in unfinished if not makes_room(item.sequence.rank, sequence.rank)]
+    if not others:
+        return sequence.num_tokens
+    if len(others) > 1:
+        return room
+    return max(room, (others[0].sequence.num_pending - others[0].num_tokens) // NEW_SHARE)
+
+
 def _lane(running: list[Sequence], waiting: list[tuple[int, Sequence]]) -> _Lane:
     decoding: list[Sequence] = []
     prompts: list[Sequence] = []
     for sequence in running:
         (decoding if sequence.num_tokens - sequence.num_computed == 1 else prompts).append(sequence)
+    if len(prompts) > 1:
+        prompts.sort(key=_rank)
     return _Lane(decoding, prompts, waiting)

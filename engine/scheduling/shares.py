@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -30,8 +31,8 @@ class FairShare:
     """Waiting sequences whose adapter is resident, ordered by priority, then arrival."""
     cold: list[Sequence] = field(default_factory=list)
     """Waiting sequences whose adapter is not resident, in the same order."""
-    parked: dict[Sequence, None] = field(default_factory=dict)
-    """Sequences waiting for a higher limit. They get no turn until their limit is raised."""
+    parked: list[Sequence] = field(default_factory=list)
+    """Sequences that get no turn, in the same order: see `FairQueue`."""
     num_waiting_tokens: int = 0
     num_running: int = 0
     charged: float = 0.0
@@ -56,6 +57,10 @@ class FairShare:
     @property
     def is_idle(self) -> bool:
         return not (self.ready or self.cold or self.parked or self.num_running)
+
+    def is_parked(self, sequence: Sequence) -> bool:
+        index = bisect_left(self.parked, place(sequence), key=place)
+        return index < len(self.parked) and self.parked[index] is sequence
 
     def line(self, is_ready: bool) -> list[Sequence]:
         return self.ready if is_ready else self.cold

@@ -76,6 +76,8 @@ class Sequence:
     """The adapter's slot while the sequence is running, or -1 for the base. Rows before `activation` do not use it."""
     has_run: bool = False
     """True if the sequence has been in a step. A sequence that never ran is not billed."""
+    pays_again: bool = False
+    """True if the share pays for tokens that are computed again, because the sequence was stalled when preempted."""
     num_computed: int = 0
     tables: list[PageTable] = field(default_factory=lambda: [PageTable()])
     """The sequence's pages, for each of `CacheLayout.groups`."""
@@ -260,6 +262,13 @@ class Sequence:
         if self.grammar is None:
             return False
         return not (self.grammar.is_awaited if self.num_in_flight else self.grammar.is_ready)
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if the sequence waits for the mask after its last token, and its tenant has used too much processor time
+        to get it soon.
+        """
+        return not self.num_in_flight and not self.has_mask and self.grammar is not None and self.grammar.is_throttled
 
     @property
     def held_back(self) -> frozenset[int]:

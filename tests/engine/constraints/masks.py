@@ -30,6 +30,9 @@ class _InThisProcess:
     def is_awaited(self, grammar: Grammar) -> bool:
         return True
 
+    def is_throttled(self, grammar: Grammar) -> bool:
+        return False
+
 
 def follow(matcher: LLMatcher, vocab_size: int) -> Grammar:
     """A grammar that follows `matcher` in this process."""

@@ -38,6 +38,9 @@ class Followed:
     def is_awaited(self, grammar: Grammar) -> bool:
         return True
 
+    def is_throttled(self, grammar: Grammar) -> bool:
+        return False
+
 
 def mask_of(grammar: Grammar, num_forced: int = 0) -> list[int] | None:
     mask = grammar.mask(num_forced)

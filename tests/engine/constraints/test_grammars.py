@@ -22,12 +22,13 @@ from loramux.engine.constraints.time_budgets import TimeBudgets
 from loramux.engine.protocol.messages import Abort, Extend, SamplingParams
 from tests.engine.byte_vocabulary import EOS, text
 from tests.engine.constraints.test_constrained_sequences import PERSON_GRAMMAR, add, run
-from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
+from tests.engine.simulated_engine import GREEDY, Simulate, Simulation, simulate_engine, stats_of
 
 AMBIGUOUS = 'start: e "!"\ne: e e e | e e | /[xy]/'
 """A grammar whose masks take time that grows with the cube of the answer's length."""
 
 FIFTY = LLMatcher.grammar_from_regex("[xy]{50}")
+TWENTY = LLMatcher.grammar_from_regex("[xy]{20}")
 
 
 @pytest.fixture
@@ -56,6 +57,23 @@ def test_answers_do_not_depend_on_when_masks_come(
         return dict(tokens)
 
     assert answers(waits=False) == answers(waits=True)
+
+
+@pytest.mark.parametrize(("isolation_key", "num_full_pages"), [(b"", 0), (b"key", 3)])
+def test_a_late_mask_costs_a_sequence_no_slot(
+    monkeypatch: pytest.MonkeyPatch, isolation_key: bytes, num_full_pages: int
+) -> None:
+    """Unless its last token has filled a page, which is then cached and not written again."""
+    made = simulate_engine(eos=(EOS,), lookahead=True)
+    monkeypatch.setattr(made.grammars, "wait", lambda *_, **__: None)
+    made.engine.add(b"", add("late", FIFTY, max_tokens=60, isolation_key=isolation_key))
+    until(made, lambda: "late" in made.finished)
+    assert (made.finished["late"].reason, len(made.tokens["late"])) == ("stop", 50)
+    stats = stats_of(made)
+    assert stats.recomputed_tokens > 0, "masks were late"
+    assert stats.num_preemptions <= num_full_pages
+    made.engine.check_integrity()
+    made.grammars.close()
 
 
 def test_a_costly_grammar_is_followed_to_its_end(simulation: Simulation) -> None:
@@ -198,6 +216,68 @@ def test_tenants_beyond_the_limit_wait_for_a_fork(simulation: Simulation, monkey
     assert simulation.grammars.counts().num_processes == 2
 
 
+def test_tenants_take_turns_with_forks(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "MAX_FORKS", 1)
+    monkeypatch.setattr(grammars_module, "TURN_S", 0.0)
+    five, busy = LLMatcher.grammar_from_regex("[xy]{5}"), list[str]()
+
+    def keep_busy() -> bool:
+        """Two sequences of the first tenant overlap at any time."""
+        while sum(name not in simulation.finished for name in busy) < 2:
+            busy.append(f"busy {len(busy)}")
+            simulation.engine.add(b"", add(busy[-1], five, max_tokens=60, isolation_key=b"busy"))
+        return "other" in simulation.finished
+
+    until(simulation, lambda: keep_busy() or simulation.tokens["busy 1"])
+    simulation.engine.add(b"", add("other", five, max_tokens=60, isolation_key=b"other"))
+    until(simulation, keep_busy)
+    until(simulation, lambda: len(simulation.finished) == 1 + len(busy))
+    assert {end.reason for end in simulation.finished.values()} == {"stop"}
+    assert {len(answer) for answer in simulation.tokens.values()} == {5}
+
+
+def test_turns_end_one_at_a_time(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "MAX_FORKS", 2)
+    now = [0.0]
+    grammars = simulate(eos=(EOS,), grammar_clock=lambda: now[0]).grammars
+
+    def replaced_at(now_s: float) -> set[bytes]:
+        now[0] = now_s
+        forks = set(grammars._forks)
+        for _ in range(5):
+            grammars.receive()
+        return forks - set(grammars._forks)
+
+    first = [grammars.request(key, TWENTY) for key in (b"a", b"b")]
+    grammars.wait(first, 60.0)
+    for key in (b"c", b"d"):
+        grammars.request(key, TWENTY)
+    assert not replaced_at(0.9)
+    assert replaced_at(1.0) == {b"a"}
+    assert not replaced_at(1.2)
+    assert replaced_at(1.25) == {b"b"}
+
+
+def test_a_turn_of_another_tenant_costs_nothing(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "MAX_FORKS", 1)
+    monkeypatch.setattr(grammars_module, "FREE_COMPILE_S", 60.0)
+    now = [0.0]
+    grammars = simulate(eos=(EOS,), grammar_clock=lambda: now[0]).grammars
+    grammar = grammars.request(b"a", TWENTY, "a")
+    grammars.wait([grammar], 60.0)
+    assert grammars.take_spent()["a"] > 0
+    other = grammars.request(b"b", TWENTY, "b")
+    now[0] = 1.0
+    grammars.receive()
+    grammars.wait([other], 60.0)
+    grammar.accept(ord("x"))
+    now[0] = 2.0
+    grammars.receive()
+    grammars.wait([grammar], 60.0)
+    assert grammar.is_ready
+    assert grammars.take_spent()["a"] == 0
+
+
 def test_an_aborted_sequence_is_forgotten(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     simulation.engine.add(b"", add("gone", FIFTY, max_tokens=60))
     until(simulation, lambda: len(simulation.tokens["gone"]) > 5)
@@ -226,6 +306,73 @@ def test_a_tenant_that_has_used_much_time_waits_while_others_run(
     simulation.grammars._shared_until_s = 0.0
     until(simulation, lambda: "costly" in simulation.finished)
     assert (simulation.finished["costly"].reason, len(simulation.tokens["costly"])) == ("stop", 50)
+
+
+def hold_a_tenant(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch, num_sequences: int = 1, **fields: object
+) -> None:
+    """Have sequences of the tenant `costly` wait for masks without end, while the tenant `other` gets 400 tokens."""
+    monkeypatch.setattr(grammars_module, "FREE_TOKEN_S", -100.0)
+    monkeypatch.setattr(grammars_module, "SHARED_S", 3600.0)
+    names = [f"costly {number}" for number in range(num_sequences)]
+    for name in names:
+        simulation.engine.add(b"", add(name, TWENTY, max_tokens=60, share_key="costly", **fields))
+    until(simulation, lambda: all(simulation.tokens[name] for name in names))
+    simulation.engine.add(b"", add("before", max_tokens=400, sampling=GREEDY, share_key="other"))
+    until(simulation, lambda: "before" in simulation.finished)
+    assert not any(name in simulation.finished for name in names)
+
+
+@pytest.mark.parametrize(("held", "tier"), [("default", "default"), ("priority", "flex")])
+def test_held_requests_take_no_place_from_others(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch, held: str, tier: str
+) -> None:
+    simulation = simulate(eos=(EOS,), grammar_clock=time.monotonic, max_sequences=2)
+    hold_a_tenant(simulation, monkeypatch, service_tier=held)
+    for number in range(4):
+        fields = {"share_key": "costly", "service_tier": held}
+        simulation.engine.add(b"", add(f"held {number}", TWENTY, max_tokens=60, **fields))
+    simulation.engine.add(b"", add("free", max_tokens=9, sampling=GREEDY, share_key="other", service_tier=tier))
+    until(simulation, lambda: "free" in simulation.finished)
+    assert not any(simulation.tokens[f"held {number}"] for number in range(4))
+    assert stats_of(simulation).waiting.slot >= 4
+    simulation.grammars._shared_until_s = 0.0
+    until(simulation, lambda: len(simulation.finished) == 7)
+    simulation.engine.check_integrity()
+
+
+def test_pages_come_from_sequences_that_wait_for_held_masks(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = simulate(eos=(EOS,), grammar_clock=time.monotonic, num_pages=30)
+    hold_a_tenant(simulation, monkeypatch, num_sequences=3, prompt="Tell me more. " * 6)
+    assert stats_of(simulation).num_preemptions == 3, "the sequence of the other tenant was not among the victims"
+
+
+def test_new_sequences_get_pages_of_sequences_that_wait_for_held_masks(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = simulate(eos=(EOS,), grammar_clock=time.monotonic, num_pages=48)
+    hold_a_tenant(simulation, monkeypatch, num_sequences=3, prompt="Tell me more. " * 6)
+    simulation.engine.add(b"", add("new", prompt="x" * 490, max_tokens=9, sampling=GREEDY, share_key="other"))
+    until(simulation, lambda: "new" in simulation.finished)
+
+
+def test_sequences_that_wait_for_masks_leave_their_slots_to_others_of_their_tenant(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = simulate(eos=(EOS,), max_sequences=2)
+    grammars = simulation.grammars
+    for number in range(6):
+        simulation.engine.add(b"", add(f"slow {number}", TWENTY, max_tokens=60))
+    while not all(grammar.is_ready for grammar in simulation.engine._constrained):
+        grammars.receive()
+    # No further mask arrives.
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars, "receive", lambda: None)
+        patch.setattr(grammars, "wait", lambda *_, **__: None)
+        until(simulation, lambda: len(simulation.tokens) == 6)
+    until(simulation, lambda: len(simulation.finished) == 6)
 
 
 def test_a_held_sequence_can_be_aborted(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,3 +209,13 @@ def test_load_is_answered_even_if_the_adapter_is_evicted_immediately(simulate: S
         answers += [one.call_id for one in messages if isinstance(one, AdapterState)]
     assert sorted(answers) == ["a", "b"]
     assert not simulation.engine.has_work
+
+
+def test_sequences_that_began_last_are_recorded_first(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record has room for as many sequences as there are slots, but more can wait for limits and masks."""
+    recorded: list[list[str]] = []
+    monkeypatch.setattr(simulation.engine, "_note_running", recorded.append)
+    for name in "ab":
+        simulation.add(name)
+        simulation.step()
+    assert recorded == [["a"], ["b", "a"]]

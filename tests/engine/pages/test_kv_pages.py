@@ -181,3 +181,18 @@ def test_idle_adapters_pages_are_reused_for_kv(simulate: Simulate) -> None:
     simulation.run()
     assert simulation.tokens["base"] == simulation.expected(add)
     assert stats_of(simulation).num_adapter_evictions == 1
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8), (8,)])
+def test_one_page_shows_that_no_prefix_is_long_enough(windows: tuple[int | None, ...]) -> None:
+    bench = Bench(num_pages=24, windows=windows)
+    for num_cached in (0, 5, 12):
+        if num_cached:
+            bench.kv.detach(bench.begin(num_cached))
+        for num_prompt in (1, 4, 5, 12, 13, 20):
+            sequence = bench.sequence(num_prompt)
+            num_found = bench.kv.find_prefix(sequence).num_tokens
+            assert all(bench.kv.may_have_prefix(sequence, count) for count in range(1, num_found + 1))
+            if windows[0] is None:
+                assert not any(bench.kv.may_have_prefix(sequence, count) for count in range(13, num_prompt))
+    assert not bench.kv.may_have_prefix(bench.sequence(20, isolation_key=b""), 1)

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loramux.engine.constraints.grammar import Grammar
 from loramux.engine.protocol.messages import Add
 from loramux.engine.scheduling.fair_queue import MAX_COST_RATIO, MAX_ROUNDS, ROUNDS_BETWEEN_CHECKS, FairQueue
 from loramux.engine.scheduling.shares import FairShare, place
 from loramux.engine.sequences.sequence import Sequence, SequenceState
+from tests.engine.constraints.test_grammar import Followed
 from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
 
 
@@ -316,6 +318,80 @@ def test_sequences_are_ready_while_their_adapter_is_resident() -> None:
     for sequence in queue.sequences():
         queue.remove(sequence)
     assert (queue.num_waiting, queue.num_cold, queue.num_waiting_tokens) == (0, 0, 0)
+
+
+def unready(queue: FairQueue, arrival: int, **fields: object) -> tuple[Sequence, Grammar]:
+    """A waiting sequence whose first mask is still being computed."""
+    sequence = waiting(queue, arrival, **fields)
+    queue.remove(sequence)
+    grammar = sequence.grammar = Grammar("", 50, b"", "", Followed())
+    queue.add(sequence)
+    return sequence, grammar
+
+
+def test_sequences_without_masks_take_no_place_in_the_order() -> None:
+    queue = FairQueue()
+    queue.set_resident("a", True)
+    pairs = [unready(queue, arrival, digest=digest) for arrival, digest in enumerate([None, "a", "b"])]
+    waiting(queue, 3)
+    assert [one.arrival for one in queue.order(1, 0)] == [3]
+    assert (queue.num_waiting, queue.num_ready, queue.num_cold, queue.num_paused) == (4, 1, 1, 0)
+    queue.set_resident("b", True)
+    assert (queue.num_ready, queue.num_cold) == (1, 0), "it still has no mask"
+    for sequence, grammar in pairs:
+        queue.unpark(sequence)
+        assert sequence not in queue.order(9, 0)
+        grammar.settle(b"\x06")
+        queue.unpark(sequence)
+    assert [one.arrival for one in queue.order(9, 0)] == [0, 1, 2, 3]
+    for sequence in queue.sequences():
+        queue.remove(sequence)
+    assert (queue.num_waiting, queue.num_ready, queue.num_waiting_tokens) == (0, 0, 0)
+
+
+def test_share_saves_up_no_credit_while_its_masks_are_computed() -> None:
+    queue = FairQueue()
+    slow, grammar = unready(queue, 0, share="slow")
+    for arrival in range(1, 60):
+        waiting(queue, arrival, "other")
+    for _ in range(20):
+        admit_next(queue)
+    grammar.settle(b"\x06")
+    queue.unpark(slow)
+    for arrival in range(60, 80):
+        waiting(queue, arrival, "slow")
+    assert Counter(admit_next(queue).add.share_key for _ in range(10)) == {"slow": 5, "other": 5}
+
+
+class Watched(Sequence):
+    """Counts how often a queue asks whether the sequence has run."""
+
+    __slots__ = ()
+    num_asked = 0
+
+    @property
+    def has_run(self) -> bool:
+        Watched.num_asked += 1
+        return False
+
+    @has_run.setter
+    def has_run(self, value: bool) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_ready", [True, False], ids=["ready", "without masks"])
+def test_refusing_one_of_a_flood_does_not_look_at_all_of_it(is_ready: bool) -> None:
+    queue = FairQueue()
+    for arrival in range(1000):
+        add = Add(sequence_id=str(arrival), prompt=(0,), max_tokens=1, sampling=GREEDY, share_key=str(arrival % 2))
+        sequence = Watched(add=add, owner=b"", arrival=arrival, seed=0)
+        if not is_ready:
+            sequence.grammar = Grammar("", 50, b"", "", Followed())
+        queue.add(sequence)
+    Watched.num_asked = 0
+    refused = [queue.shed_candidate() for _ in range(2)]
+    assert [one and one.arrival for one in refused] == [998, 998]
+    assert Watched.num_asked == 2
 
 
 def test_flood_barely_delays_a_polite_share(simulate: Simulate) -> None:

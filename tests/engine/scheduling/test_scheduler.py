@@ -5,15 +5,19 @@ import itertools
 import pytest
 
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool
+from loramux.engine.constraints.grammar import Grammar
 from loramux.engine.pages.eviction import LeastRecentlyUsed
+from loramux.engine.pages.host_pages import AnyPage
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.protocol.messages import Add
+from loramux.engine.protocol.service_tiers import INPUT_PRICE, OUTPUT_PRICE, TIER_FACTORS
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequences.cache_groups import cache_layout
 from loramux.engine.sequences.sequence import Sequence, SequenceState
+from tests.engine.constraints.test_grammar import ALLOWED, Followed
 from tests.engine.simulated_device import SimulatedPages, simulated_adapters
 from tests.engine.simulated_engine import GREEDY, Simulate, Simulation, finishes, stats_of
 from tests.engine.watched_stager import WatchedStager
@@ -96,8 +100,126 @@ def test_running_prompts_leave_a_quarter_for_new_short_prompts() -> None:
     assert bench.step() == {"long": 16}
     bench.add("short", num_prompt=3)
     assert bench.step() == {"long": 13, "short": 3}
-    bench.add("larger", num_prompt=5)
+    bench.add("larger", num_prompt=20)
     assert bench.step() == {"long": 15, "short": 1}, "unused rows go back to the long prompt"
+
+
+def test_prompt_much_shorter_than_the_rest_of_another_begins_in_chunks() -> None:
+    bench = Bench(num_pages=300, max_batch_tokens=64)
+    bench.add("long", num_prompt=1000, share_key="other")
+    bench.step()
+    bench.add("short", num_prompt=60)
+    bench.add("next", num_prompt=40)
+    assert bench.step() == {"long": 48, "short": 16}
+    assert bench.step() == {"long": 48, "short": 16}, "only one begins in chunks at a time"
+    bench.add("tiny", num_prompt=4, max_tokens=1)
+    assert bench.step() == {"long": 48, "short": 12, "tiny": 4}, "a prompt that fits does not wait for it"
+    assert bench.step() == {"long": 48, "short": 16}
+    assert bench.step() == {"short": 1, "long": 48, "next": 15}
+
+
+def test_new_prompts_leave_half_of_the_quarter_to_a_prompt_that_has_begun_in_chunks() -> None:
+    bench = Bench(num_pages=300, max_batch_tokens=64)
+    bench.add("long", num_prompt=1000, share_key="other")
+    bench.step()
+    bench.add("short", num_prompt=60)
+    steps = [bench.step()]
+    for number in range(5):
+        for share_key in "ab":
+            bench.add(f"tiny {number}", num_prompt=8, max_tokens=1, share_key=share_key)
+        steps.append(bench.step())
+    assert [step["long"] for step in steps] == [48] * 6
+    assert [step["short"] for step in steps] == [16, 8, 8, 8, 8, 8]
+
+
+class Throttled(Followed):
+    def is_awaited(self, grammar: Grammar) -> bool:
+        return False
+
+    def is_throttled(self, grammar: Grammar) -> bool:
+        return True
+
+
+def add_throttled(bench: Bench, num_prompt: int) -> tuple[Sequence, Grammar]:
+    """Run a sequence until it waits for the mask after its first token."""
+    sequence = bench.add("held", num_prompt=num_prompt, share_key="held")
+    grammar = sequence.grammar = Grammar("", 50, b"", "held", Throttled())
+    grammar.settle(ALLOWED)
+    while len(sequence.tokens) == num_prompt:
+        bench.step()
+    return sequence, grammar
+
+
+def test_share_pays_again_for_a_sequence_that_was_preempted_while_it_was_stalled() -> None:
+    bench = Bench(num_pages=16, max_batch_tokens=64)
+    held, grammar = add_throttled(bench, num_prompt=40)
+    bench.add("other", num_prompt=40, max_tokens=1)
+    served = bench.scheduler.queue.served(held)
+    while bench.step():
+        pass
+    assert bench.scheduler.num_preemptions == 1, "the other sequence needed its pages"
+    grammar.settle(ALLOWED)
+    bench.scheduler.queue.unpark(held)
+    bench.step()
+    assert bench.scheduler.queue.served(held) == served + INPUT_PRICE * 41 + OUTPUT_PRICE
+
+
+def test_share_does_not_pay_again_for_a_preemption_that_others_cause() -> None:
+    bench = Bench(num_pages=16)
+    flex = bench.add("flex", num_prompt=40, service_tier="flex", share_key="flex")
+    while len(flex.tokens) == 40:
+        bench.step()
+    served = bench.scheduler.queue.served(flex)
+    bench.add("priority", num_prompt=40, max_tokens=1, service_tier="priority")
+    while bench.scheduler.num_preemptions == 0 or len(flex.tokens) == 41:
+        bench.step()
+    assert bench.scheduler.queue.served(flex) == served + OUTPUT_PRICE / TIER_FACTORS["flex"]
+
+
+def test_sequence_with_a_token_in_flight_keeps_its_pages() -> None:
+    """With lookahead, a sequence of a throttled tenant sits out after each token. The token may end it."""
+    bench = Bench(num_pages=16, max_batch_tokens=64)
+    held, _ = add_throttled(bench, num_prompt=40)
+    held.choose(0)
+    bench.add("other", num_prompt=40, max_tokens=1)
+    assert bench.step() == {}
+    assert bench.running == {"held"}
+
+
+def test_prompt_that_is_not_much_shorter_waits_for_the_rest_of_another() -> None:
+    bench = Bench(num_pages=300, max_batch_tokens=64)
+    bench.add("long", num_prompt=256)
+    bench.step()
+    bench.add("other", num_prompt=40)
+    assert [bench.step() for _ in range(4)] == [{"long": 64}] * 3 + [{"long": 1, "other": 40}]
+
+
+def test_waiting_prompts_beside_a_long_one_look_up_one_page_each(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = simulate(num_pages=400, max_sequences=64, max_model_len=2048)
+    cached = tuple(range(320))
+    simulation.engine.add(b"", simulation.make_add("before", cached, 2, isolation_key=b"k"))
+    simulation.run()
+    simulation.add("long", num_prompt=1500)
+    for number in range(50):
+        # More tokens are left than fit beside the long prompt.
+        prompt = (*cached, *range(number, number + 380))
+        simulation.engine.add(b"", simulation.make_add(f"waiting {number}", prompt, 2, isolation_key=b"k"))
+    simulation.step()
+    simulation.step()
+    find, keys = simulation.prefixes.find_anywhere, []
+
+    def counted(key: bytes) -> AnyPage | None:
+        keys.append(key)
+        return find(key)
+
+    monkeypatch.setattr(simulation.prefixes, "find_anywhere", counted)
+    simulation.step()
+    assert len(keys) == 50
+    monkeypatch.undo()
+    simulation.run()
+    assert simulation.finished["waiting 0"].cached_tokens == 320
 
 
 def test_number_of_running_sequences_is_limited() -> None:

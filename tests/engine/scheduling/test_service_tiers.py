@@ -248,3 +248,36 @@ def test_priority_gets_pages_of_flex_behind_a_large_request() -> None:
     bench.add("priority", num_prompt=40, max_tokens=4, service_tier="priority", share_key="acme")
     bench.step()
     assert "priority" in bench.running
+
+
+def test_priority_begins_beside_a_long_flex_prompt() -> None:
+    bench = Bench(num_pages=2600, max_batch_tokens=64)
+    bench.add("flex", num_prompt=10_000, service_tier="flex", share_key="other")
+    assert bench.step() == {"flex": 64}
+    bench.add("chat", num_prompt=40, service_tier="priority")
+    assert [bench.step() for _ in range(3)] == [
+        {"flex": 48, "chat": 16},
+        {"flex": 40, "chat": 24},
+        {"flex": 63, "chat": 1},
+    ]
+
+
+def test_long_priority_prompt_goes_before_a_flex_prompt() -> None:
+    bench = Bench(num_pages=2600, max_batch_tokens=64)
+    bench.add("flex", num_prompt=400, service_tier="flex", share_key="other")
+    bench.step()
+    bench.add("chat", num_prompt=1000, service_tier="priority")
+    steps = [bench.step() for _ in range(3)]
+    assert [step["chat"] for step in steps] == [16, 48, 48]
+
+
+def test_priority_prompt_does_not_wait_for_another_because_of_a_flex_prompt() -> None:
+    bench = Bench(num_pages=2600, max_batch_tokens=64)
+    bench.add("flex", num_prompt=400, service_tier="flex", share_key="other")
+    bench.step()
+    bench.add("long", num_prompt=1000, service_tier="priority")
+    bench.step()
+    bench.add("chat", num_prompt=40, service_tier="priority", share_key="chat")
+    steps = [bench.step() for _ in range(3)]
+    assert [step["chat"] for step in steps] == [8, 12, 12]
+    assert [step["long"] for step in steps] == [48, 48, 48]
