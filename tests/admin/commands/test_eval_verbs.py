@@ -137,9 +137,9 @@ def test_demand_without_a_judge_names_none(
     bodies: list[Any] = []
     put = AdminClient.put
 
-    def keep(self: AdminClient, path: str, body: Any) -> Any:
+    def keep(self: AdminClient, path: str, body: Any, *options: Any, **named: Any) -> Any:
         bodies.append(body)
-        return put(self, path, body)
+        return put(self, path, body, *options, **named)
 
     monkeypatch.setattr(AdminClient, "put", keep)
     add_finished_eval(admin_side.services.database, adapter_id, 2, passed=4)

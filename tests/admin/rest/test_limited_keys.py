@@ -343,7 +343,7 @@ REFUSED = {
 KINDS = (NARROWED, ONE_OF_ITS, ONE_THAT_IS_NOT_THERE, OF_THE_TENANT, PUBLIC, STREAMED, SCRAPED, NEVER_THERE, REFUSED)
 
 BODIES: Mapping[str, Mapping[str, Any]] = {
-    "PUT /adapters/{adapter_id}/aliases/{name}": {"version": 1},
+    "PUT /adapters/{adapter_id}/aliases/{name}": {"version": 1, "share_base_cache": 16},
     "POST /adapters/{adapter_id}/uploads": {
         "files": [{"name": name, "size": 10, "sha256": "2" * 64} for name in (CONFIG_FILE, TENSORS_FILE)]
     },

@@ -115,7 +115,7 @@ def test_failing_version_is_taken_back(watched: Watched, acme: Tenant) -> None:
 def test_failing_version_is_taken_back_after_a_change_of_the_bounds(watched: Watched, acme: Tenant) -> None:
     watched.move()
     watched.move(CanaryRule(max_error_rate=0.2, min_requests=10))
-    watched.serve(acme, 3, "failed")
+    watched.serve(acme, 3, MODEL_FAILED)
     alias = watched.check()
     assert shares(alias) == {1: 100}
     assert alias.canary is not None
