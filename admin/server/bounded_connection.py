@@ -10,6 +10,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from loramux.admin.server.bounded_parser import BoundedParser
 from loramux.admin.server.client_addresses import origin_of
 from loramux.admin.server.connection_registry import ConnectionRegistry
 
@@ -53,6 +54,7 @@ class BoundedConnection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn = BoundedParser()
         assert isinstance(server_state, ConnectionRegistry)
         self._asked: ASGIApp = self.app
         self.app = self._call_app
