@@ -18,6 +18,8 @@ from loramux.platform.evals.schema_check import SchemaNotSupported, check_schema
 MAX_FILE_BYTES = 2 * 1024 * 1024
 MAX_CASES = 1000
 MAX_DEPTH = 32
+MAX_TEXTS = 1000
+"""Maximum number of texts that an answer must contain."""
 """Maximum nesting of a line's JSON."""
 MAX_ANSWER_TOKENS = 4096
 
@@ -103,6 +105,8 @@ def _case(line: bytes, number: int) -> Case:
         raise InvalidJson("specify equal, contains, fields, schema, judge or reference")
     if case.contains is not None and not all(case.required):
         raise InvalidJson("contains: an empty text is in every answer")
+    if len(case.required) > MAX_TEXTS:
+        raise InvalidJson(f"contains: there are more than {MAX_TEXTS} texts")
     if case.messages is not None:
         validated({"model": "", "messages": case.messages}, ChatRequest)
     if case.schema_ is not None:

@@ -327,3 +327,27 @@ def test_grammars_are_not_followed_without_a_required_sandbox() -> None:
         while not grammars.poll():
             select.select([grammars], [], [], 10)
         assert (grammar.failure, grammars.counts().num_processes) == (NOT_RUNNING, 0)
+
+
+FALSE_ANSWERS = r"""
+import socket
+from loramux.engine.constraints.grammar_messages import LENGTH
+link = socket.socket(fileno=0)
+forks = []
+while message := socket.recv_fds(link, 1, 1):
+    if not message[0]:
+        break
+    forks.append(socket.socket(fileno=message[1][0]))
+    begun = b"\x86\xa6number\xff" + b"\xa6forced\x90\xa4mask\xc0\xa7failure\xc0\xa5cpu_s\x00\xa9compile_s\xc0"
+    for answer in (begun, b"\xc1"):
+        forks[-1].sendall(LENGTH.pack(len(answer)) + answer)
+"""
+"""A process whose forks answer nonsense."""
+
+
+def test_a_fork_with_false_answers_ends_only_its_grammar() -> None:
+    with closing(Grammars((sys.executable, "-P", "-c", FALSE_ANSWERS), os.environ, VOCAB_SIZE)) as grammars:
+        grammar = grammars.request(b"", FIFTY)
+        while not grammars.poll():
+            select.select([grammars], [], [], 10)
+        assert (grammar.failure, grammars.counts().num_processes) == (TOO_COSTLY, 0)
