@@ -14,7 +14,12 @@ from loramux.platform.responses_api.field_names import rename_fields
 from loramux.platform.responses_api.input_items import InputItem, refuse_other_items
 from loramux.platform.responses_api.input_messages import messages_of
 from loramux.platform.responses_api.response_request import LOGPROBS, ResponseRequest, SchemaFormat
-from loramux.platform.responses_api.response_tools import chat_tool_choice, offered_tools, refuse_built_in_tools
+from loramux.platform.responses_api.response_tools import (
+    chat_tool_choice,
+    check_tools,
+    offered_tools,
+    refuse_built_in_tools,
+)
 
 
 class ResponseChat(ChatRequest):
@@ -42,6 +47,7 @@ def read_response_request(document: dict[str, Any]) -> ResponseRequest:
     refuse_other_items(document.get("input"))
     asked = validated(document, ResponseRequest)
     asked.check()
+    check_tools(asked.tools or ())
     return asked
 
 

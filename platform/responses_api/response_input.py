@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -117,6 +117,7 @@ async def _with_items(
     references = asked.references
     if not references:
         return asked
+    sizes: dict[str | None, int] = {}
     named = {reference.id for _, reference in references}
     found: dict[str | None, Any] = {item.id: item for item in earlier if item.id in named}
     homes = {home_of(reference.id): index for index, reference in references if reference.id not in found}
@@ -126,23 +127,44 @@ async def _with_items(
         )
     for home, index in homes.items():
         items = await _stored_items(services, caller, home, _no_item(index))
-        for item in await services.compute(read_items, items):
-            if item.id in named:
-                found.setdefault(item.id, item)
+        await services.compute(_add_named, items, named, found, sizes)
+    await services.compute(_measure, found, sizes)
     replaced: list[Any] = [*asked.input]
-    sizes = {item_id: len(item.model_dump_json(warnings=False)) for item_id, item in found.items()}
     num_characters = 0
     for index, reference in references:
         if reference.id not in found:
             raise _no_item(index)
         # An item counts as often as it is named, because it is rendered as often.
         num_characters += sizes[reference.id]
-        if num_characters > MAX_BYTES:
-            raise InvalidRequest(
-                f"the items that input refers to must not exceed {MAX_BYTES} characters in total", param="input"
-            )
+        _check_length(num_characters)
         replaced[index] = found[reference.id]
     return asked.model_copy(update={"input": replaced})
+
+
+def _add_named(
+    documents: list[Document], named: Container[str], found: dict[str | None, Any], sizes: dict[str | None, int]
+) -> None:
+    """Add the named items to `found` and measure them. Raises InvalidRequest once they are too long together."""
+    for item in read_items(documents):
+        if item.id in named:
+            found.setdefault(item.id, item)
+    _measure(found, sizes)
+
+
+def _measure(found: Mapping[str | None, Any], sizes: dict[str | None, int]) -> None:
+    num_characters = sum(sizes.values())
+    for item_id, item in found.items():
+        if item_id not in sizes:
+            sizes[item_id] = len(item.model_dump_json(warnings=False))
+            num_characters += sizes[item_id]
+            _check_length(num_characters)
+
+
+def _check_length(num_characters: int) -> None:
+    if num_characters > MAX_BYTES:
+        raise InvalidRequest(
+            f"the items that input refers to must not exceed {MAX_BYTES} characters in total", param="input"
+        )
 
 
 async def _stored_items(services: GatewayServices, caller: Principal, home: str, missing: NotFound) -> list[Document]:

@@ -239,6 +239,23 @@ async def test_an_item_counts_as_often_as_it_is_named(storing: Gateway, monkeypa
     await respond(storing, input=[*references[:1], {"role": "user", "content": "Again"}])
 
 
+async def test_no_more_items_are_read_once_they_are_too_long(storing: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [await respond(storing, input="x" * 600) for _ in range(3)]
+    read, read_items = list[Any](), response_input.read_items
+
+    def noted(items: list[Any]) -> list[Any]:
+        read.append(items)
+        return read_items(items)
+
+    monkeypatch.setattr(response_input, "read_items", noted)
+    monkeypatch.setattr(response_input, "MAX_BYTES", 1000)
+    named = [(await storing.http.get(f"{RESPONSES}/{one['id']}/input_items")).json()["data"][0] for one in made]
+    references = [{"type": "item_reference", "id": item["id"]} for item in named]
+    refused = await storing.http.post(RESPONSES, json={"model": "base", "input": references})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    assert len(read) == 2
+
+
 async def refused_reference(gateway: Gateway, item_id: str, **sent: Any) -> tuple[int, dict[str, Any]]:
     response = await gateway.http.post(RESPONSES, json={"model": "base", "input": referring(item_id)}, **sent)
     return response.status_code, response.json()["error"]
