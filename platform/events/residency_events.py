@@ -107,6 +107,27 @@ def _versions(connection: Connection, digests: Collection[str], now_us: int) -> 
     return versions
 
 
+def hidden_digests(database: Database, digests: Collection[str], tenant_id: str) -> set[str]:
+    """Return the weights that other tenants have too and that the tenant has not used in the last day. Blocking.
+
+    Where such weights are would tell the tenant that another one uses them.
+    """
+    columns = adapter_versions.c
+    query = (
+        select(columns.id, columns.digest, adapters.c.tenant_id)
+        .join(adapters, adapters.c.id == columns.adapter_id)
+        .where(columns.digest.in_(digests))
+    )
+    with database.read() as connection:
+        rows = connection.execute(query).all()
+        shared = {row.digest for row in rows if row.tenant_id != tenant_id}
+        if not shared:
+            return shared
+        requested = _requested(shared, {tenant_id}, database.now_us(connection))
+        used_ids = {row.adapter_version_id for row in connection.execute(requested)}
+    return shared - {row.digest for row in rows if row.id in used_ids}
+
+
 def _requested(digests: Collection[str], tenant_ids: Collection[str], now_us: int) -> CompoundSelect[Any]:
     """Select which of these tenants have sent a request to which version with these weights in the last day. Each
     branch reads an index.

@@ -14,11 +14,12 @@ from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
 from loramux.platform.events.event_log import EventFilter, EventLog
-from loramux.platform.events.residency_events import ResidencyEvents, _requested
+from loramux.platform.events.residency_events import ResidencyEvents, _requested, hidden_digests
 from loramux.platform.ledger.rollups import UsageRollups
 from loramux.platform.ledger.settlement import Settlement
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
 from tests.platform.clocked_databases import FakeClock
+from tests.platform.ready_adapters import add_ready_adapter
 
 DIGEST = "1" * 64
 
@@ -112,6 +113,22 @@ def test_tenant_does_not_learn_that_another_uses_the_same_weights(
     if stage == "summed":
         clock.advance(6 * 3600)
         assert shared.told("evicted") == []
+
+
+def test_shared_weights_are_hidden_from_a_tenant_that_does_not_use_them(clocked: Database, acme: Tenant) -> None:
+    shared = SharedWeights(clocked, acme)
+    own = add_ready_adapter(clocked, acme.id, "own", ["2" * 64])
+    digests = (DIGEST, "2" * 64)
+
+    def hidden() -> list[set[str]]:
+        return [hidden_digests(clocked, digests, tenant.id) for tenant in (shared.acme, shared.globex)]
+
+    assert own
+    assert hidden() == [{DIGEST}, set(digests)]
+    shared.request(shared.acme, is_settled=True)
+    assert hidden() == [set(), set(digests)]
+    shared.request(shared.globex, is_settled=False)
+    assert hidden() == [set(), {"2" * 64}]
 
 
 def test_requests_are_found_by_indexes(clocked: Database) -> None:

@@ -5,10 +5,15 @@ from typing import Any
 import httpx
 import pytest
 
+from loramux.admin.rest.adapters import warm_and_drain
 from loramux.engine.protocol.messages import AdapterState, Load
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.records import ReservationRequest
+from loramux.platform.ledger.settlement import Settlement
 from tests.admin.admin_side import AdminSide
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
 from tests.admin.rest.tenants_and_keys import bearer, new_key, new_tenant
+from tests.platform.ready_adapters import add_ready_adapter
 
 pytestmark = pytest.mark.anyio
 
@@ -152,6 +157,37 @@ async def test_archived_and_disabled_versions_leave_the_engine(
     assert not admin_side.engine.resident
     assert (await http.get(base)).json()["state"] == "disabled"
     assert (await http.post(f"{base}/enable")).json()["state"] == "active"
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_version_is_drained_once_its_own_requests_have_ended(
+    http: httpx.AsyncClient, base: str, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    database, tenants = admin_side.services.database, admin_side.services.accounts.tenants
+    monkeypatch.setattr(warm_and_drain, "DRAIN_TIMEOUT_S", 0.0)
+    version = (await http.get(f"{base}/versions/2")).json()
+    if is_shared:
+        add_ready_adapter(database, tenants.create("globex").id, "theirs", [version["digest"]])
+    [acme] = [tenant for tenant in tenants.list(10).data if tenant.slug == "acme"]
+    admission = Admission(database)
+    admission.reserve(
+        ReservationRequest(
+            request_id="req_1",
+            tenant_id=acme.id,
+            api_key_id=(await new_key(http, "acme"))["id"],
+            model="support",
+            adapter_id=version["adapter_id"],
+            adapter_version_id=version["id"],
+            endpoint="completions",
+            prompt_tokens=1,
+            reserved_tokens=1,
+        )
+    )
+    assert not (await http.post(f"{base}/versions/2/archive")).json()["drained"]
+    assert (await http.post(f"{base}/versions/3/archive")).json()["drained"]
+    assert not (await http.post(f"{base}/disable")).json()["drained"]
+    admission.settle("req_1", Settlement(status="completed", prompt_tokens=1, completion_tokens=0))
+    assert (await http.post(f"{base}/disable")).json()["drained"]
 
 
 async def test_a_tenant_cannot_lift_a_quarantine(http: httpx.AsyncClient, base: str) -> None:
