@@ -38,6 +38,10 @@ class Attempt:
     seconds: float
 
 
+_NOT_PUBLIC = "the host has no public address"
+"""Also the error for a name that does not exist, so that tenants learn no names of the server's network."""
+
+
 class TargetRefused(httpx.TransportError):
     """The target is not one that the server may call."""
 
@@ -138,9 +142,11 @@ class WebhookSender:
         try:
             addresses = await asyncio.wrap_future(lookup)
         except (OSError, UnicodeError) as error:
-            raise httpx.ConnectError("the host has no address") from error
+            if self.allows_private:
+                raise httpx.ConnectError("the host has no address") from error
+            raise TargetRefused(_NOT_PUBLIC) from error
         if not self.allows_private and not all(map(is_public, addresses)):
-            raise TargetRefused("the host's address is not public")
+            raise TargetRefused(_NOT_PUBLIC)
         return addresses
 
     async def _post(

@@ -66,6 +66,7 @@ class Keeping:
             adapter_id=None if adapter is None else adapter.adapter_id,
             input=[*listed_items(body.earlier, place), *listed_items(body.asked.input, place)],
             response=document,
+            earlier_adapter_ids=body.earlier_adapter_ids,
         )
 
     async def keep(self, document: Document) -> Document:

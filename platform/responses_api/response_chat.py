@@ -25,12 +25,14 @@ from loramux.platform.responses_api.response_tools import (
 class ResponseChat(ChatRequest):
     """A chat request with the response request that it was.
 
-    `places` says which field each message comes from, and `earlier` are the items before its own.
+    `places` says which field each message comes from, and `earlier` are the items before its own. `earlier_adapter_ids`
+    are the adapters whose stored answers the request continues or refers to.
     """
 
     asked: ResponseRequest
     places: tuple[str, ...]
     earlier: tuple[Any, ...]
+    earlier_adapter_ids: tuple[str | None, ...] = ()
 
     def answered_by(self, model: str, service_tier: str) -> Self:
         asked = self.asked.model_copy(update={"model": model, "service_tier": service_tier})

@@ -137,6 +137,36 @@ async def test_limited_key_sees_only_the_responses_of_its_adapters(storing: Gate
     assert await status_of(storing, of_base["id"], key=limited) == MISSING
 
 
+@pytest.mark.parametrize("how", ["continued", "referred to", "conversation"])
+async def test_limited_key_sees_no_response_to_which_another_model_has_contributed(storing: Gateway, how: str) -> None:
+    adapter_id = storing.add_adapter("acme", "support")
+    limited = storing.services.callers.api_keys.create(storing.tenant.id, "limited", adapters=[adapter_id]).secret
+
+    async def continued(model: str) -> str:
+        """The ID of the adapter's response after one of the model."""
+        conversation: dict[str, Any] = {}
+        if how == "conversation":
+            made = await storing.http.post("/v1/conversations", json={})
+            conversation = {"conversation": made.json()["id"]}
+        first = await respond(storing, model=model, **conversation)
+        match how:
+            case "continued":
+                sent: dict[str, Any] = {"previous_response_id": first["id"]}
+            case "referred to":
+                sent = {"input": referring(first["output"][0]["id"])}
+            case _:
+                sent = conversation
+        return str((await respond(storing, model="support", **sent))["id"])
+
+    assert (await status_of(storing, await continued("support"), key=limited))[0] == 200
+    mixed = await continued("base")
+    assert (await status_of(storing, mixed))[0] == 200
+    for path in (mixed, f"{mixed}/input_items"):
+        assert await status_of(storing, path, key=limited) == MISSING
+    last = await respond(storing, model="support", previous_response_id=mixed)
+    assert await status_of(storing, last["id"], key=limited) == MISSING
+
+
 async def test_content_is_encrypted_and_bound_to_its_tenant_and_id(storing: Gateway) -> None:
     made = await respond(storing)
     table = schema.responses
