@@ -27,6 +27,8 @@ MAX_LOOKUPS_EACH = 2
 """Largest number of lookups of one tenant's hosts at once."""
 MAX_ADDRESSES = 4
 """Largest number of a host's addresses that one attempt tries to connect to."""
+_NOT_PUBLIC = "the host has no public address"
+"""Also the error for a name that does not exist, so that tenants learn no names of the server's network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,6 @@ class Attempt:
     status: int | None
     error: str | None
     seconds: float
-
-
-_NOT_PUBLIC = "the host has no public address"
-"""Also the error for a name that does not exist, so that tenants learn no names of the server's network."""
 
 
 class TargetRefused(httpx.TransportError):
