@@ -66,6 +66,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "removexattr": (197, 14),
     "lremovexattr": (198, 15),
     "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
     "utime": (132, None),
     "utimes": (235, None),
     "futimesat": (261, None),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,15 +30,15 @@ def test_gateway_refuses_to_start_without_a_required_sandbox(
 ) -> None:
     for name in ("configure_logs", "load_extensions"):
         monkeypatch.setattr(gateway, name, lambda *_: None)
-    settings = Settings(model=str(demo_base), data_dir=tmp_path, engine=(Path("/e"),), sandbox="required")
+    settings = Settings(model=demo_base, data_dir=tmp_path, engine=(Path("/e"),), sandbox="required")
     with pytest.raises(StartRefused, match=LACKING):
         gateway.run(settings)
 
 
 def test_sandbox_is_needed_only_if_it_is_required(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_sandbox(Settings(model=str(demo_base)))
+    require_sandbox(Settings(model=demo_base))
     monkeypatch.setattr(validator, "missing_measures", lambda: (NETWORK,))
-    require_sandbox(Settings(model=str(demo_base), sandbox="required"))
+    require_sandbox(Settings(model=demo_base, sandbox="required"))
 
 
 def test_replica_refuses_to_start_without_a_required_sandbox(demo_base: Path, tmp_path: Path) -> None:
@@ -47,7 +48,8 @@ def test_replica_refuses_to_start_without_a_required_sandbox(demo_base: Path, tm
     settings = ReplicaSettings(engine=engine, start_timeout_s=1, step_timeout_s=1, is_on_loopback=False)
 
     async def start() -> None:
-        await EngineReplica.__init__(EngineReplica.__new__(EngineReplica), msgspec.json.encode(settings).decode())
+        initialize: Any = EngineReplica.__init__
+        await initialize(EngineReplica.__new__(EngineReplica), msgspec.json.encode(settings).decode())
 
     with pytest.raises(ValidationFailed, match=LACKING):
         asyncio.run(start())
