@@ -28,6 +28,8 @@ def attempt(action):
         return ["done", repr(action())]
     except OSError as error:
         return ["refused", error.errno]
+def own_file():
+    return os.open(scratch / "input", os.O_RDONLY)
 def queue_signal(pid):
     libc, number = ctypes.CDLL(None, use_errno=True), {"x86_64": 129, "aarch64": 138}[os.uname().machine]
     if libc.syscall(number, pid, 0, ctypes.create_string_buffer(128)) != 0:
@@ -188,6 +190,9 @@ def test_each_measure_alone_blocks_the_network(
             confinement.CALLS, "os.sched_setaffinity(os.getppid(), os.sched_getaffinity(0))", id="move the server"
         ),
         pytest.param(confinement.CALLS, "os.chmod(outside / 'secret', 0o777)", id="change a mode elsewhere"),
+        pytest.param(confinement.CALLS, "os.fchmod(own_file(), 0o777)", id="change the mode of an open file"),
+        pytest.param(confinement.CALLS, "os.fchown(own_file(), -1, -1)", id="change the owner of an open file"),
+        pytest.param(confinement.CALLS, "os.setxattr(own_file(), 'user.a', b'b')", id="set an attribute of a file"),
         pytest.param(confinement.CALLS, "os.utime(outside / 'secret')", id="change times elsewhere"),
         pytest.param(
             confinement.CALLS, "os.setxattr(outside / 'secret', 'user.a', b'b')", id="set an attribute elsewhere"
