@@ -117,11 +117,11 @@ class ResponseStore:
 
 def sealed_content(sealing: Sealing, stored: StoredResponse) -> bytes:
     """Return the encrypted content of a response's row. Raises ContentTooLong."""
-    document = {
-        "input": stored.input,
-        "response": stored.response,
-        "earlier_adapter_ids": stored.earlier_adapter_ids,
-    }
+    document: dict[str, Any] = {"input": stored.input, "response": stored.response}
+    others = [one for one in stored.earlier_adapter_ids if one != stored.adapter_id]
+    # Servers of earlier versions, which run during an upgrade, cannot read a row with this field.
+    if others:
+        document["earlier_adapter_ids"] = others
     return sealing.seal(stored.tenant_id, stored.id, document)
 
 

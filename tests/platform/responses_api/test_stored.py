@@ -14,7 +14,7 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.responses_api import response_input
-from loramux.platform.stored_responses.response_store import ResponseStore
+from loramux.platform.stored_responses.response_store import ResponseStore, StoredResponse, sealed_content
 from loramux.platform.stored_responses.sealing import MAX_CONTENT_BYTES, Sealing
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
@@ -165,6 +165,19 @@ async def test_limited_key_sees_no_response_to_which_another_model_has_contribut
         assert await status_of(storing, path, key=limited) == MISSING
     last = await respond(storing, model="support", previous_response_id=mixed)
     assert await status_of(storing, last["id"], key=limited) == MISSING
+
+
+@pytest.mark.parametrize(("earlier", "others"), [((), []), (("ada_1",), []), (("ada_1", None), [None])])
+def test_row_names_only_other_earlier_models(earlier: tuple[str | None, ...], others: list[str | None]) -> None:
+    stored = StoredResponse(
+        id="resp_1", tenant_id="ten_1", adapter_id="ada_1", input=[], response={}, earlier_adapter_ids=earlier
+    )
+    sealing = Sealing(b"a key of at least 32 characters.")
+    # Servers of earlier versions cannot read a row with a further field.
+    expected: dict[str, Any] = {"input": [], "response": {}}
+    if others:
+        expected["earlier_adapter_ids"] = others
+    assert sealing.open("ten_1", "resp_1", sealed_content(sealing, stored)) == expected
 
 
 async def test_content_is_encrypted_and_bound_to_its_tenant_and_id(storing: Gateway) -> None:
