@@ -14,7 +14,7 @@ MAX_BOUNDARY = 70
 """Longest boundary, in characters (RFC 2046, section 5.1.1)."""
 MAX_CONTENT_TYPE = 300
 """Longest `Content-Type` of a form, in characters. The email package takes quadratic time for a header's parameters."""
-MAX_HEADER_BYTES = 1024
+MAX_HEADER_BYTES = 2048
 """Longest header of a part, in bytes."""
 MAX_PARTS = 32
 

@@ -18,9 +18,9 @@ from loramux.platform.evals.schema_check import SchemaNotSupported, check_schema
 MAX_FILE_BYTES = 2 * 1024 * 1024
 MAX_CASES = 1000
 MAX_DEPTH = 32
+"""Maximum nesting of a line's JSON."""
 MAX_TEXTS = 1000
 """Maximum number of texts that an answer must contain."""
-"""Maximum nesting of a line's JSON."""
 MAX_ANSWER_TOKENS = 4096
 
 

@@ -14,7 +14,7 @@ from loramux.admin.rest.access import Caller, Reader, Services, tenant_filter
 from loramux.admin.rest.engine.engine_state import engine_stats
 from loramux.admin.rest.listing import ListDocument, TenantParam
 from loramux.engine.protocol.messages import ResidentAdapter, Stats
-from loramux.platform.events.residency_events import hidden_digests
+from loramux.platform.events.residency_events import used_digests
 
 router = APIRouter(prefix="/residency", tags=["residency"])
 
@@ -103,8 +103,8 @@ async def get_residency(
 
     The list is a snapshot, because a tier changes too fast for paging. `has_more` means that the tier contains more
     than `limit` adapters. Each adapter lists all versions with its digest. A tenant sees only its own versions, ordered
-    by name. If another tenant has the same weights, it sees them only if it has sent a request to them in the last day.
-    A key that is restricted to adapters sees only versions of those adapters.
+    by name, and only those that are pinned or that it has created, loaded or sent a request to in the last day. A key
+    that is restricted to adapters sees only versions of those adapters.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     stats = await engine_stats(services, with_tiers=True, replica=replica)
@@ -116,8 +116,9 @@ async def get_residency(
     owners = await services.call(owners_of, services.database, digests, tenant_id, caller.adapter_ids)
     own_tenant_id = caller.principal.tenant_id
     if own_tenant_id is not None:
-        hidden = await services.call(hidden_digests, services.database, owners, own_tenant_id)
-        owners = {digest: found for digest, found in owners.items() if digest not in hidden}
+        used = await services.call(used_digests, services.database, owners, own_tenant_id)
+        used |= services.engine.loads.loaded_by(own_tenant_id)
+        owners = {digest: found for digest, found in owners.items() if digest in used}
         # By name, because the last use can be another tenant's.
         held = sorted((one for one in held if one.digest in owners), key=lambda one: _by_name(owners[one.digest]))
     now_s = services.database.now_us() / 1e6
