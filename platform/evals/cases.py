@@ -85,6 +85,14 @@ def read_cases(content: bytes) -> CaseFile:
     return CaseFile(tuple(cases), lines_sha256(content))
 
 
+def check_lengths(file: CaseFile) -> None:
+    """Raise InvalidEval if a line of a new file has too many texts. Evals from before this limit still run."""
+    for case in file.cases:
+        if len(case.required) > MAX_TEXTS:
+            text = f"line {case.line}: contains: there are more than {MAX_TEXTS} texts"
+            raise InvalidEval("invalid_line", text, f"file[{case.line}]")
+
+
 def _case(line: bytes, number: int) -> Case:
     document = parse_strict_json(line)
     if not isinstance(document, dict):
@@ -105,8 +113,6 @@ def _case(line: bytes, number: int) -> Case:
         raise InvalidJson("specify equal, contains, fields, schema, judge or reference")
     if case.contains is not None and not all(case.required):
         raise InvalidJson("contains: an empty text is in every answer")
-    if len(case.required) > MAX_TEXTS:
-        raise InvalidJson(f"contains: there are more than {MAX_TEXTS} texts")
     if case.messages is not None:
         validated({"model": "", "messages": case.messages}, ChatRequest)
     if case.schema_ is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 import structlog
@@ -22,6 +22,8 @@ WARM_TIMEOUT_S = 30.0
 """Maximum time, in seconds, for loading each version before an alias moves. After that, the move is refused."""
 DRAIN_TIMEOUT_S = 2.0
 """Maximum time, in seconds, that a call waits for running requests. The engine unloads the adapter when they end."""
+MAX_UNLOADING = 16
+"""Maximum number of versions that one call has the engine unload at the same time."""
 LOOK_S = 0.1
 """Time between two looks at the running requests, in seconds."""
 
@@ -79,9 +81,7 @@ async def drain(services: AdminServices, adapter_id: str, number: int | None = N
     The engine's answer does not count: it depends on other tenants that have the same weights.
     """
     unserved = await services.call(services.adapters.version_states.unserved_digests, adapter_id, number)
-    unloading = [asyncio.create_task(_unload(services, digest)) for digest in unserved]
-    is_drained = await _has_ended(services, adapter_id, number)
-    await asyncio.gather(*unloading)
+    is_drained, _ = await asyncio.gather(_has_ended(services, adapter_id, number), _unload(services, unserved))
     if not is_drained:
         _log.info("adapter_draining")
     return is_drained
@@ -97,7 +97,15 @@ async def _has_ended(services: AdminServices, adapter_id: str, number: int | Non
     return True
 
 
-async def _unload(services: AdminServices, digest: str) -> None:
-    # If the engine does not answer in time, it unloads the adapter later. A restarted engine has none loaded.
-    with suppress(TimeoutError, EngineUnavailable):
-        await services.engine.client.call(Unload(digest=digest), DRAIN_TIMEOUT_S)
+async def _unload(services: AdminServices, digests: Iterable[str]) -> None:
+    slots = asyncio.Semaphore(MAX_UNLOADING)
+
+    async def unload(digest: str) -> None:
+        # If the engine does not answer in time, it unloads the adapter later. A restarted engine has none loaded.
+        async with slots:
+            with suppress(TimeoutError, EngineUnavailable):
+                await services.engine.client.call(Unload(digest=digest), DRAIN_TIMEOUT_S)
+
+    async with asyncio.TaskGroup() as group:
+        for digest in digests:
+            group.create_task(unload(digest))

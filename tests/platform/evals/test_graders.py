@@ -93,7 +93,8 @@ LONG = list(range(1000))
 @pytest.mark.parametrize(
     ("schema", "value"),
     [
-        ({"items": {"enum": LONG}}, [999] * 1000),
+        ({"items": {"enum": [*range(10_000)]}}, [9999] * 1000),
+        ({"items": {"enum": [[one] for one in LONG]}}, [[999]] * 1000),
         ({"items": {"anyOf": [{"const": one} for one in LONG]}}, [999] * 1000),
         ({"items": {"required": ["a"] * 1000}}, [{"a": 1}] * 1000),
         ({"items": {"properties": {str(one): True for one in LONG}}}, [{}] * 1000),
@@ -115,5 +116,5 @@ def test_costly_check_ends_early(schema: Any, value: Any) -> None:
 
 def test_line_with_a_costly_schema_does_not_pass() -> None:
     schema = {"items": {"enum": LONG}}
-    assert graded(json.dumps([999] * (MAX_STEPS // 1002)), schema=schema).is_passed
-    assert graded(json.dumps([999] * 1000), schema=schema).detail == "the schema takes too long to check"
+    assert graded(json.dumps([999] * 1000), schema=schema).is_passed
+    assert graded(json.dumps([999] * (MAX_STEPS // 100)), schema=schema).detail == "the schema takes too long to check"

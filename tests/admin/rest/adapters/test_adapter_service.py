@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import pytest
 
 from loramux.admin.rest.adapters import warm_and_drain
-from loramux.engine.protocol.messages import AdapterState, Load
+from loramux.admin.rest.adapters.warm_and_drain import MAX_UNLOADING
+from loramux.engine.protocol.messages import AdapterState, Load, Unload
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
 from loramux.platform.ledger.settlement import Settlement
@@ -188,6 +190,28 @@ async def test_version_is_drained_once_its_own_requests_have_ended(
     assert not (await http.post(f"{base}/disable")).json()["drained"]
     admission.settle("req_1", Settlement(status="completed", prompt_tokens=1, completion_tokens=0))
     assert (await http.post(f"{base}/disable")).json()["drained"]
+
+
+async def test_few_versions_are_unloaded_at_the_same_time(
+    http: httpx.AsyncClient, base: str, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [acme] = [tenant for tenant in admin_side.services.accounts.tenants.list(10).data if tenant.slug == "acme"]
+    digests = {f"{number:064x}" for number in range(3 * MAX_UNLOADING)}
+    adapter_id = add_ready_adapter(admin_side.services.database, acme.id, "long", sorted(digests))
+    unloading, unloaded, most = set[str](), set[str](), 0
+
+    async def unload(message: Unload, timeout_s: float) -> None:
+        nonlocal most
+        unloading.add(message.digest)
+        most = max(most, len(unloading))
+        await asyncio.sleep(0)
+        unloading.remove(message.digest)
+        unloaded.add(message.digest)
+        raise TimeoutError
+
+    monkeypatch.setattr(admin_side.engine, "call", unload)
+    assert (await http.post(f"/admin/v1/adapters/{adapter_id}/disable")).json()["drained"]
+    assert (unloaded, most) == (digests, MAX_UNLOADING)
 
 
 async def test_a_tenant_cannot_lift_a_quarantine(http: httpx.AsyncClient, base: str) -> None:
