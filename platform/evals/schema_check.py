@@ -21,8 +21,8 @@ _NOTES = ("title", "description", "default", "examples", "$schema")
 _LISTS = ("type", "properties", "required")
 
 MAX_STEPS = 200_000
-"""Maximum number of keywords, values and entries that the check of one value visits. Takes about 0.2 s. For a scalar, ten
-entries of an enum count as one.
+"""Maximum number of keywords, values and entries that the check of one value visits. Takes about 0.2 s. For a scalar,
+ten entries of an enum count as one.
 """
 
 
