@@ -14,6 +14,7 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.responses_api import response_input
+from loramux.platform.responses_api.stored_items import read_items
 from loramux.platform.stored_responses.response_store import ResponseStore, StoredResponse, sealed_content
 from loramux.platform.stored_responses.sealing import MAX_CONTENT_BYTES, Sealing
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -284,7 +285,7 @@ async def test_an_item_counts_as_often_as_it_is_named(storing: Gateway, monkeypa
 
 async def test_no_more_items_are_read_once_they_are_too_long(storing: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     made = [await respond(storing, input="x" * 600) for _ in range(3)]
-    read, read_items = list[Any](), response_input.read_items
+    read = list[Any]()
 
     def noted(items: list[Any]) -> list[Any]:
         read.append(items)
