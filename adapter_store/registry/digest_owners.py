@@ -22,6 +22,7 @@ class DigestOwner:
     adapter_id: str
     adapter_name: str
     version: int
+    is_pinned: bool = False
 
 
 def owners_of(
@@ -34,7 +35,13 @@ def owners_of(
     columns = adapter_versions.c
     query = (
         select(
-            columns.digest, adapters.c.tenant_id, tenants.c.slug, columns.adapter_id, adapters.c.name, columns.number
+            columns.digest,
+            columns.adapter_id,
+            columns.number,
+            columns.pinned_us,
+            adapters.c.tenant_id,
+            adapters.c.name,
+            tenants.c.slug,
         )
         .join_from(adapter_versions, adapters)
         .join(tenants, tenants.c.id == adapters.c.tenant_id)
@@ -60,6 +67,7 @@ def owners_of(
             adapter_id=row.adapter_id,
             adapter_name=row.name,
             version=row.number,
+            is_pinned=row.pinned_us is not None,
         )
         owners.setdefault(row.digest, []).append(owner)
     return owners

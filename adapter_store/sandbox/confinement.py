@@ -9,7 +9,7 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from loramux.adapter_store.sandbox.landlock import restrict_files
@@ -20,6 +20,8 @@ MEASURES = (PRIVILEGES, NETWORK, FILES, CALLS)
 """Names of the measures that `confine` takes. NETWORK or CALLS alone is enough to deny the network."""
 ESSENTIAL = (PRIVILEGES, FILES, CALLS)
 """Measures that together deny access to files, other processes and the network, even without NETWORK."""
+REQUIRED = "--sandbox-required"
+"""Argument of a program that calls `confine` with `required=ESSENTIAL`."""
 
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -41,14 +43,21 @@ def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def confine(writable: Iterable[Path]) -> list[str]:
+def confine(writable: Iterable[Path], required: Collection[str] = ()) -> list[str]:
     """Drop all privileges, and deny access to the network, other processes and files.
 
     The directories `writable` and, for reading, Python's own files remain accessible.
 
     The process is also killed when the thread that started it dies. Returns the names of the measures that this machine
-    lacks. Kernels and containers differ in which measures they allow.
+    lacks. Kernels and containers differ in which measures they allow. Exits if the machine lacks a `required` measure.
     """
+    missing = _confine(writable)
+    if lacking := [name for name in required if name in missing]:
+        sys.exit(f"this machine has no {' and no '.join(lacking)}, which the sandbox is configured to require")
+    return missing
+
+
+def _confine(writable: Iterable[Path]) -> list[str]:
     if sys.platform != "linux":
         return list(MEASURES)
     end_with_parent()

@@ -23,6 +23,7 @@ from loramux.adapter_store.formats.packed.invocation_tokens import INVOCATION_KE
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.formats.version_files.adapter_task import task_problem
+from loramux.adapter_store.sandbox.confinement import ESSENTIAL
 from loramux.adapter_store.sandbox.fork_server import (
     Ended,
     ForkLimits,
@@ -250,6 +251,16 @@ def missing_measures(command: Sequence[str] = _PROBE) -> tuple[str, ...]:
         return tuple(msgspec.json.decode(done.stdout, type=list[str]))
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
         raise ValidationFailed(f"the sandbox of the validation process cannot be tested: {error}") from error
+
+
+def check_sandbox() -> None:
+    """Raise ValidationFailed if the machine lacks a measure that the setting `sandbox = "required"` demands."""
+    missing = missing_measures()
+    if lacking := [name for name in ESSENTIAL if name in missing]:
+        raise ValidationFailed(
+            f"the setting sandbox is 'required', and this machine's kernel or container has no "
+            f"{' and no '.join(lacking)}: 'loramux doctor --data-dir DIR' says how to fix it"
+        )
 
 
 def _check_end(ended: Ended) -> None:

@@ -104,9 +104,8 @@ def main() -> int:
     # Confine the process before it reads any of the tenant's data.
     limit_resources(limits.memory_bytes, limits.file_bytes, math.ceil(limits.time_s))
     with _own_status() as status:
-        missing = confine({path.parent for path in (job.config, job.tensors, job.canonical, job.packed)})
-        if lacking := [name for name in request["required"] if name in missing]:
-            sys.exit(f"this machine has no {' and no '.join(lacking)}, which the sandbox is configured to require")
+        folders = {path.parent for path in (job.config, job.tensors, job.canonical, job.packed)}
+        missing = confine(folders, request["required"])
         json.dump({**answer_to(job, target, base), "missing": missing, "usage": _usage(status)}, sys.stdout)
     return 0
 

@@ -31,12 +31,11 @@ from loramux.admin.console.console_site import Site
 from loramux.admin.console.forms import Form, read_form
 from loramux.admin.console.oidc.role_confirmation import ConfirmInBrowser
 from loramux.admin.console.rest_calls import RestCalls, RestError
-from loramux.admin.console.sessions.cookies import SESSION, read_cookie
+from loramux.admin.console.sessions.cookies import SESSION, read_cookie, read_theme
 from loramux.admin.console.sessions.sessions import Session
 from loramux.platform.errors import ApiError
 
 RETRY_S = 5
-THEME = "loramux_theme"
 DATABASE_TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
 
 log = structlog.get_logger(__name__)
@@ -136,7 +135,7 @@ def redirect(request: Request, url: str) -> Response:
 
 
 def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
-    theme = request.cookies.get(THEME)
+    theme = read_theme(request)
 
     def url(path: str, **params: Any) -> str:
         return console_url(request, path, **params)

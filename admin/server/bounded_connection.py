@@ -10,6 +10,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from loramux.admin.server.bounded_parser import MAX_HEAD_BYTES, BoundedParser
 from loramux.admin.server.client_addresses import origin_of
 from loramux.admin.server.connection_registry import ConnectionRegistry
 
@@ -36,6 +37,11 @@ REFUSAL = (
     b"content-length: " + str(len(_BODY)).encode() + b"\r\n\r\n" + _BODY
 )
 """Response to a connection that exceeds a limit."""
+_TOO_LONG = f"The request head exceeds {MAX_HEAD_BYTES} bytes.".encode()
+LONG_HEAD_REFUSAL = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+    b"content-length: " + str(len(_TOO_LONG)).encode() + b"\r\n\r\n" + _TOO_LONG
+)
 
 
 class BoundedConnection(H11Protocol):
@@ -53,6 +59,7 @@ class BoundedConnection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn = self._parser = BoundedParser()
         assert isinstance(server_state, ConnectionRegistry)
         self._asked: ASGIApp = self.app
         self.app = self._call_app
@@ -91,6 +98,13 @@ class BoundedConnection(H11Protocol):
     def _should_upgrade(self) -> bool:
         """No protocol is offered. uvicorn would advise the operator to install a library for each request that asks."""
         return False
+
+    def send_400_response(self, msg: str) -> None:
+        if self._parser.is_head_too_long:
+            self.transport.write(LONG_HEAD_REFUSAL)
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
 
     def on_response_complete(self) -> None:
         self.since_s = self.loop.time()

@@ -328,7 +328,9 @@ class Settings(ModelSettings):
     """
     presigned_uploads: bool = True
     sandbox: Literal["preferred", "required"] = "preferred"
-    """`required`: refuse to start unless uploads can be validated under landlock, seccomp and no_new_privs."""
+    """`required`: refuse to start unless uploads, grammars and chat templates can be processed under landlock, seccomp
+    and no_new_privs. Applies to the process that has the setting, and to its engines.
+    """
     pool_bytes: Annotated[Size, Field(ge=1 << 20)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     max_batch_tokens: Annotated[int, Field(ge=1)] | None = None

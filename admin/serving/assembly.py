@@ -55,6 +55,7 @@ from loramux.admin.serving.gateway_assembly import (
     GatewayStores,
     open_batches,
     open_gateway,
+    open_templates,
     refused_starts,
     revealed,
     served_model,
@@ -90,7 +91,6 @@ from loramux.platform.telemetry.package_metrics import IngestMetrics, ReplicaMet
 from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.prompt_hash import prompt_sha256
-from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def open_stores(
     registry = AdapterRegistry(database, (served_name,), StockLimits(), base_id)
     special_tokens = read_special_tokens(settings.model_dir)
     vocabulary = tokenizer.base_vocabulary(model.vocab_size, special_tokens)
-    templates = TenantTemplates(special_tokens, tokenizer.chat_template)
+    templates = open_templates(settings, tokenizer)
     stack.callback(templates.close)
     required = ESSENTIAL if settings.sandbox == "required" else ()
     quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)

@@ -19,6 +19,7 @@ from loramux.admin.server.gguf_base import with_model_directory
 from loramux.admin.server.listeners import bind, is_loopback, url_of
 from loramux.admin.server.logs import configure_logs
 from loramux.admin.server.pulled_model import local_model
+from loramux.admin.server.required_sandbox import require_sandbox
 from loramux.admin.server.settings import Settings
 from loramux.admin.server.stop_signals import StopSignals
 from loramux.admin.serving.local_engines import open_several
@@ -40,6 +41,7 @@ def run(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening."""
     configure_logs(settings.log_format)
     load_extensions()
+    require_sandbox(settings)
     warn_of_unread_variable()
     if not settings.engine:
         raise StartRefused("a gateway needs an engine: set --engine to the path that 'loramux serve' prints")

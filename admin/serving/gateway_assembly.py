@@ -107,7 +107,7 @@ def assemble_gateway(
             api_keys=ApiKeys(database, tokens=tokens),
             registry=AdapterRegistry(database, (settings.resolved_served_name,), base_id=info.base_sha256),
             tokenizer=tokenizer,
-            templates=TenantTemplates(read_special_tokens(settings.model_dir), tokenizer.chat_template),
+            templates=open_templates(settings, tokenizer),
         )
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
         served = served_model(settings, model, info.max_model_len)
@@ -161,7 +161,13 @@ def open_gateway(
         engine=engine,
         tokenizer=stores.tokenizer,
         templates=stores.templates,
-        grammars=GrammarChecker(settings.model_dir, model.vocab_size, model.eos_token_ids, metrics.grammars.note_check),
+        grammars=GrammarChecker(
+            settings.model_dir,
+            model.vocab_size,
+            model.eos_token_ids,
+            metrics.grammars.note_check,
+            is_sandbox_required=settings.sandbox == "required",
+        ),
         model=model,
         executor=executor,
         metrics=metrics,
@@ -175,6 +181,14 @@ def open_gateway(
     stack.callback(gateway.close)
     gateway.prompts.grammars.preload()
     return gateway
+
+
+def open_templates(settings: Settings, tokenizer: ModelTokenizer) -> TenantTemplates:
+    return TenantTemplates(
+        read_special_tokens(settings.model_dir),
+        tokenizer.chat_template,
+        is_sandbox_required=settings.sandbox == "required",
+    )
 
 
 def open_batches(settings: Settings, directory: DataDirectory, database: Database, blobs: BlobStore) -> BatchServices:

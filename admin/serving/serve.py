@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
-from loramux.adapter_store.sandbox.confinement import ESSENTIAL
-from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.client_addresses import TrustedProxies, warn_of_unread_variable
 from loramux.admin.server.connection_limits import ListenerLimits, make_room
@@ -26,6 +24,7 @@ from loramux.admin.server.listeners import bind, is_loopback, url_of
 from loramux.admin.server.logs import configure_logs
 from loramux.admin.server.pulled_model import local_model
 from loramux.admin.server.quantized_base import quantize_base
+from loramux.admin.server.required_sandbox import require_sandbox
 from loramux.admin.server.settings import Settings
 from loramux.admin.server.stop_signals import StopSignals
 from loramux.admin.serving.engine_plans import plan_engines
@@ -74,8 +73,7 @@ def run(
     """
     configure_logs(settings.log_format)
     load_extensions()
-    if settings.sandbox == "required":
-        check_sandbox(missing_measures)
+    require_sandbox(settings)
     warn_of_unread_variable()
     has_peers = settings.peer_address is not None
     limits = make_room(settings.max_connections, settings.max_connections_per_address, has_peers)
@@ -102,19 +100,6 @@ def with_bound_ports(settings: Settings, gateway: socket.socket, admin: socket.s
     """Replace port 0 with the port that the system has chosen, because clients cannot call port 0."""
     ports = {"port": gateway.getsockname()[1], "admin_port": admin.getsockname()[1]}
     return settings.model_copy(update=ports)
-
-
-def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
-    """Raise StartRefused if the machine lacks a sandbox mechanism that validating uploads requires."""
-    try:
-        missing = find_missing()
-    except ValidationFailed as error:
-        raise StartRefused(str(error)) from error
-    if lacking := [name for name in ESSENTIAL if name in missing]:
-        raise StartRefused(
-            f"the setting sandbox is 'required', and this machine's kernel or container has no "
-            f"{' and no '.join(lacking)}: 'loramux doctor --data-dir DIR' says how to fix it"
-        )
 
 
 def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConfig, EngineConfig]:
@@ -155,6 +140,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             fused_lora=settings.fused_lora,
             speculate=settings.speculate or DEFAULT_SPECULATE[device],
             tensor_parallel_size=settings.tensor_parallel_size or 1,
+            is_sandbox_required=settings.sandbox == "required",
             traces=settings.trace_config,
         )
         if settings.num_threads is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Annotated
 
 import msgspec
 
@@ -11,6 +12,13 @@ EXIT_UNUSABLE = 3
 
 LENGTH = struct.Struct("!I")
 """A frame is the length of a message in bytes, followed by the message in MessagePack."""
+
+
+MAX_ANSWER_BYTES = 1 << 20
+"""Longest answer of a fork, in bytes: a mask for eight million tokens."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Follow(msgspec.Struct, frozen=True, tag=True):
@@ -37,12 +45,12 @@ class Followed(msgspec.Struct, frozen=True):
     """
 
     number: int
-    forced: tuple[int, ...] = ()
+    forced: tuple[TokenId, ...] = ()
     mask: bytes | None = None
     failure: str | None = None
-    cpu_s: float = 0.0
+    cpu_s: Seconds = 0.0
     """Processor time spent, in seconds."""
-    compile_s: float | None = None
+    compile_s: Seconds | None = None
     """Time to compile the grammar, in seconds. None if the grammar was compiled already."""
 
 

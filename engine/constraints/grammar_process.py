@@ -14,12 +14,13 @@ import socket
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from loramux.adapter_store.sandbox.confinement import confine, limit_resources
+from loramux.adapter_store.sandbox.confinement import ESSENTIAL, REQUIRED, confine, limit_resources
 from loramux.adapter_store.sandbox.fork_server import lower_priority
 from loramux.engine.constraints.grammar_messages import EXIT_UNUSABLE, LENGTH, Follow, Followed, Forget, frame
 from loramux.engine.constraints.limits import COMPILE_CPU_S, STACK_BYTES, TOKEN_CPU_S, parser_limits
@@ -128,7 +129,7 @@ def _mask_of(matcher: LLMatcher) -> bytes | None:
     return None if matcher.is_stopped() else matcher.compute_bitmask()
 
 
-def serve(vocabulary: LLTokenizer, ahead_cpu_s: float = AHEAD_CPU_S) -> None:
+def serve(vocabulary: LLTokenizer, ahead_cpu_s: float = AHEAD_CPU_S, required: Collection[str] = ()) -> None:
     """Fork for each socket received on standard input, until the engine closes its end."""
     link = socket.socket(fileno=os.dup(0))
     # Otherwise, the socket would stay open in the forks, and the engine would not notice that this process has ended.
@@ -144,7 +145,7 @@ def serve(vocabulary: LLTokenizer, ahead_cpu_s: float = AHEAD_CPU_S) -> None:
             return
         if os.fork() == 0:
             link.close()
-            _limit()
+            _limit(required)
             with open(files[0], "rb", closefd=False) as received, open(files[0], "wb", closefd=False) as sent:
                 _serve_tenant(received, sent, Follower(vocabulary, ahead_cpu_s))
             os._exit(0)
@@ -172,7 +173,7 @@ def _serve_tenant(received: IO[bytes], sent: IO[bytes], follower: Follower) -> N
         os._exit(0)
 
 
-def _limit() -> None:
+def _limit(required: Collection[str]) -> None:
     """Limit this fork's memory and priority, and confine it. The time of each message is limited in `follow`."""
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit_resources(used_bytes + MEMORY_BYTES, 0, resource.RLIM_INFINITY)
@@ -181,16 +182,18 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, stack_bytes))
     os.setsid()
     lower_priority(NICENESS)
-    confine(())
+    confine((), required)
 
 
 def main() -> int:
+    required = ESSENTIAL if REQUIRED in sys.argv else ()
+    model_dir, vocab_size, *eos_token_ids = (one for one in sys.argv[1:] if one != REQUIRED)
     try:
-        vocabulary = load_vocabulary(Path(sys.argv[1]), int(sys.argv[2]), [int(one) for one in sys.argv[3:]])
+        vocabulary = load_vocabulary(Path(model_dir), int(vocab_size), [int(one) for one in eos_token_ids])
     except VocabularyNotUsable as error:
         print(error, file=sys.stderr)
         return EXIT_UNUSABLE
-    serve(vocabulary)
+    serve(vocabulary, required=required)
     return 0
 
 

@@ -10,14 +10,20 @@ from collections.abc import Iterator
 import msgspec
 
 from loramux.engine.constraints.grammar import Grammar
-from loramux.engine.constraints.grammar_messages import LENGTH, Follow, Followed, Forget, frame
+from loramux.engine.constraints.grammar_messages import LENGTH, MAX_ANSWER_BYTES, Follow, Followed, Forget, frame
 from loramux.engine.constraints.process_link import ProcessLink
 
 _RECEIVE_BYTES = 1 << 18
+_BEGUN = -1
+"""Number in the first message of a fork, which is not an answer."""
 
 
 class TenantFork:
-    """Sends and receives without blocking. `send` and `receive` raise OSError if the fork has ended."""
+    """Sends and receives without blocking. `send` and `receive` raise OSError if the fork has ended.
+
+    A fork has read a tenant's grammars, so its answers are not trusted. `receive` also raises OSError for an answer
+    that is malformed, too long or not the one that is due.
+    """
 
     def __init__(self, isolation_key: bytes, end: socket.socket, process: ProcessLink) -> None:
         self.isolation_key = isolation_key
@@ -67,6 +73,9 @@ class TenantFork:
                 raise ConnectionResetError
             self._received += received
             while (answer := self._next()) is not None:
+                due = _BEGUN if not self.has_begun else self.unanswered[0] if self.unanswered else None
+                if answer.number != due:
+                    raise ConnectionAbortedError("the fork has sent an answer that is not due")
                 if self.has_begun:
                     self.unanswered.popleft()
                 self.has_begun = True
@@ -75,9 +84,15 @@ class TenantFork:
     def _next(self) -> Followed | None:
         if len(self._received) < LENGTH.size:
             return None
-        end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+        (num_bytes,) = LENGTH.unpack_from(self._received)
+        if num_bytes > MAX_ANSWER_BYTES:
+            raise ConnectionAbortedError("the fork has sent an answer that is too long")
+        end = LENGTH.size + num_bytes
         if len(self._received) < end:
             return None
-        answer = self._decoder.decode(self._received[LENGTH.size : end])
+        try:
+            answer = self._decoder.decode(self._received[LENGTH.size : end])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConnectionAbortedError("the fork has sent a malformed answer") from error
         del self._received[:end]
         return answer

@@ -16,6 +16,7 @@ import torch
 
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.quantization.base_format import read_format
+from loramux.adapter_store.sandbox.confinement import REQUIRED
 from loramux.adapter_store.sandbox.fork_server import worker_environment
 from loramux.adapter_store.tiers.host_slab import EngineMemory
 from loramux.adapter_store.tiers.host_tier import HostTier
@@ -450,6 +451,8 @@ def _quantization(base: LoadedBase) -> str | None:
 def _grammars(config: EngineConfig, model: ModelConfig) -> Grammars:
     arguments = (str(Path(config.model_dir).absolute()), str(model.vocab_size), *map(str, model.eos_token_ids))
     command = (sys.executable, "-P", "-m", "loramux.engine.constraints.grammar_process", *arguments)
+    if config.is_sandbox_required:
+        command = (*command, REQUIRED)
     return Grammars(command, worker_environment(), model.vocab_size)
 
 

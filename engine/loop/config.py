@@ -109,6 +109,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number of adapters that the staging process loads in parallel, each on its own thread."""
     ran_at_death: tuple[str, ...] = ()
     """Ids of the sequences that were running when the previous engine died. They are reported to gateways."""
+    is_sandbox_required: bool = False
+    """Refuse grammars if the processes that follow them lack an essential measure of the sandbox."""
     traces: TraceConfig | None = None
     """Export settings for the spans of traced requests. If None, tracing is off and OpenTelemetry is not imported."""
     seed: int = 0

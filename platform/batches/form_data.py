@@ -12,7 +12,9 @@ from loramux.platform.errors import InvalidRequest
 
 MAX_BOUNDARY = 70
 """Longest boundary, in characters (RFC 2046, section 5.1.1)."""
-MAX_HEADER_BYTES = 8192
+MAX_CONTENT_TYPE = 300
+"""Longest `Content-Type` of a form, in characters. The email package takes quadratic time for a header's parameters."""
+MAX_HEADER_BYTES = 2048
 """Longest header of a part, in bytes."""
 MAX_PARTS = 32
 
@@ -32,6 +34,8 @@ class FormParser:
     """
 
     def __init__(self, content_type: str) -> None:
+        if len(content_type) > MAX_CONTENT_TYPE:
+            raise InvalidRequest(f"the Content-Type exceeds {MAX_CONTENT_TYPE} characters", param="Content-Type")
         header = Message()
         header["content-type"] = content_type.encode("latin-1", "replace").decode("ascii", "replace")
         boundary = header.get_boundary("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
+from loramux.adapter_store.validation.validator import check_sandbox
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.messages import Stats, StatsRequest
 from loramux.platform.cluster.gateway_sessions import GatewaySessions
@@ -48,6 +50,9 @@ class EngineReplica:
         parsed = msgspec.json.decode(settings, type=ReplicaSettings)
         if parsed.is_on_loopback:
             stay_on_loopback()
+        if parsed.engine.is_sandbox_required:
+            # The server has checked its own machine only.
+            await asyncio.to_thread(check_sandbox)
         supervision = Supervision(step_timeout_s=parsed.step_timeout_s, start_timeout_s=parsed.start_timeout_s)
         self._engine = LocalEngine(parsed.engine, supervision, parsed.command or ENGINE_COMMAND)
         self._sessions = GatewaySessions(self._engine, zmq.asyncio.Context())

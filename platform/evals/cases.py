@@ -19,6 +19,8 @@ MAX_FILE_BYTES = 2 * 1024 * 1024
 MAX_CASES = 1000
 MAX_DEPTH = 32
 """Maximum nesting of a line's JSON."""
+MAX_TEXTS = 1000
+"""Maximum number of texts that an answer must contain."""
 MAX_ANSWER_TOKENS = 4096
 
 
@@ -81,6 +83,14 @@ def read_cases(content: bytes) -> CaseFile:
     if not cases:
         raise InvalidEval("no_cases", "the file has no lines", "file")
     return CaseFile(tuple(cases), lines_sha256(content))
+
+
+def check_lengths(file: CaseFile) -> None:
+    """Raise InvalidEval if a line of a new file has too many texts. Evals from before this limit still run."""
+    for case in file.cases:
+        if len(case.required) > MAX_TEXTS:
+            text = f"line {case.line}: contains: there are more than {MAX_TEXTS} texts"
+            raise InvalidEval("invalid_line", text, f"file[{case.line}]")
 
 
 def _case(line: bytes, number: int) -> Case:

@@ -10,7 +10,7 @@ from typing import Any
 
 from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
 from loramux.platform.evals.cases import MAX_DEPTH, Case, is_deeper
-from loramux.platform.evals.schema_check import follows, same
+from loramux.platform.evals.schema_check import SchemaTooCostly, follows, same
 
 _FENCED = re.compile(r"\A```[a-zA-Z]*\n(.*)\n```\Z", re.DOTALL)
 
@@ -42,7 +42,10 @@ def grade_text(case: Case, answer: str) -> list[Grade]:
         right = sum(_has_field(value, name, wanted) for name, wanted in case.fields_.items())
         grades.append(_share(right, len(case.fields_), "fields are wrong or missing"))
     if case.schema_ is not None:
-        grades.append(_all_or_nothing(follows(case.schema_, value), "the JSON does not follow the schema"))
+        try:
+            grades.append(_all_or_nothing(follows(case.schema_, value), "the JSON does not follow the schema"))
+        except SchemaTooCostly:
+            grades.append(Grade(0.0, False, "the schema takes too long to check"))
     return grades
 
 

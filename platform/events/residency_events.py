@@ -108,6 +108,30 @@ def _versions(connection: Connection, digests: Collection[str], now_us: int) -> 
     return versions
 
 
+def used_digests(database: Database, digests: Collection[str], tenant_id: str) -> set[str]:
+    """Return those of the weights of which the tenant has pinned a version, or created or used one in the last day.
+
+    The answer does not depend on other tenants that have the same weights. Blocking.
+    """
+    columns = adapter_versions.c
+    query = (
+        select(columns.id, columns.digest, columns.pinned_us, columns.created_us, adapters.c.tenant_id)
+        .join(adapters, adapters.c.id == columns.adapter_id)
+        .where(columns.digest.in_(digests))
+    )
+    with database.read() as connection:
+        rows = connection.execute(query).all()
+        now_us = database.now_us(connection)
+        requested = connection.execute(_requested(digests, {tenant_id}, now_us))
+        requested_ids = {row.adapter_version_id for row in requested}
+    return {
+        row.digest
+        for row in rows
+        if row.id in requested_ids
+        or (row.tenant_id == tenant_id and (row.pinned_us is not None or row.created_us > now_us - DAY_US))
+    }
+
+
 def _requested(digests: Collection[str], tenant_ids: Collection[str], now_us: int) -> CompoundSelect[Any]:
     """Select which of these tenants have sent a request to which version with these weights in the last day. Each
     branch reads an index.

@@ -27,6 +27,8 @@ MAX_LOOKUPS_EACH = 2
 """Largest number of lookups of one tenant's hosts at once."""
 MAX_ADDRESSES = 4
 """Largest number of a host's addresses that one attempt tries to connect to."""
+_NOT_PUBLIC = "the host has no public address"
+"""Also the error for a name that does not exist, so that tenants learn no names of the server's network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +140,11 @@ class WebhookSender:
         try:
             addresses = await asyncio.wrap_future(lookup)
         except (OSError, UnicodeError) as error:
-            raise httpx.ConnectError("the host has no address") from error
+            if self.allows_private:
+                raise httpx.ConnectError("the host has no address") from error
+            raise TargetRefused(_NOT_PUBLIC) from error
         if not self.allows_private and not all(map(is_public, addresses)):
-            raise TargetRefused("the host's address is not public")
+            raise TargetRefused(_NOT_PUBLIC)
         return addresses
 
     async def _post(

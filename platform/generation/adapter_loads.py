@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from loramux.engine.protocol.messages import AdapterState, Load, Pin
 from loramux.platform.admission.database_health import DatabaseHealth, DatabaseTrouble
@@ -13,6 +14,10 @@ from loramux.platform.generation.cold_loads import ColdLoads
 
 CHARGE_WAIT_S = 5.0
 """Timeout for charging a load, in seconds."""
+REMEMBERED_S = 24 * 3600.0
+"""Time for which a tenant's load is remembered, in seconds."""
+MAX_REMEMBERED = 10_000
+"""Maximum number of loads that are remembered."""
 
 
 class AdapterLoads:
@@ -25,6 +30,8 @@ class AdapterLoads:
         self._cold_loads = cold_loads
         self._commit = commit
         self._health = health
+        self._loaded_s: dict[tuple[str, str], float] = {}
+        """When a tenant last asked for an adapter, by tenant and digest, oldest first."""
 
     async def load(self, digest: str, charge: LoadCharge | None, timeout_s: float) -> AdapterState:
         """Load an adapter. If it is not resident and `charge` is given, apply the charge first.
@@ -34,6 +41,7 @@ class AdapterLoads:
         """
         if charge is not None:
             await self._admit(digest, charge)
+            self._remember(charge.tenant_id, digest)
         try:
             answer = await self._engine.call(Load(digest=digest), timeout_s)
         except TimeoutError:
@@ -41,6 +49,24 @@ class AdapterLoads:
             raise
         self._note(answer)
         return answer
+
+    def loaded_by(self, tenant_id: str) -> set[str]:
+        """Return the digests of the adapters that the tenant has had loaded in the last day, on this server."""
+        self._forget()
+        return {digest for loading_id, digest in self._loaded_s if loading_id == tenant_id}
+
+    def _remember(self, tenant_id: str, digest: str) -> None:
+        self._loaded_s.pop((tenant_id, digest), None)
+        self._loaded_s[tenant_id, digest] = time.monotonic()
+        self._forget()
+
+    def _forget(self) -> None:
+        now_s = time.monotonic()
+        while self._loaded_s:
+            oldest = next(iter(self._loaded_s))
+            if len(self._loaded_s) <= MAX_REMEMBERED and now_s - self._loaded_s[oldest] < REMEMBERED_S:
+                return
+            del self._loaded_s[oldest]
 
     async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
         """Pin or unpin an adapter. Only operators pin adapters, so nobody is charged."""

@@ -64,6 +64,16 @@ class RequestsInFlight:
             row = connection.execute(_select_open().where(schema.reservations.c.id == request_id)).one_or_none()
         return _request(row) if row is not None else None
 
+    def runs_on(self, adapter_id: str, number: int | None = None) -> bool:
+        """Return whether a request runs on one of an adapter's versions, or on this version."""
+        table, versions = schema.reservations.c, schema.adapter_versions.c
+        query = select(versions.id).where(versions.adapter_id == adapter_id)
+        if number is not None:
+            query = query.where(versions.number == number)
+        found = select(table.id).where(table.state == "open", table.adapter_version_id.in_(query)).limit(1)
+        with self._database.read() as connection:
+            return connection.execute(found).first() is not None
+
     def cancel(self, request_id: str) -> RequestInFlight | None:
         """Ask the gateway that runs the request to end the request at its next checkpoint.
 

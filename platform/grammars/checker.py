@@ -24,6 +24,7 @@ from loramux.adapter_store.sandbox.confined_pool import (
     ForkServerFailed,
     TooManyWaiting,
 )
+from loramux.adapter_store.sandbox.confinement import REQUIRED
 from loramux.engine.device.machine_limits import num_cpus
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
 from loramux.platform.grammars.constraint import Constraint
@@ -111,8 +112,12 @@ class GrammarChecker:
         eos_token_ids: Sequence[int],
         observe: Observer = lambda *_: None,
         command: Sequence[str] = _WORKER,
+        *,
+        is_sandbox_required: bool = False,
     ) -> None:
-        arguments = (str(model_dir.absolute()), str(vocab_size), *map(str, eos_token_ids))
+        arguments = [str(model_dir.absolute()), str(vocab_size), *map(str, eos_token_ids)]
+        if is_sandbox_required:
+            arguments.append(REQUIRED)
         self._pool = ConfinedPool(
             (*command, *arguments),
             event="grammar_check_failed",

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy.random  # noqa: F401 - numpy imports it on first use, when this process can no longer open files
 
-from loramux.adapter_store.sandbox.confinement import confine, limit_resources
+from loramux.adapter_store.sandbox.confinement import ESSENTIAL, REQUIRED, confine, limit_resources
 from loramux.adapter_store.sandbox.fork_server import fork_for_each_request
 from loramux.engine.constraints.constraint_grammar import GrammarRefused
 from loramux.engine.constraints.vocabulary import VocabularyNotUsable, load_vocabulary
@@ -28,8 +28,10 @@ there.
 
 
 def main() -> int:
+    required = ESSENTIAL if REQUIRED in sys.argv else ()
+    model_dir, vocab_size, *eos_token_ids = (one for one in sys.argv[1:] if one != REQUIRED)
     try:
-        vocabulary = load_vocabulary(Path(sys.argv[1]), int(sys.argv[2]), [int(one) for one in sys.argv[3:]])
+        vocabulary = load_vocabulary(Path(model_dir), int(vocab_size), [int(one) for one in eos_token_ids])
     except VocabularyNotUsable as error:
         print(error, file=sys.stderr)
         return 1
@@ -38,7 +40,7 @@ def main() -> int:
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit_resources(used_bytes + request["memory_bytes"], request["file_bytes"], request["cpu_s"])
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
-    confine(())
+    confine((), required)
     answer: dict[str, Any]
     try:
         answer = {"grammar": checked_grammar(request["kind"], request["text"], vocabulary)}

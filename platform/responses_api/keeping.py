@@ -66,6 +66,7 @@ class Keeping:
             adapter_id=None if adapter is None else adapter.adapter_id,
             input=[*listed_items(body.earlier, place), *listed_items(body.asked.input, place)],
             response=document,
+            earlier_adapter_ids=body.earlier_adapter_ids,
         )
 
     async def keep(self, document: Document) -> Document:
@@ -92,7 +93,8 @@ class Keeping:
             return None
         target, adapter, days = self._target, self._target.model.adapter, self._target.share.response_days
         items = [*listed_items(self._received.body.asked.input, home(self._received)), *document["output"]]
-        answered = Answered(None if adapter is None else adapter.adapter_id)
+        own = None if adapter is None else adapter.adapter_id
+        answered = Answered({own, *self._received.body.earlier_adapter_ids})
         # The tenant's setting can have changed since the conversation began.
         if days <= 0:
             return lambda _: False

@@ -14,18 +14,25 @@ from loramux.platform.responses_api.field_names import rename_fields
 from loramux.platform.responses_api.input_items import InputItem, refuse_other_items
 from loramux.platform.responses_api.input_messages import messages_of
 from loramux.platform.responses_api.response_request import LOGPROBS, ResponseRequest, SchemaFormat
-from loramux.platform.responses_api.response_tools import chat_tool_choice, offered_tools, refuse_built_in_tools
+from loramux.platform.responses_api.response_tools import (
+    chat_tool_choice,
+    check_tools,
+    offered_tools,
+    refuse_built_in_tools,
+)
 
 
 class ResponseChat(ChatRequest):
     """A chat request with the response request that it was.
 
-    `places` says which field each message comes from, and `earlier` are the items before its own.
+    `places` says which field each message comes from, and `earlier` are the items before its own. `earlier_adapter_ids`
+    are the adapters whose stored answers the request continues or refers to.
     """
 
     asked: ResponseRequest
     places: tuple[str, ...]
     earlier: tuple[Any, ...]
+    earlier_adapter_ids: tuple[str | None, ...] = ()
 
     def answered_by(self, model: str, service_tier: str) -> Self:
         asked = self.asked.model_copy(update={"model": model, "service_tier": service_tier})
@@ -42,6 +49,7 @@ def read_response_request(document: dict[str, Any]) -> ResponseRequest:
     refuse_other_items(document.get("input"))
     asked = validated(document, ResponseRequest)
     asked.check()
+    check_tools(asked.tools or ())
     return asked
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -35,12 +36,14 @@ async def read_response(request: Request, services: GatewayServices, caller: Pri
     """
     sent = await read_body(request, services.settings.max_body_bytes)
     asked = await parse_body_on(services.compute, sent, read_response_request)
-    earlier = await _earlier(services, caller, asked)
+    adapter_ids: set[str | None] = set()
+    earlier = await _earlier(services, caller, asked, adapter_ids)
     refers = bool(asked.references)
-    asked = await _with_items(services, caller, asked, earlier)
+    asked = await _with_items(services, caller, asked, earlier, adapter_ids)
     # The length of stored items is not known, so they always count as long.
     size = MAX_TOKENISED_AT_ONCE + 1 if earlier or refers else len(sent)
     chat = await services.compute_if_long(size, chat_of, asked, earlier)
+    chat = chat.model_copy(update={"earlier_adapter_ids": tuple(adapter_ids)})
     return Received(request_id_of(request), chat, max(size, len(sent)))
 
 
@@ -70,12 +73,15 @@ def read_line(document: Document) -> ResponseChat:
     return chat_of(asked)
 
 
-async def _earlier(services: GatewayServices, caller: Principal, asked: ResponseRequest) -> list[InputItem]:
-    """Return the items of the conversation or of the previous response's. Raises InvalidRequest, NotFound or
-    PermissionDenied.
+async def _earlier(
+    services: GatewayServices, caller: Principal, asked: ResponseRequest, adapter_ids: set[str | None]
+) -> list[InputItem]:
+    """Return the items of the conversation or of the previous response's, and add their adapters to `adapter_ids`.
+
+    Raises InvalidRequest, NotFound or PermissionDenied.
     """
     if asked.conversation is not None:
-        return await _conversation_items(services, caller, asked, asked.conversation)
+        return await _conversation_items(services, caller, asked, asked.conversation, adapter_ids)
     if asked.previous_response_id is None:
         return []
     missing = NotFound(
@@ -88,11 +94,16 @@ async def _earlier(services: GatewayServices, caller: Principal, asked: Response
         raise InvalidRequest(
             "the previous response is not finished", param="previous_response_id", code="response_not_finished"
         )
+    adapter_ids.update(found.adapter_ids)
     return await services.compute(read_items, [*found.input, *found.response["output"]])
 
 
 async def _conversation_items(
-    services: GatewayServices, caller: Principal, asked: ResponseRequest, conversation_id: str
+    services: GatewayServices,
+    caller: Principal,
+    asked: ResponseRequest,
+    conversation_id: str,
+    adapter_ids: set[str | None],
 ) -> list[InputItem]:
     missing = NotFound("there is no such conversation", param="conversation", code="conversation_not_found")
     found = await find_conversation(services, caller, conversation_id, missing)
@@ -103,20 +114,27 @@ async def _conversation_items(
             param="conversation",
             code="conversation_full",
         )
+    adapter_ids.update(found.adapter_ids)
     items = await services.call(services.stored.conversations.items, found)
     return await services.compute(read_items, items)
 
 
 async def _with_items(
-    services: GatewayServices, caller: Principal, asked: ResponseRequest, earlier: Sequence[InputItem]
+    services: GatewayServices,
+    caller: Principal,
+    asked: ResponseRequest,
+    earlier: Sequence[InputItem],
+    adapter_ids: set[str | None],
 ) -> ResponseRequest:
-    """Replace references by the items that they refer to: earlier items, or items of the tenant's stored objects.
+    """Replace references by the items that they refer to: earlier items, or items of the tenant's stored objects, whose
+    adapters are added to `adapter_ids`.
 
     Raises InvalidRequest, NotFound or PermissionDenied.
     """
     references = asked.references
     if not references:
         return asked
+    sizes: dict[str | None, int] = {}
     named = {reference.id for _, reference in references}
     found: dict[str | None, Any] = {item.id: item for item in earlier if item.id in named}
     loaded: set[str] = set()
@@ -131,32 +149,61 @@ async def _with_items(
             )
         loaded.add(home)
         items = await _stored_items(services, caller, home, _no_item(index))
-        for item in await services.compute(read_items, items):
-            if item.id in named:
-                found.setdefault(item.id, item)
+        adapter_ids.update(items.adapter_ids)
+        await services.compute(_add_named, items.documents, named, found, sizes)
+    await services.compute(_measure, found, sizes)
     replaced: list[Any] = [*asked.input]
-    sizes = {item_id: len(item.model_dump_json(warnings=False)) for item_id, item in found.items()}
     num_characters = 0
     for index, reference in references:
         if reference.id not in found:
             raise _no_item(index)
         # An item counts as often as it is named, because it is rendered as often.
         num_characters += sizes[reference.id]
-        if num_characters > MAX_BYTES:
-            raise InvalidRequest(
-                f"the items that input refers to must not exceed {MAX_BYTES} characters in total", param="input"
-            )
+        _check_length(num_characters)
         replaced[index] = found[reference.id]
     return asked.model_copy(update={"input": replaced})
 
 
-async def _stored_items(services: GatewayServices, caller: Principal, home: str, missing: NotFound) -> list[Document]:
+def _add_named(
+    documents: list[Document], named: Container[str], found: dict[str | None, Any], sizes: dict[str | None, int]
+) -> None:
+    """Add the named items to `found` and measure them. Raises InvalidRequest once they are too long together."""
+    for item in read_items(documents):
+        if item.id in named:
+            found.setdefault(item.id, item)
+    _measure(found, sizes)
+
+
+def _measure(found: Mapping[str | None, Any], sizes: dict[str | None, int]) -> None:
+    num_characters = sum(sizes.values())
+    for item_id, item in found.items():
+        if item_id not in sizes:
+            sizes[item_id] = len(item.model_dump_json(warnings=False))
+            num_characters += sizes[item_id]
+            _check_length(num_characters)
+
+
+def _check_length(num_characters: int) -> None:
+    if num_characters > MAX_BYTES:
+        raise InvalidRequest(
+            f"the items that input refers to must not exceed {MAX_BYTES} characters in total", param="input"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredItems:
+    documents: list[Document]
+    adapter_ids: Sequence[str | None]
+
+
+async def _stored_items(services: GatewayServices, caller: Principal, home: str, missing: NotFound) -> _StoredItems:
     try:
         response = await find_response(services, caller, f"resp_{home}", missing)
     except NotFound:
         conversation = await find_conversation(services, caller, f"conv_{home}", missing)
-        return await services.call(services.stored.conversations.items, conversation)
-    return [*response.input, *response.response["output"]]
+        items = await services.call(services.stored.conversations.items, conversation)
+        return _StoredItems(items, conversation.adapter_ids)
+    return _StoredItems([*response.input, *response.response["output"]], response.adapter_ids)
 
 
 def _no_item(index: int) -> NotFound:

@@ -19,6 +19,8 @@ from loramux.platform.requests.answers import Document
 
 JOINT = "__"
 """Joins the names of a namespace and of a tool in it."""
+MAX_LARK_GRAMMARS = 16
+"""Maximum number of tools with a Lark grammar, because a short grammar can expand to a pattern of 64 KiB."""
 INPUT = "input"
 """The name of a custom tool's only argument. Models call custom tools like functions."""
 
@@ -153,6 +155,16 @@ def offered_tools(tools: Sequence[FunctionTool | CustomTool | NamespaceTool]) ->
         else:
             found.append(OfferedTool(tool, None, place))
     return found
+
+
+def check_tools(tools: Sequence[FunctionTool | CustomTool | NamespaceTool]) -> None:
+    """Raise InvalidRequest if namespaces contain too many tools, or too many tools have a Lark grammar."""
+    offered = offered_tools(tools)
+    if len(offered) > MAX_TOOLS:
+        raise InvalidRequest(f"there are more than {MAX_TOOLS} tools, with those in namespaces", param="tools")
+    formats = [one.tool.format for one in offered if isinstance(one.tool, CustomTool)]
+    if sum(isinstance(one, GrammarInput) and one.syntax == "lark" for one in formats) > MAX_LARK_GRAMMARS:
+        raise InvalidRequest(f"more than {MAX_LARK_GRAMMARS} tools have a Lark grammar", param="tools")
 
 
 def refuse_built_in_tools(tools: Any) -> None:

@@ -29,9 +29,12 @@ router = APIRouter(tags=["responses"])
 async def find_response(
     services: GatewayServices, caller: Principal, response_id: str, missing: NotFound
 ) -> StoredResponse:
-    """Return a stored response of the caller's tenant. Raises `missing` if the caller cannot see such a response."""
+    """Return a stored response of the caller's tenant. Raises `missing` if the caller cannot see such a response.
+
+    A key that is limited to some adapters sees only responses to which no other model has contributed, also earlier.
+    """
     found = await end_if_lost(services, require_inference(caller), response_id)
-    if found is None or not caller.may_name(found.adapter_id):
+    if found is None or not all(map(caller.may_name, found.adapter_ids)):
         raise missing
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +57,9 @@ class StoredConversation:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The adapter that answered in a conversation. None stands for the base."""
+    """The adapters from which the items of a conversation's response come. None stands for the base."""
 
-    adapter_id: str | None
+    adapter_ids: Collection[str | None]
 
 
 class ConversationStore:
@@ -217,8 +217,8 @@ class ConversationStore:
             if added:
                 connection.execute(insert(_items), added)
             adapter_ids = list(row.adapter_ids)
-            if answered is not None and answered.adapter_id not in adapter_ids:
-                adapter_ids.append(answered.adapter_id)
+            if answered is not None:
+                adapter_ids += [one for one in answered.adapter_ids if one not in adapter_ids]
             connection.execute(
                 update(_conversations)
                 .where(_conversations.c.id == conversation_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +31,19 @@ class StoredResponse:
     """The adapter that answered. None for the base."""
     input: list[dict[str, Any]]
     response: dict[str, Any]
+    earlier_adapter_ids: Sequence[str | None] = ()
+    """The adapters of the stored responses and conversations from which items of the input come."""
     state: str | None = None
     """None unless the response was made in the background."""
     num_events: int | None = None
     """Number of events of its stream that have been stored. None if they are not stored."""
     is_lost: bool = False
     """True if no server runs the unfinished response any more."""
+
+    @property
+    def adapter_ids(self) -> tuple[str | None, ...]:
+        """All adapters whose answers are in the input or the output. None stands for the base."""
+        return (self.adapter_id, *self.earlier_adapter_ids)
 
     @property
     def is_unfinished(self) -> bool:
@@ -96,7 +104,9 @@ class ResponseStore:
             state=state,
             num_events=row.num_events,
             is_lost=is_lost,
-            **document,
+            input=document["input"],
+            response=document["response"],
+            earlier_adapter_ids=tuple(document.get("earlier_adapter_ids", ())),
         )
 
     def delete(self, tenant_id: str, response_id: str) -> None:
@@ -107,7 +117,12 @@ class ResponseStore:
 
 def sealed_content(sealing: Sealing, stored: StoredResponse) -> bytes:
     """Return the encrypted content of a response's row. Raises ContentTooLong."""
-    return sealing.seal(stored.tenant_id, stored.id, {"input": stored.input, "response": stored.response})
+    document: dict[str, Any] = {"input": stored.input, "response": stored.response}
+    others = [one for one in stored.earlier_adapter_ids if one != stored.adapter_id]
+    # Servers of earlier versions, which run during an upgrade, cannot read a row with this field.
+    if others:
+        document["earlier_adapter_ids"] = others
+    return sealing.seal(stored.tenant_id, stored.id, document)
 
 
 def admit_bytes(connection: Connection, tenant_id: str, num_bytes: int, now_us: int) -> None:

@@ -13,8 +13,8 @@ import structlog
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-MAX_CONTENT_BYTES = 4 * 1024 * 1024
-"""Longest encrypted content of a row, in bytes."""
+MAX_CONTENT_BYTES = 8 * 1024 * 1024
+"""Longest content of a row before compression, in bytes."""
 MAX_ID_CHARACTERS = 64
 
 _NONCE_BYTES = 12
@@ -42,14 +42,15 @@ class Sealing:
 
     def seal(self, tenant_id: str, name: str, document: Any) -> bytes:
         """Encrypt a document. Raises ContentTooLong."""
-        content = zlib.compress(document if isinstance(document, bytes) else msgspec.json.encode(document))
+        content = document if isinstance(document, bytes) else msgspec.json.encode(document)
+        # A tenant's bytes can be compressed a thousandfold, so the compressed length does not limit memory.
         if len(content) > MAX_CONTENT_BYTES:
             raise ContentTooLong(f"more than {MAX_CONTENT_BYTES} bytes cannot be stored")
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        return nonce + self._cipher(tenant_id).encrypt(nonce, content, name.encode())
+        return nonce + self._cipher(tenant_id).encrypt(nonce, zlib.compress(content), name.encode())
 
     def open(self, tenant_id: str, name: str, sealed: bytes) -> Any:
-        """Return a document, or None if it was encrypted with another secret."""
+        """Return a document, or None if it was encrypted with another secret or is longer than MAX_CONTENT_BYTES."""
         content = self.open_bytes(tenant_id, name, sealed)
         return None if content is None else msgspec.json.decode(content)
 
@@ -60,11 +61,15 @@ class Sealing:
         if self._secret is None:
             return None
         try:
-            content = self._cipher(tenant_id).decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], name.encode())
+            compressed = self._cipher(tenant_id).decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], name.encode())
         except InvalidTag:
             log.warning("a stored object was encrypted with another response_key", name=name)
             return None
-        return zlib.decompress(content)
+        content = zlib.decompressobj().decompress(compressed, MAX_CONTENT_BYTES + 1)
+        if len(content) > MAX_CONTENT_BYTES:
+            log.warning("a stored object is too long to be read", name=name)
+            return None
+        return content
 
     def tag(self, tenant_id: str, text: str) -> str:
         """Return a tag of 32 hexadecimal digits by which a row can be found without storing the text itself."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from loramux.adapter_store.sandbox.confinement import confine, limit_resources
+from loramux.adapter_store.sandbox.confinement import ESSENTIAL, REQUIRED, confine, limit_resources
 from loramux.adapter_store.sandbox.fork_server import fork_for_each_request
 from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason, render
 from loramux.platform.tokenizer.jinja_sandbox import MAX_RENDER_S, ChatEnvironment
@@ -84,7 +84,7 @@ def main() -> int:
     fork_for_each_request(idle_s=None)
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit_resources(used_bytes + MEMORY_BYTES, ANSWER_BYTES, math.ceil(CPU_S))
-    confine(())
+    confine((), ESSENTIAL if REQUIRED in sys.argv else ())
     answer = encoder.encode(answer_to(decoder.decode(sys.stdin.buffer.read()), environment))
     if len(answer) > ANSWER_BYTES:
         answer = encoder.encode(TemplateAnswer(refused=f"the prompt is longer than {ANSWER_BYTES} bytes"))

@@ -24,6 +24,7 @@ from loramux.adapter_store.sandbox.confined_pool import (
     ForkServerFailed,
     TooManyWaiting,
 )
+from loramux.adapter_store.sandbox.confinement import REQUIRED
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
 from loramux.platform.tokenizer.chat_template import ChatTemplate
 from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason
@@ -99,11 +100,13 @@ class TenantTemplates:
         base: ChatTemplate | None = None,
         max_waiting_per_tenant: int = MAX_WAITING_PER_TENANT,
         command: Sequence[str] = _WORKER,
+        *,
+        is_sandbox_required: bool = False,
     ) -> None:
         self._special_tokens = dict(special_tokens)
         self._base = base
         self._pool = ConfinedPool(
-            command,
+            (*command, REQUIRED) if is_sandbox_required else command,
             event="template_rendering_failed",
             num_processes=NUM_PROCESSES,
             max_full=MAX_FULL,

@@ -14,7 +14,7 @@ from loramux.admin.console.rest_calls import RestError
 from loramux.admin.console.visit import Visit
 from loramux.platform.accounts.model_names import INFERENCE_SCOPES
 from loramux.platform.bodies.request_body import parse_body, read_body
-from loramux.platform.errors import InvalidRequest, Unavailable
+from loramux.platform.errors import InvalidRequest, PermissionDenied, Unavailable
 
 KEY_LIFETIME_S = 3600
 MAX_BODY_BYTES = 256 * 1024
@@ -72,6 +72,9 @@ async def show(visit: Visit) -> Response:
 
 async def stream(visit: Visit) -> Response:
     """Ask the gateway in this process, with a tenant key that is valid for an hour or until the session ends."""
+    # A person who loses the right to create keys must not go on with a key from before.
+    if not visit.may_change:
+        raise PermissionDenied("the playground needs an administrator's key or role")
     question = parse_body(await read_body(visit.request, MAX_BODY_BYTES), Question)
     gateway = visit.site.services.gateway
     if gateway is None:
@@ -101,7 +104,7 @@ async def stream(visit: Visit) -> Response:
 async def _key(visit: Visit, tenant: str) -> str:
     """Return the session's key for the tenant's models.
 
-    The first question creates the key. A question in the last minute before its expiry, or later, replaces it.
+    The first question creates the key. A question in the last minute before its expiry, or after its end, replaces it.
     """
     principal = visit.session.principal
     slug = principal.tenant_slug or tenant
@@ -110,7 +113,9 @@ async def _key(visit: Visit, tenant: str) -> str:
     held = visit.session.playground_keys.get(slug)
     now_s = visit.site.services.database.now_us() // 1_000_000
     if held is not None and held.expires_s - 60 > now_s:
-        return held.secret
+        services = visit.site.services
+        if await services.call(services.accounts.api_keys.authenticate, held.secret) is not None:
+            return held.secret
     body: dict[str, Any] = {
         "tenant": slug,
         "name": "console playground",

@@ -89,8 +89,8 @@ class Login:
     async def sign_out(self, visit: Visit) -> Response:
         """End the session and revoke the keys that its playground created."""
         for key in visit.session.playground_keys.values():
-            # Ignore refusals. If the session has lost the right to revoke these keys, they no longer work either, and
-            # they expire soon.
+            # Ignore refusals. A session that has lost the right to revoke these keys no longer uses them, and they
+            # expire within an hour.
             with suppress(RestError):
                 await visit.rest.delete(f"/api_keys/{key.id}")
         token = read_cookie(visit.request, SESSION)

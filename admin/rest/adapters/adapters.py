@@ -105,9 +105,7 @@ async def disable_adapter(adapter_id: str, services: Services, caller: Writer) -
     """Take an adapter out of service. Running requests finish. Nothing is deleted. `enable` undoes the call."""
     adapter = await find_adapter(services, caller, adapter_id)
     disabled = await services.call(services.adapters.version_states.set_disabled, adapter.id, True)
-    is_drained = await drain(
-        services, await services.call(services.adapters.version_states.unserved_digests, adapter.id)
-    )
+    is_drained = await drain(services, adapter.id)
     return {**await _described(services, disabled), "drained": is_drained}
 
 

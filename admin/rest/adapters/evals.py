@@ -28,7 +28,7 @@ from loramux.platform.accounts.keys import ApiKey
 from loramux.platform.accounts.model_names import ModelResolver
 from loramux.platform.bodies.request_body import parse_body
 from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
-from loramux.platform.evals.cases import CaseFile, read_cases
+from loramux.platform.evals.cases import CaseFile, check_lengths, read_cases
 from loramux.platform.evals.payer import payer
 from loramux.platform.requests.openapi import errors, takes
 
@@ -119,6 +119,7 @@ async def create_eval(
         body = await services.call(parse_body, sent, EvalRun)
         content = body.file.encode()
         file = await services.call(read_cases, content)
+        check_lengths(file)
     key = await _paying_key(services, caller)
     judge = body.judge if file.needs_judge else None
     await services.call(_check_judge, services, adapter, key, judge, file)

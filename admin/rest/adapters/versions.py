@@ -160,10 +160,7 @@ async def purge_version(
 
 
 async def _withdraw(services: AdminServices, version: AdapterVersion) -> WithdrawnVersion:
-    unserved = await services.call(
-        services.adapters.version_states.unserved_digests, version.adapter_id, version.number
-    )
-    return {**describe_version(version), "drained": await drain(services, unserved)}
+    return {**describe_version(version), "drained": await drain(services, version.adapter_id, version.number)}
 
 
 def describe_version(version: AdapterVersion) -> VersionDocument:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 
 import structlog
 
@@ -19,6 +22,10 @@ WARM_TIMEOUT_S = 30.0
 """Maximum time, in seconds, for loading each version before an alias moves. After that, the move is refused."""
 DRAIN_TIMEOUT_S = 2.0
 """Maximum time, in seconds, that a call waits for running requests. The engine unloads the adapter when they end."""
+MAX_UNLOADING = 16
+"""Maximum number of versions that one call has the engine unload at the same time."""
+LOOK_S = 0.1
+"""Time between two looks at the running requests, in seconds."""
 
 _log = structlog.get_logger(__name__)
 
@@ -67,19 +74,38 @@ async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers
             )
 
 
-async def drain(services: AdminServices, digests: Iterable[str]) -> bool:
-    """Have the engine unload adapters once no requests run on them. Return True if all have been unloaded by now."""
-    is_drained = True
-    for digest in digests:
-        try:
-            state = await services.engine.client.call(Unload(digest=digest), DRAIN_TIMEOUT_S)
-        except TimeoutError:
-            is_drained = False
-        except EngineUnavailable:
-            # A restarted engine has no adapters loaded.
-            continue
-        else:
-            is_drained = is_drained and state.state == "absent"
+async def drain(services: AdminServices, adapter_id: str, number: int | None = None) -> bool:
+    """Have the engine unload an adapter's versions that are out of service, or one of them, once no requests run on
+    them. Return whether no request runs on them by now, which can be awaited for DRAIN_TIMEOUT_S.
+
+    The engine's answer does not count: it depends on other tenants that have the same weights.
+    """
+    unserved = await services.call(services.adapters.version_states.unserved_digests, adapter_id, number)
+    is_drained, _ = await asyncio.gather(_has_ended(services, adapter_id, number), _unload(services, unserved))
     if not is_drained:
         _log.info("adapter_draining")
     return is_drained
+
+
+async def _has_ended(services: AdminServices, adapter_id: str, number: int | None) -> bool:
+    """Wait until no request runs on the versions, but not longer than DRAIN_TIMEOUT_S. Return whether none does."""
+    end_s = time.monotonic() + DRAIN_TIMEOUT_S
+    while await services.call(services.engine.requests.runs_on, adapter_id, number):
+        if time.monotonic() >= end_s:
+            return False
+        await asyncio.sleep(LOOK_S)
+    return True
+
+
+async def _unload(services: AdminServices, digests: Iterable[str]) -> None:
+    slots = asyncio.Semaphore(MAX_UNLOADING)
+
+    async def unload(digest: str) -> None:
+        # If the engine does not answer in time, it unloads the adapter later. A restarted engine has none loaded.
+        async with slots:
+            with suppress(TimeoutError, EngineUnavailable):
+                await services.engine.client.call(Unload(digest=digest), DRAIN_TIMEOUT_S)
+
+    async with asyncio.TaskGroup() as group:
+        for digest in digests:
+            group.create_task(unload(digest))

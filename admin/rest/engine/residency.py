@@ -14,6 +14,7 @@ from loramux.admin.rest.access import Caller, Reader, Services, tenant_filter
 from loramux.admin.rest.engine.engine_state import engine_stats
 from loramux.admin.rest.listing import ListDocument, TenantParam
 from loramux.engine.protocol.messages import ResidentAdapter, Stats
+from loramux.platform.events.residency_events import used_digests
 
 router = APIRouter(prefix="/residency", tags=["residency"])
 
@@ -34,7 +35,7 @@ class VersionName(TypedDict):
 class ResidentAdapterDocument(TypedDict):
     """One adapter in a tier. Outside the pool, `slot`, `num_pages` and `num_users` are null.
 
-    For a tenant, `slot`, `num_users` and `last_used_at` are null.
+    For a tenant, `slot`, `num_users` and `last_used_at` are null, and `is_pinned` is true if it has pinned a version.
     """
 
     object: Literal["resident_adapter"]
@@ -101,7 +102,8 @@ async def get_residency(
     """List the adapters of one tier, most recently used first, and report how full each tier is.
 
     The list is a snapshot, because a tier changes too fast for paging. `has_more` means that the tier contains more
-    than `limit` adapters. Each adapter lists all versions with its digest. A tenant sees only its own versions. A key
+    than `limit` adapters. Each adapter lists all versions with its digest. A tenant sees only its own versions, ordered
+    by name, and only those that are pinned or that it has created, loaded or sent a request to in the last day. A key
     that is restricted to adapters sees only versions of those adapters.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
@@ -112,13 +114,20 @@ async def get_residency(
         held = held[:limit]
     digests = [one.digest for one in held]
     owners = await services.call(owners_of, services.database, digests, tenant_id, caller.adapter_ids)
+    own_tenant_id = caller.principal.tenant_id
+    if own_tenant_id is not None:
+        used = await services.call(used_digests, services.database, owners, own_tenant_id)
+        used |= services.engine.loads.loaded_by(own_tenant_id)
+        owners = {digest: found for digest, found in owners.items() if digest in used}
+        # By name, because the last use can be another tenant's.
+        held = sorted((one for one in held if one.digest in owners), key=lambda one: _by_name(owners[one.digest]))
     now_s = services.database.now_us() / 1e6
     data = [
         _describe(one, owners.get(one.digest, ()), tier, stats.page_bytes, now_s, caller)
         for one in held
         if tenant_id is None or one.digest in owners
     ][:limit]
-    is_whole = caller.principal.tenant_id is None
+    is_whole = own_tenant_id is None
     num_adapters = {fill["tier"]: fill["num_adapters"] for fill in _fills(stats)}
     num_here = num_adapters.get(tier, 0) if tenant_id is None else len(owners)
     return {
@@ -137,6 +146,10 @@ def _held(stats: Stats, tier: Tier) -> Sequence[ResidentAdapter | KeptAdapter]:
     if tier == "pool":
         return sorted(stats.adapters, key=lambda one: one.idle_s)
     return [one for contents in stats.tiers if contents.tier == tier for one in contents.adapters]
+
+
+def _by_name(owners: Sequence[DigestOwner]) -> tuple[str, int]:
+    return owners[0].adapter_name, owners[0].version
 
 
 def _describe(
@@ -169,7 +182,8 @@ def _describe(
         "slot": pooled.slot if pooled is not None and is_operator else None,
         "num_pages": None if pooled is None else pooled.num_pages,
         "num_users": pooled.num_users if pooled is not None and is_operator else None,
-        "is_pinned": pooled is not None and pooled.is_pinned,
+        "is_pinned": pooled is not None
+        and (pooled.is_pinned if is_operator else any(owner.is_pinned for owner in owners)),
         "last_used_at": int(now_s - one.idle_s) if is_operator else None,
     }
 

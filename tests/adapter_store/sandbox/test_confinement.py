@@ -28,6 +28,12 @@ def attempt(action):
         return ["done", repr(action())]
     except OSError as error:
         return ["refused", error.errno]
+def own_file():
+    return os.open(scratch / "input", os.O_RDONLY)
+def queue_signal(pid):
+    libc, number = ctypes.CDLL(None, use_errno=True), {"x86_64": 129, "aarch64": 138}[os.uname().machine]
+    if libc.syscall(number, pid, 0, ctypes.create_string_buffer(128)) != 0:
+        raise OSError(ctypes.get_errno(), "")
 def connect(family=socket.AF_INET, address="127.0.0.1"):
     with socket.socket(family, socket.SOCK_STREAM) as one:
         one.settimeout(2)
@@ -173,6 +179,24 @@ def test_each_measure_alone_blocks_the_network(
         pytest.param(confinement.CALLS, "os.fork()", id="start a process"),
         pytest.param(confinement.CALLS, "os.execv(sys.executable, [sys.executable, '-V'])", id="run a program"),
         pytest.param(confinement.CALLS, "os.kill(os.getppid(), 0)", id="signal the server"),
+        pytest.param(confinement.CALLS, "signal.pidfd_send_signal(0, 0)", id="signal through a descriptor"),
+        pytest.param(
+            confinement.CALLS,
+            "queue_signal(os.getppid())",
+            id="queue a signal for the server",
+        ),
+        pytest.param(confinement.CALLS, "os.setpriority(os.PRIO_PROCESS, os.getppid(), 5)", id="slow the server down"),
+        pytest.param(
+            confinement.CALLS, "os.sched_setaffinity(os.getppid(), os.sched_getaffinity(0))", id="move the server"
+        ),
+        pytest.param(confinement.CALLS, "os.chmod(outside / 'secret', 0o777)", id="change a mode elsewhere"),
+        pytest.param(confinement.CALLS, "os.fchmod(own_file(), 0o777)", id="change the mode of an open file"),
+        pytest.param(confinement.CALLS, "os.fchown(own_file(), -1, -1)", id="change the owner of an open file"),
+        pytest.param(confinement.CALLS, "os.setxattr(own_file(), 'user.a', b'b')", id="set an attribute of a file"),
+        pytest.param(confinement.CALLS, "os.utime(outside / 'secret')", id="change times elsewhere"),
+        pytest.param(
+            confinement.CALLS, "os.setxattr(outside / 'secret', 'user.a', b'b')", id="set an attribute elsewhere"
+        ),
         pytest.param(confinement.CALLS, "os.setsid()", id="leave its process group"),
         pytest.param(confinement.CALLS, "os.memfd_create('x')", id="memory that is not counted"),
         pytest.param(confinement.CALLS, "socket.socket(socket.AF_UNIX)", id="a socket of another kind"),

@@ -26,6 +26,7 @@ from loramux.adapter_store.registry.records import CanaryRule
 from loramux.admin.console.app import create_console
 from loramux.admin.serving.app import create_admin_app
 from loramux.engine.protocol.messages import HostPageCounts
+from loramux.migrations import schema
 from loramux.migrations.events import EventType, note_event
 from loramux.migrations.schema import adapter_versions, base_servers, version_bases, webhooks
 from loramux.platform.replicas.data_parallel import DataParallelEngines
@@ -846,6 +847,33 @@ async def test_playground_suggests_models_and_sends_the_turns_before_a_question(
             assert (await browser.send("POST", "/playground/stream", body)).status_code == 400
     system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "And now?"}
     assert [body["messages"] for body in gateway.bodies] == [[system, question], [system, *turns, question]]
+
+
+async def test_playground_uses_no_key_of_an_earlier_role(console_side: AdminSide) -> None:
+    gateway = EchoGateway()
+    services = replace(console_side.services, gateway=gateway)
+    api_keys, tenant = services.accounts.api_keys, services.accounts.tenants.create("demoted")
+    own = api_keys.create(tenant.id, "own", ["tenant:admin"])
+    question = {"tenant": "", "model": "the-base", "message": "Hi", "system": "", "max_tokens": 5, "temperature": 0}
+    body = msgspec.json.encode(question)
+
+    def playground_keys() -> list[str]:
+        return [key.id for key in api_keys.list(tenant.id, 20).data if key.name == "console playground"]
+
+    async with client_of(create_admin_app(services)) as client:
+        browser = Browser(client)
+        await browser.sign_in(own.secret)
+        for _ in range(2):
+            assert (await browser.send("POST", "/playground/stream", body)).status_code == 200
+        [first] = playground_keys()
+        api_keys.revoke(first)
+        assert (await browser.send("POST", "/playground/stream", body)).status_code == 200
+        assert len(set(playground_keys()) - {first}) == 1, "a revoked key is replaced"
+        with services.database.write() as connection:
+            table = schema.api_keys
+            connection.execute(update(table).where(table.c.id == own.key.id).values(scopes=["tenant:read"]))
+        assert (await browser.send("POST", "/playground/stream", body)).status_code == 403
+    assert len(gateway.bodies) == 3
 
 
 async def test_purge_pages_show_what_goes_and_purge(operator: Browser, console_side: AdminSide) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
 from loramux.adapter_store.formats.version_files.generation_config import SamplingDefaults
-from loramux.adapter_store.sandbox.confinement import ESSENTIAL
+from loramux.adapter_store.sandbox.confinement import ESSENTIAL, REQUIRED
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.settings import Settings
@@ -76,13 +76,18 @@ def test_settings_and_engine_config_have_the_same_defaults(demo_base: Path, tmp_
 
 
 @pytest.mark.parametrize(("sandbox", "required"), [("preferred", ()), ("required", ESSENTIAL)])
-def test_required_sandbox_applies_to_every_validation(
+def test_required_sandbox_applies_to_every_confined_process(
     demo_base: Path, tmp_path: Path, sandbox: str, required: tuple[str, ...]
 ) -> None:
     with assembling(demo_base, tmp_path, sandbox=sandbox) as assembled:
         services = assembled.admin_app.state.services
         assert services.adapters.ingest._processor._validation.validator._validator._required == required
         assert services.engine.self_check.is_sandbox_required is bool(required)
+        prompts = assembled.gateway_app.state.services.prompts
+        for pool in (prompts.grammars._pool, prompts.chat_prompts._tenants._pool):
+            assert (REQUIRED in pool._servers[0]._command) is bool(required)
+    settings = Settings(model=demo_base, data_dir=tmp_path, sandbox=sandbox)  # type: ignore[arg-type]
+    assert read_model(settings)[1].is_sandbox_required is bool(required)
 
 
 def test_server_with_other_weights_serves_no_version_of_the_first(

@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 
+from loramux.adapter_store.sandbox.confinement import ESSENTIAL, REQUIRED
 from loramux.engine.constraints.grammar_process import serve
 
 if __name__ == "__main__":
@@ -13,4 +14,4 @@ if __name__ == "__main__":
     from tests.engine.byte_vocabulary import byte_vocabulary
 
     # The number of forced tokens must not depend on the machine's speed.
-    serve(byte_vocabulary(), ahead_cpu_s=math.inf)
+    serve(byte_vocabulary(), ahead_cpu_s=math.inf, required=ESSENTIAL if REQUIRED in sys.argv else ())

@@ -9,20 +9,24 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher
 
+from loramux.adapter_store.sandbox.confinement import CALLS, FILES, REQUIRED
+from loramux.adapter_store.validation.validator import missing_measures
 from loramux.engine.constraints import grammars as grammars_module
 from loramux.engine.constraints.grammar import Grammar
-from loramux.engine.constraints.grammars import TOO_COSTLY
+from loramux.engine.constraints.grammars import TOO_COSTLY, Grammars
 from loramux.engine.constraints.process_link import NOT_RUNNING, UNUSABLE
 from loramux.engine.constraints.time_budgets import TimeBudgets
 from loramux.engine.protocol.messages import Abort, Extend, SamplingParams
-from tests.engine.byte_vocabulary import EOS, text
+from tests.adapter_store.sandbox import lesser_kernel
+from tests.engine.byte_vocabulary import EOS, VOCAB_SIZE, text
 from tests.engine.constraints.test_constrained_sequences import PERSON_GRAMMAR, add, run
-from tests.engine.simulated_engine import GREEDY, Simulate, Simulation, simulate_engine, stats_of
+from tests.engine.simulated_engine import GRAMMAR_PROCESS, GREEDY, Simulate, Simulation, simulate_engine, stats_of
 
 AMBIGUOUS = 'start: e "!"\ne: e e e | e e | /[xy]/'
 """A grammar whose masks take time that grows with the cube of the answer's length."""
@@ -459,3 +463,38 @@ def test_without_patience_a_wait_lasts_no_longer_than_its_free_time(simulate: Si
     assert not grammar.is_ready
     grammars.wait([grammar], 0.0)
     assert grammar.is_ready
+
+
+def test_grammars_are_not_followed_without_a_required_sandbox() -> None:
+    if CALLS in missing_measures():
+        pytest.skip("this machine cannot imitate a lesser one")
+    command = (sys.executable, lesser_kernel.__file__, FILES, *GRAMMAR_PROCESS[2:], REQUIRED)
+    with closing(Grammars(command, os.environ, VOCAB_SIZE)) as grammars:
+        grammar = grammars.request(b"", FIFTY)
+        while not grammars.poll():
+            select.select([grammars], [], [], 10)
+        assert (grammar.failure, grammars.counts().num_processes) == (NOT_RUNNING, 0)
+
+
+FALSE_ANSWERS = r"""
+import socket
+from loramux.engine.constraints.grammar_messages import LENGTH
+link = socket.socket(fileno=0)
+forks = []
+while message := socket.recv_fds(link, 1, 1):
+    if not message[0]:
+        break
+    forks.append(socket.socket(fileno=message[1][0]))
+    begun = b"\x86\xa6number\xff" + b"\xa6forced\x90\xa4mask\xc0\xa7failure\xc0\xa5cpu_s\x00\xa9compile_s\xc0"
+    for answer in (begun, b"\xc1"):
+        forks[-1].sendall(LENGTH.pack(len(answer)) + answer)
+"""
+"""A process whose forks answer nonsense."""
+
+
+def test_a_fork_with_false_answers_ends_only_its_grammar() -> None:
+    with closing(Grammars((sys.executable, "-P", "-c", FALSE_ANSWERS), os.environ, VOCAB_SIZE)) as grammars:
+        grammar = grammars.request(b"", FIFTY)
+        while not grammars.poll():
+            select.select([grammars], [], [], 10)
+        assert (grammar.failure, grammars.counts().num_processes) == (TOO_COSTLY, 0)

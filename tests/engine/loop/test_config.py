@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 import torch
 
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.sandbox.confinement import REQUIRED
 from loramux.adapter_store.tiers.host_tier import HostTier
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import HostAccelerator
-from loramux.engine.loop.assembly import SPARE_BYTES, open_stager
+from loramux.engine.loop.assembly import SPARE_BYTES, _grammars, open_stager
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -62,6 +65,13 @@ def test_host_tier_memory_is_pinned(target: PackTarget, tmp_path: Path) -> None:
     (memory,) = pinned
     assert memory.numel() == 1 << 20
     assert stager.max_bytes == SPARE_BYTES
+
+
+@pytest.mark.parametrize("is_required", [True, False])
+def test_grammar_process_is_told_that_the_sandbox_is_required(demo_base: Path, is_required: bool) -> None:
+    settings = EngineConfig(model_dir=str(demo_base), blob_url="", cache_dir="", is_sandbox_required=is_required)
+    with closing(_grammars(settings, ModelConfig.load(demo_base))) as grammars:
+        assert (REQUIRED in grammars._command) is is_required
 
 
 @pytest.fixture

@@ -52,6 +52,7 @@ def test_name_is_read_as_utf8() -> None:
         ("multipart/form-data", "no valid boundary"),
         ("multipart/form-data; boundary=" + "a" * 71, "no valid boundary"),
         ("multipart/form-data; boundary=\xe9", "send a form|no valid boundary"),
+        ("multipart/form-data; boundary=XyZ; a=" + ";" * 300, "exceeds 300 characters"),
         ("", "send a form"),
     ],
 )

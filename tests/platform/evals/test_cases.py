@@ -5,7 +5,7 @@ import json
 import pytest
 
 from loramux.adapter_store.errors import InvalidEval
-from loramux.platform.evals.cases import MAX_CASES, MAX_FILE_BYTES, is_deeper, read_cases
+from loramux.platform.evals.cases import MAX_CASES, MAX_FILE_BYTES, MAX_TEXTS, check_lengths, is_deeper, read_cases
 
 GOOD = {"prompt": "Say hi", "equal": "hi"}
 
@@ -91,3 +91,11 @@ def test_line_endings_do_not_change_the_checksum() -> None:
         read_cases(content).sha256
     }
     assert read_cases(lines(GOOD)).sha256 != read_cases(content).sha256
+
+
+def test_only_new_files_have_a_maximum_number_of_texts() -> None:
+    longest, longer = (read_cases(lines({"prompt": "p", "contains": ["a"] * (MAX_TEXTS + more)})) for more in (0, 1))
+    check_lengths(longest)
+    with pytest.raises(InvalidEval) as refused:
+        check_lengths(longer)
+    assert (refused.value.code, refused.value.param) == ("invalid_line", "file[1]")

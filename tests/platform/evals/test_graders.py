@@ -9,7 +9,7 @@ import pytest
 
 from loramux.platform.evals.cases import Case, read_cases
 from loramux.platform.evals.graders import Grade, combined, grade_likelihood, grade_text, grade_verdict
-from loramux.platform.evals.schema_check import check_schema, follows
+from loramux.platform.evals.schema_check import MAX_STEPS, SchemaTooCostly, check_schema, follows
 
 
 def case_of(**graders: Any) -> Case:
@@ -85,3 +85,36 @@ def test_schemas_mean_what_json_schema_says(schema: Any) -> None:
     check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     assert [follows(schema, value) for value in VALUES] == [validator.is_valid(value) for value in VALUES]
+
+
+LONG = list(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"items": {"enum": [*range(10_000)]}}, [9999] * 1000),
+        ({"items": {"enum": [[one] for one in LONG]}}, [[999]] * 1000),
+        ({"items": {"anyOf": [{"const": one} for one in LONG]}}, [999] * 1000),
+        ({"items": {"required": ["a"] * 1000}}, [{"a": 1}] * 1000),
+        ({"items": {"properties": {str(one): True for one in LONG}}}, [{}] * 1000),
+        ({"items": {"type": [*["string"] * 999, "integer"]}}, [0] * 1000),
+        ({"allOf": [{"additionalProperties": True}] * 1000}, {str(one): 0 for one in LONG}),
+        ({"allOf": [{"anyOf": [{"const": [*LONG, 1]}, True]}] * 1000}, [*LONG, 2]),
+        (
+            {"allOf": [{"anyOf": [{"const": {str(one): 0 for one in LONG}}, True]}] * 1000},
+            {str(one): 0 for one in LONG},
+        ),
+    ],
+    ids=lambda one: json.dumps(one)[:30],
+)
+def test_costly_check_ends_early(schema: Any, value: Any) -> None:
+    check_schema(schema)
+    with pytest.raises(SchemaTooCostly):
+        follows(schema, value)
+
+
+def test_line_with_a_costly_schema_does_not_pass() -> None:
+    schema = {"items": {"enum": LONG}}
+    assert graded(json.dumps([999] * 1000), schema=schema).is_passed
+    assert graded(json.dumps([999] * (MAX_STEPS // 100)), schema=schema).detail == "the schema takes too long to check"

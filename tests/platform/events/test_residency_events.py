@@ -3,22 +3,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, update
 
+from loramux.adapter_store.registry.pins import AdapterPins
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.engine.protocol.messages import AdapterChange
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import adapter_versions
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
 from loramux.platform.events.event_log import EventFilter, EventLog
-from loramux.platform.events.residency_events import ResidencyEvents, _requested
+from loramux.platform.events.residency_events import ResidencyEvents, _requested, used_digests
 from loramux.platform.ledger.rollups import UsageRollups
 from loramux.platform.ledger.settlement import Settlement
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
 from tests.platform.clocked_databases import FakeClock
+from tests.platform.ready_adapters import add_ready_adapter
 
 DIGEST = "1" * 64
 
@@ -115,6 +118,30 @@ def test_tenant_does_not_learn_that_another_uses_the_same_weights(
     if stage == "summed":
         clock.advance(6 * 3600)
         assert shared.told("evicted") == []
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_only_own_use_of_weights_counts(clocked: Database, acme: Tenant, clock: FakeClock, is_shared: bool) -> None:
+    shared = SharedWeights(clocked, acme)
+    registry, columns = AdapterRegistry(clocked), adapter_versions.c
+    AdapterPins(clocked, registry).set_pinned(add_ready_adapter(clocked, acme.id, "pinned", ["2" * 64]), 1, True)
+    with clocked.write() as connection:
+        created_us = clocked.now_us(connection)
+        own, others = (columns.id == shared.version_ids[one.id] for one in (shared.acme, shared.globex))
+        connection.execute(update(adapter_versions).where(own).values(created_us=created_us))
+        if not is_shared:
+            connection.execute(update(adapter_versions).where(others).values(digest="3" * 64))
+
+    def used() -> set[str]:
+        return used_digests(clocked, (DIGEST, "2" * 64), acme.id)
+
+    assert used() == {DIGEST, "2" * 64}
+    clock.advance(25 * 3600)
+    assert used() == {"2" * 64}
+    shared.request(shared.globex, is_settled=False)
+    assert used() == {"2" * 64}
+    shared.request(shared.acme, is_settled=True)
+    assert used() == {DIGEST, "2" * 64}
 
 
 def test_requests_are_found_by_indexes(clocked: Database) -> None:

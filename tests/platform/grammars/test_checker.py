@@ -8,11 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import structlog
 
+from loramux.adapter_store.sandbox.confinement import CALLS, FILES
+from loramux.adapter_store.validation.validator import missing_measures
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
 from loramux.platform.grammars import checker as checker_module
 from loramux.platform.grammars.checker import MAX_KEPT_PER_TENANT, MAX_WAITING_PER_TENANT, NUM_PROCESSES, GrammarChecker
 from loramux.platform.grammars.constraint import MAX_TEXT_BYTES, Constraint
+from tests.adapter_store.sandbox import lesser_kernel
 from tests.demo_base import DEMO_BASE
 
 pytestmark = pytest.mark.anyio
@@ -248,3 +252,16 @@ def test_a_constraint_has_a_bounded_length() -> None:
     with pytest.raises(InvalidRequest) as refusal:
         Constraint.of_text("regex", "a" * (MAX_TEXT_BYTES + 1), "guided_regex")
     assert (refusal.value.code, refusal.value.param) == ("grammar_too_large", "guided_regex")
+
+
+async def test_grammars_are_not_checked_without_a_required_sandbox() -> None:
+    if CALLS in missing_measures():
+        pytest.skip("this machine cannot imitate a lesser one")
+    command = (sys.executable, lesser_kernel.__file__, FILES, *checker_module._WORKER[2:])
+    checker = GrammarChecker(DEMO_BASE, 1024, (1,), command=command, is_sandbox_required=True)
+    try:
+        with structlog.testing.capture_logs() as entries, pytest.raises(InvalidRequest):
+            await checker.grammar("acme", Constraint.of_text("regex", "a", "p"))
+        assert "this machine has no landlock" in str(entries)
+    finally:
+        checker.close()

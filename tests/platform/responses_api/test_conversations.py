@@ -256,6 +256,17 @@ async def test_limited_key_sees_only_the_conversations_of_its_adapters(storing: 
     assert await status_of(storing, f"/{made.id}/items", key=limited) == MISSING
 
 
+async def test_limited_key_sees_no_conversation_that_refers_to_items_of_other_models(storing: Gateway) -> None:
+    adapter_id = storing.add_adapter("acme", "support")
+    limited = storing.services.callers.api_keys.create(storing.tenant.id, "limited", adapters=[adapter_id]).secret
+    for model, expected in (("support", 200), ("base", 404)):
+        made = await storing.openai.conversations.create()
+        item_id = (await respond(storing, model=model))["output"][0]["id"]
+        reference = {"type": "item_reference", "id": item_id}
+        await respond(storing, conversation=made.id, model="support", input=[reference])
+        assert (await status_of(storing, f"/{made.id}/items", key=limited))[0] == expected
+
+
 @pytest.mark.parametrize(("key", "days"), [(None, 30), (KEY, 0)], ids=["no-key", "no-days"])
 async def test_conversations_need_storage(
     accounts: Database,

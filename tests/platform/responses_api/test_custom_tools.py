@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from loramux.platform.bodies.tools import MAX_TOOLS
+from loramux.platform.errors import InvalidRequest
 from loramux.platform.responses_api.custom_input import MAX_OPENING, CustomInput
+from loramux.platform.responses_api.response_chat import read_response_request
+from loramux.platform.responses_api.response_tools import MAX_LARK_GRAMMARS
 from tests.engine.byte_vocabulary import byte_vocabulary, ids
 from tests.platform.gateways import Gateway
 from tests.platform.openai_api.test_tools import prompt_of
@@ -99,3 +103,31 @@ async def test_template_shows_calls_of_custom_tools(tools: Gateway) -> None:
     prompt = prompt_of(tools)
     assert '{"name": "shell", "arguments": {"input": "ls"}}' in prompt
     assert "Text in the form of a regular expression:\\n[0-9]+" in prompt
+
+
+def tool_of(number: int, syntax: str) -> dict[str, Any]:
+    grammar = {"type": "grammar", "syntax": syntax, "definition": 'start: "a"'}
+    return {"type": "custom", "name": f"tool_{number}", "format": grammar}
+
+
+@pytest.mark.parametrize("in_namespaces", [False, True])
+def test_number_of_grammars_and_of_tools_in_namespaces_is_limited(in_namespaces: bool) -> None:
+    def read(tools: list[dict[str, Any]]) -> None:
+        if in_namespaces:
+            parts = (tools[:9], tools[9:])
+            tools = [{"type": "namespace", "name": f"n{len(part)}", "tools": part} for part in parts]
+        read_response_request({"model": "m", "input": "Hi", "tools": tools})
+
+    read([tool_of(number, "lark") for number in range(MAX_LARK_GRAMMARS)])
+    read([tool_of(number, "regex") for number in range(MAX_LARK_GRAMMARS + 1)])
+    with pytest.raises(InvalidRequest, match="more than 16 tools have a Lark grammar") as refused:
+        read([tool_of(number, "lark") for number in range(MAX_LARK_GRAMMARS + 1)])
+    assert refused.value.param == "tools"
+
+
+def test_tools_in_namespaces_count_together() -> None:
+    tools = [tool_of(number, "regex") for number in range(MAX_TOOLS)]
+    namespace = {"type": "namespace", "name": "n", "tools": tools}
+    read_response_request({"model": "m", "input": "Hi", "tools": [namespace]})
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_TOOLS} tools"):
+        read_response_request({"model": "m", "input": "Hi", "tools": [namespace, tool_of(0, "regex")]})

@@ -14,7 +14,8 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.responses_api import response_input
-from loramux.platform.stored_responses.response_store import ResponseStore
+from loramux.platform.responses_api.stored_items import read_items
+from loramux.platform.stored_responses.response_store import ResponseStore, StoredResponse, sealed_content
 from loramux.platform.stored_responses.sealing import MAX_CONTENT_BYTES, Sealing
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
@@ -135,6 +136,49 @@ async def test_limited_key_sees_only_the_responses_of_its_adapters(storing: Gate
     limited = keys.create(storing.tenant.id, "limited", adapters=[adapter_id]).secret
     assert (await status_of(storing, of_adapter["id"], key=limited))[0] == 200
     assert await status_of(storing, of_base["id"], key=limited) == MISSING
+
+
+@pytest.mark.parametrize("how", ["continued", "referred to", "conversation"])
+async def test_limited_key_sees_no_response_to_which_another_model_has_contributed(storing: Gateway, how: str) -> None:
+    adapter_id = storing.add_adapter("acme", "support")
+    limited = storing.services.callers.api_keys.create(storing.tenant.id, "limited", adapters=[adapter_id]).secret
+
+    async def continued(model: str) -> str:
+        """The ID of the adapter's response after one of the model."""
+        conversation: dict[str, Any] = {}
+        if how == "conversation":
+            made = await storing.http.post("/v1/conversations", json={})
+            conversation = {"conversation": made.json()["id"]}
+        first = await respond(storing, model=model, **conversation)
+        match how:
+            case "continued":
+                sent: dict[str, Any] = {"previous_response_id": first["id"]}
+            case "referred to":
+                sent = {"input": referring(first["output"][0]["id"])}
+            case _:
+                sent = conversation
+        return str((await respond(storing, model="support", **sent))["id"])
+
+    assert (await status_of(storing, await continued("support"), key=limited))[0] == 200
+    mixed = await continued("base")
+    assert (await status_of(storing, mixed))[0] == 200
+    for path in (mixed, f"{mixed}/input_items"):
+        assert await status_of(storing, path, key=limited) == MISSING
+    last = await respond(storing, model="support", previous_response_id=mixed)
+    assert await status_of(storing, last["id"], key=limited) == MISSING
+
+
+@pytest.mark.parametrize(("earlier", "others"), [((), []), (("ada_1",), []), (("ada_1", None), [None])])
+def test_row_names_only_other_earlier_models(earlier: tuple[str | None, ...], others: list[str | None]) -> None:
+    stored = StoredResponse(
+        id="resp_1", tenant_id="ten_1", adapter_id="ada_1", input=[], response={}, earlier_adapter_ids=earlier
+    )
+    sealing = Sealing(b"a key of at least 32 characters.")
+    # Servers of earlier versions cannot read a row with a further field.
+    expected: dict[str, Any] = {"input": [], "response": {}}
+    if others:
+        expected["earlier_adapter_ids"] = others
+    assert sealing.open("ten_1", "resp_1", sealed_content(sealing, stored)) == expected
 
 
 async def test_content_is_encrypted_and_bound_to_its_tenant_and_id(storing: Gateway) -> None:
@@ -267,6 +311,23 @@ async def test_only_objects_whose_items_are_missing_count(storing: Gateway, monk
     unrelated = {"type": "item_reference", "id": other["output"][0]["id"]}
     response = await storing.http.post(RESPONSES, json={"model": "base", "input": [*given, unrelated]})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
+
+
+async def test_no_more_items_are_read_once_they_are_too_long(storing: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [await respond(storing, input="x" * 600) for _ in range(3)]
+    read = list[Any]()
+
+    def noted(items: list[Any]) -> list[Any]:
+        read.append(items)
+        return read_items(items)
+
+    monkeypatch.setattr(response_input, "read_items", noted)
+    monkeypatch.setattr(response_input, "MAX_BYTES", 1000)
+    named = [(await storing.http.get(f"{RESPONSES}/{one['id']}/input_items")).json()["data"][0] for one in made]
+    references = [{"type": "item_reference", "id": item["id"]} for item in named]
+    refused = await storing.http.post(RESPONSES, json={"model": "base", "input": references})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    assert len(read) == 2
 
 
 async def refused_reference(gateway: Gateway, item_id: str, **sent: Any) -> tuple[int, dict[str, Any]]:

@@ -41,7 +41,7 @@ def test_concurrent_responses_keep_all_items_in_one_order(clocked: Database, acm
 
     def answer(number: int) -> bool:
         pair = [item(2 * number), item(2 * number + 1)]
-        return store.append(acme.id, made.id, pair, 1, Answered("ada_1" if number % 2 else None))
+        return store.append(acme.id, made.id, pair, 1, Answered(["ada_1" if number % 2 else None]))
 
     with ThreadPoolExecutor(4) as executor:
         assert all(executor.map(answer, range(12)))
@@ -65,13 +65,13 @@ def test_items_of_responses_can_exceed_the_limits_twofold(
     with pytest.raises(ConversationFull):
         store.append(acme.id, made.id, [item(3)], 1)
     # The second item is known already.
-    store.append(acme.id, made.id, [item(2), item(3), item(4)], 1, Answered(None))
+    store.append(acme.id, made.id, [item(2), item(3), item(4)], 1, Answered([None]))
     with pytest.raises(ConversationFull):
-        store.append(acme.id, made.id, [item(5)], 1, Answered(None))
+        store.append(acme.id, made.id, [item(5)], 1, Answered([None]))
     assert [one["id"] for one in store.items(made)] == ["msg_1", "msg_2", "msg_3", "msg_4"]
     assert store.delete_item(made, "msg_2")
     assert not store.delete_item(made, "msg_2")
-    assert store.append(acme.id, made.id, [item(5)], 1, Answered(None))
+    assert store.append(acme.id, made.id, [item(5)], 1, Answered([None]))
     assert [one["id"] for one in store.items(made)] == ["msg_1", "msg_3", "msg_4", "msg_5"]
 
 

@@ -75,7 +75,7 @@ def test_every_change_is_counted(clocked: Database, clock: FakeClock, acme: Tena
             chats.update(chat(tenant, number, a="b"))
         made = conversations.create(tenant.id, {"a": "b" * dice.randrange(9)}, days)
         conversations.append(tenant.id, made.id, [message(one, dice.randrange(99)) for one in range(4)], days)
-        conversations.append(tenant.id, made.id, [message(9)], days, Answered(None))
+        conversations.append(tenant.id, made.id, [message(9)], days, Answered([None]))
         conversations.update(made, {"a": "longer or shorter"})
         conversations.delete_item(made, "msg_2")
         pending = queued(tenant, 100 + number)
@@ -140,7 +140,7 @@ def test_objects_cannot_grow_beyond_the_limit(clocked: Database, acme: Tenant) -
             attempt()
     assert store.chats.get(acme.id, "chatcmpl-1") == chat(acme)
     # The answer of a request that was admitted is kept.
-    assert store.conversations.append(acme.id, conversation.id, [message(1)], 1, Answered(None))
+    assert store.conversations.append(acme.id, conversation.id, [message(1)], 1, Answered([None]))
     assert counted(clocked, acme) == summed(clocked, acme)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import structlog
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.sandbox.confinement import CALLS, FILES
@@ -23,6 +24,7 @@ from loramux.platform.tokenizer.tenant_templates import (
     NUM_PROCESSES,
     TenantTemplates,
 )
+from tests.adapter_store.sandbox import lesser_kernel
 from tests.conformance.chat_templates import BOS, CASES, EOS
 from tests.platform.tokenizer.hostile_templates import COSTLY, ESCAPES, SLOW, UNUSABLE
 from tests.platform.tokenizer.templates import BY_ROLE, CHATML, EITHER, FIRST_PART, HEADERS, PARTS, TEMPLATES
@@ -311,3 +313,16 @@ async def test_missing_process_is_a_temporary_failure() -> None:
     with pytest.raises(Unavailable):
         await templates.render("a", PLAIN, ASKED)
     templates.close()
+
+
+async def test_templates_are_not_rendered_without_a_required_sandbox() -> None:
+    if CALLS in missing_measures():
+        pytest.skip("this machine cannot imitate a lesser one")
+    command = (sys.executable, lesser_kernel.__file__, FILES, *templates_module._WORKER[2:])
+    templates = TenantTemplates({}, command=command, is_sandbox_required=True)
+    try:
+        with structlog.testing.capture_logs() as entries, pytest.raises(InvalidRequest):
+            await templates.render("a", PLAIN, ASKED)
+        assert "this machine has no landlock" in str(entries)
+    finally:
+        templates.close()

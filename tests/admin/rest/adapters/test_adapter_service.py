@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import pytest
 
-from loramux.engine.protocol.messages import AdapterState, Load
+from loramux.admin.rest.adapters import warm_and_drain
+from loramux.admin.rest.adapters.warm_and_drain import MAX_UNLOADING
+from loramux.engine.protocol.messages import AdapterState, Load, Unload
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.records import ReservationRequest
+from loramux.platform.ledger.settlement import Settlement
 from tests.admin.admin_side import AdminSide
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
 from tests.admin.rest.tenants_and_keys import bearer, new_key, new_tenant
+from tests.platform.ready_adapters import add_ready_adapter
 
 pytestmark = pytest.mark.anyio
 
@@ -152,6 +159,59 @@ async def test_archived_and_disabled_versions_leave_the_engine(
     assert not admin_side.engine.resident
     assert (await http.get(base)).json()["state"] == "disabled"
     assert (await http.post(f"{base}/enable")).json()["state"] == "active"
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_version_is_drained_once_its_own_requests_have_ended(
+    http: httpx.AsyncClient, base: str, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    database, tenants = admin_side.services.database, admin_side.services.accounts.tenants
+    monkeypatch.setattr(warm_and_drain, "DRAIN_TIMEOUT_S", 0.0)
+    version = (await http.get(f"{base}/versions/2")).json()
+    if is_shared:
+        add_ready_adapter(database, tenants.create("globex").id, "theirs", [version["digest"]])
+    [acme] = [tenant for tenant in tenants.list(10).data if tenant.slug == "acme"]
+    admission = Admission(database)
+    admission.reserve(
+        ReservationRequest(
+            request_id="req_1",
+            tenant_id=acme.id,
+            api_key_id=(await new_key(http, "acme"))["id"],
+            model="support",
+            adapter_id=version["adapter_id"],
+            adapter_version_id=version["id"],
+            endpoint="completions",
+            prompt_tokens=1,
+            reserved_tokens=1,
+        )
+    )
+    assert not (await http.post(f"{base}/versions/2/archive")).json()["drained"]
+    assert (await http.post(f"{base}/versions/3/archive")).json()["drained"]
+    assert not (await http.post(f"{base}/disable")).json()["drained"]
+    admission.settle("req_1", Settlement(status="completed", prompt_tokens=1, completion_tokens=0))
+    assert (await http.post(f"{base}/disable")).json()["drained"]
+
+
+async def test_few_versions_are_unloaded_at_the_same_time(
+    http: httpx.AsyncClient, base: str, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [acme] = [tenant for tenant in admin_side.services.accounts.tenants.list(10).data if tenant.slug == "acme"]
+    digests = {f"{number:064x}" for number in range(3 * MAX_UNLOADING)}
+    adapter_id = add_ready_adapter(admin_side.services.database, acme.id, "long", sorted(digests))
+    unloading, unloaded, most = set[str](), set[str](), 0
+
+    async def unload(message: Unload, timeout_s: float) -> None:
+        nonlocal most
+        unloading.add(message.digest)
+        most = max(most, len(unloading))
+        await asyncio.sleep(0)
+        unloading.remove(message.digest)
+        unloaded.add(message.digest)
+        raise TimeoutError
+
+    monkeypatch.setattr(admin_side.engine, "call", unload)
+    assert (await http.post(f"/admin/v1/adapters/{adapter_id}/disable")).json()["drained"]
+    assert (unloaded, most) == (digests, MAX_UNLOADING)
 
 
 async def test_a_tenant_cannot_lift_a_quarantine(http: httpx.AsyncClient, base: str) -> None:

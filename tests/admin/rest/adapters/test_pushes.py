@@ -401,6 +401,11 @@ async def test_the_engine_loads_a_version_before_the_store_has_its_bytes(
     assert again.status_code == 200, again.text
     stages = [stage.partition(";")[0] for stage in again.headers["server-timing"].split(", ")]
     assert stages == ["receive", "wait", "validate", "store", "ready", "load"]
+    # A short time would tell a tenant that another one has stored the same bytes.
+    async with tenants_client(admin_side, "tenant:develop") as developer:
+        third = await send(developer, adapter_id, form_of(make_adapter()))
+    stages = [stage.partition(";")[0] for stage in third.headers["server-timing"].split(", ")]
+    assert stages == ["receive", "wait", "validate", "ready"]
 
 
 async def test_servers_with_the_alias_load_its_new_version_before_it_moves(

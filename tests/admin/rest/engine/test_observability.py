@@ -13,8 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from loramux.adapter_store.registry.digest_owners import DigestOwner
 from loramux.adapter_store.tiers.tier_figures import Held, TierFigures
 from loramux.admin.serving.app import create_admin_app
-from loramux.engine.protocol.messages import Load, Stats, StatsRequest
+from loramux.engine.protocol.messages import Load, Pin, Stats, StatsRequest
+from loramux.platform.admission.records import LoadCharge
 from loramux.platform.telemetry.routing_metrics import FRESH_S, ResidentNames
+from tests.admin.rest.tenants_and_keys import bearer, new_key
 from tests.platform.ready_adapters import add_ready_adapter
 
 pytestmark = pytest.mark.anyio
@@ -167,6 +169,34 @@ async def test_engine_stats_and_resident_adapters_are_returned(http: httpx.Async
     assert not {"call_id", "adapters"} & engine.keys()
     (adapter,) = (await http.get("/admin/v1/residency")).json()["data"]
     assert (adapter["digest"], adapter["num_pages"], adapter["num_users"]) == ("d" * 64, 1, 0)
+
+
+async def test_tenant_sees_only_weights_that_it_has_used_itself(http: httpx.AsyncClient, admin_side: Any) -> None:
+    services = admin_side.services
+    database, tenants = services.database, services.accounts.tenants
+    acme, globex = tenants.create("acme"), tenants.create("globex")
+    zebra = add_ready_adapter(database, acme.id, "zebra", ["a" * 64])
+    ant = add_ready_adapter(database, acme.id, "ant", ["b" * 64])
+    add_ready_adapter(database, acme.id, "copied", ["c" * 64])
+    add_ready_adapter(database, globex.id, "theirs", ["c" * 64])
+    add_ready_adapter(database, acme.id, "unused", ["d" * 64])
+    own_key = await new_key(http, "acme", "tenant:admin")
+    for digest in ("b", "a", "c", "d"):
+        await admin_side.engine.call(Load(digest=digest * 64), 1.0)
+    for adapter_id, digest in ((ant, "b"), (zebra, "a")):
+        charge = LoadCharge(tenant_id=acme.id, api_key_id=own_key["id"], adapter_id=adapter_id)
+        await services.engine.loads.load(digest * 64, charge, 1.0)
+    # As if another tenant had pinned the weights.
+    await admin_side.engine.call(Pin(digest="a" * 64, is_pinned=True), 1.0)
+    headers = bearer(own_key["secret"])
+
+    async def listed(**sent: Any) -> list[tuple[str, bool]]:
+        found = (await http.get("/admin/v1/residency", **sent)).json()
+        assert not found["has_more"]
+        return [(one["digest"][0], one["is_pinned"]) for one in found["data"]]
+
+    assert await listed(headers=headers) == [("b", False), ("a", False)]
+    assert sorted(await listed()) == [("a", True), ("b", False), ("c", False), ("d", False)]
 
 
 async def test_dead_engine_returns_503(http: httpx.AsyncClient, admin_side: Any) -> None:
