@@ -158,11 +158,8 @@ def offered_tools(tools: Sequence[FunctionTool | CustomTool | NamespaceTool]) ->
 
 
 def check_tools(tools: Sequence[FunctionTool | CustomTool | NamespaceTool]) -> None:
-    """Raise InvalidRequest if namespaces contain too many tools, or too many tools have a Lark grammar."""
-    offered = offered_tools(tools)
-    if len(offered) > MAX_TOOLS:
-        raise InvalidRequest(f"there are more than {MAX_TOOLS} tools, with those in namespaces", param="tools")
-    formats = [one.tool.format for one in offered if isinstance(one.tool, CustomTool)]
+    """Raise InvalidRequest if there are too many tools, or too many have a Lark grammar."""
+    formats = [one.tool.format for one in offered_tools(tools) if isinstance(one.tool, CustomTool)]
     if sum(isinstance(one, GrammarInput) and one.syntax == "lark" for one in formats) > MAX_LARK_GRAMMARS:
         raise InvalidRequest(f"more than {MAX_LARK_GRAMMARS} tools have a Lark grammar", param="tools")
 

@@ -129,5 +129,5 @@ def test_tools_in_namespaces_count_together() -> None:
     tools = [tool_of(number, "regex") for number in range(MAX_TOOLS)]
     namespace = {"type": "namespace", "name": "n", "tools": tools}
     read_response_request({"model": "m", "input": "Hi", "tools": [namespace]})
-    with pytest.raises(InvalidRequest, match=f"more than {MAX_TOOLS} tools"):
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_TOOLS} items"):
         read_response_request({"model": "m", "input": "Hi", "tools": [namespace, tool_of(0, "regex")]})

@@ -145,10 +145,9 @@ def test_namespaces_can_have_the_tools_of_several_servers() -> None:
 def test_tools_are_counted_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     tools = [namespace(f"n{number}", 200) for number in range(10)]
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "tool_1"}] * 1024}
-    asked = read_response_request({"model": "base", "input": "Hi", "tools": tools, "tool_choice": allowed})
     monkeypatch.delattr(response_tools.OfferedTool, "called_name")
     with pytest.raises(InvalidRequest, match="at most 1024 items"):
-        chat_of(asked)
+        read_response_request({"model": "base", "input": "Hi", "tools": tools, "tool_choice": allowed})
 
 
 def test_time_of_a_tool_choice_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
