@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from loramux.engine.execution.executor import Forward
 from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
 from loramux.engine.loop.config import EngineConfig, pack_target
 from loramux.engine.loop.engine import Engine
-from loramux.engine.protocol.messages import Add, Finished
+from loramux.engine.protocol.messages import Add, Finished, Load
 from loramux.engine.sequences.batch import Batch
 from tests.conformance.tiny_models import (
     PLANS,
@@ -144,6 +144,13 @@ def run(engine: Engine) -> None:
     for outbound in engine.take_outbox():
         if isinstance(outbound.message, Finished):
             assert outbound.message.reason == "length", outbound.message
+
+
+def load(engine: Engine, digests: Iterable[str]) -> None:
+    """Load adapters before any request, so that one step can have all of them however long copies take."""
+    for digest in digests:
+        engine.load(b"", Load(call_id=digest, digest=digest))
+    run(engine)
 
 
 def assert_parity(

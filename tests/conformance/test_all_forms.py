@@ -16,7 +16,7 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.config import pack_target
 from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
 from loramux.engine.sequences.activation import activation
-from tests.conformance.parity import Recorder, Subject, assert_parity, run
+from tests.conformance.parity import Recorder, Subject, assert_parity, load, run
 from tests.conformance.tiny_models import (
     ALL_LINEARS,
     ATTENTION,
@@ -147,6 +147,7 @@ def test_all_forms_in_one_batch_equal_peft(
     assembled = subject.assemble(
         max_sequences=len(asked), max_resident_adapters=len(asked), max_batch_tokens=4096, pool_bytes=512 << 20
     )
+    load(assembled.engine, {add.digest for _, add in asked.values() if add.digest is not None})
     recorder = Recorder(assembled.engine, monkeypatch)
     for _, add in asked.values():
         assembled.engine.add(b"", add)

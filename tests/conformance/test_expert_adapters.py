@@ -21,7 +21,7 @@ from tests.conformance.expert_adapters import (
     plans_for,
 )
 from tests.conformance.mixture_families import MIXTURE_FAMILIES
-from tests.conformance.parity import Recorder, Subject, assert_parity, run
+from tests.conformance.parity import Recorder, Subject, assert_parity, load, run
 from tests.conformance.tiny_models import SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE
 from tests.engine.device.gpu_backend import gpu_backend
 
@@ -61,6 +61,7 @@ def requests(subject: Subject, num_tokens: int = NUM_TOKENS) -> dict[str, tuple[
 
 def test_a_mixed_batch_equals_the_references(subject: ExpertSubject, monkeypatch: pytest.MonkeyPatch) -> None:
     assembled = subject.assemble(max_sequences=32)
+    load(assembled.engine, subject.digests.values())
     recorder = Recorder(assembled.engine, monkeypatch)
     asked = requests(subject)
     for _, add in asked.values():

@@ -16,7 +16,7 @@ from transformers import Phi3ForCausalLM
 
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
-from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, make_subject, run
+from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, load, make_subject, run
 from tests.conformance.tiny_models import (
     ALL_LINEARS,
     EVERY_FAMILY,
@@ -108,6 +108,7 @@ def test_one_mixed_batch_equals_transformers_and_peft(
     subject: Subject, step_tokens: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembled = subject.assemble(max_batch_tokens=step_tokens)
+    load(assembled.engine, subject.digests.values())
     recorder = Recorder(assembled.engine, monkeypatch)
     asked = requests(subject, max_tokens)
     for _, add in asked.values():
@@ -184,6 +185,7 @@ def test_adapters_of_the_embedding_and_the_head_equal_peft(
     outer_subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembled = outer_subject.assemble()
+    load(assembled.engine, outer_subject.digests.values())
     recorder = Recorder(assembled.engine, monkeypatch)
     asked = outer_requests(outer_subject, "all", None, "embedding", "head", "inner", "all", None, "head")
     for _, add in asked.values():

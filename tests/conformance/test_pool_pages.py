@@ -6,7 +6,8 @@ from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.assembly import assemble_engine
 from loramux.engine.loop.config import EngineConfig, pack_target
-from loramux.engine.protocol.messages import Load, StatsRequest
+from loramux.engine.protocol.messages import StatsRequest
+from tests.conformance.parity import load
 from tests.conformance.tiny_models import (
     ALL_LINEARS,
     PLANS,
@@ -26,10 +27,7 @@ def test_sixteen_adapters_take_their_packed_pages_and_no_more(tmp_path: Path) ->
         model_dir=str(tmp_path / "base"), blob_url="", cache_dir="", dtype="float32", pool_bytes=64 << 20, num_threads=1
     )
     assembled = assemble_engine(config, lambda: None, MemoryStager({one.digest: one for one in packed}))
-    for one in packed:
-        assembled.engine.load(b"", Load(call_id=one.digest, digest=one.digest))
-    while assembled.engine.has_work:
-        assembled.engine.step()
+    load(assembled.engine, [one.digest for one in packed])
     stats = assembled.engine.stats(StatsRequest(call_id=""))
     assert len(stats.adapters) == 16
     assert stats.num_adapter_pages == sum(len(one.payload) for one in packed)
