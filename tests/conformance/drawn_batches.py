@@ -55,7 +55,12 @@ class DrawnBatches:
             self.start(drawn_lines(draw, max_tokens, num_lines))
 
     def cancel(self) -> None:
+        """Cancel the batches once their lines are known, because one that is cancelled before has no answers."""
+        deadline_s = time.monotonic() + PATIENCE_S
         for batch_id in self.requests:
+            while (found := self._call("GET", f"batches/{batch_id}").json())["status"] == "validating":
+                assert time.monotonic() < deadline_s, found
+                time.sleep(0.1)
             # 409: it has just ended.
             self._call("POST", f"batches/{batch_id}/cancel", accepted=(200, 409))
 
