@@ -58,7 +58,7 @@ def in_usual_form(
     names: TensorNames,
     entries: Mapping[str, TensorEntry],
 ) -> tuple[TensorNames, dict[str, TensorEntry]]:
-    """Give each A and B the shape of its usual form and the name of the file's tensor of which it is made."""
+    """Give each A and B the shape of its usual form, and the name of the file's tensor that it comes from."""
     originals, found = dict(names.originals), dict(entries)
     for place in places:
         if place.expert or not place.is_stacked or place.a_name not in forms or not forms[place.a_name].is_swapped:

@@ -109,7 +109,7 @@ def _versions(connection: Connection, digests: Collection[str], now_us: int) -> 
 
 
 def used_digests(database: Database, digests: Collection[str], tenant_id: str) -> set[str]:
-    """Return those of the weights of which the tenant has pinned a version, or created or used one in the last day.
+    """Return the digests whose weights the tenant has pinned, or has created or used in the last day.
 
     The answer does not depend on other tenants that have the same weights. Blocking.
     """
