@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -84,13 +85,23 @@ def s3_endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def moto_endpoint() -> Iterator[str]:
     """The URL of a moto server, which checks neither signatures nor checksums."""
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
+    put_object, turn = S3Response.put_object, threading.Lock()
+
+    def put_one_at_a_time(self: Any) -> Any:
+        # Between its check of `If-None-Match` and its write, moto lets another writer in. S3 does not.
+        with turn:
+            return put_object(self)
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(S3Response, "put_object", put_one_at_a_time)
+        server.start()
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
+        server.stop()
 
 
 @pytest.fixture
