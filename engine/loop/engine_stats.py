@@ -83,9 +83,9 @@ class EngineStats:
         num_adapters = len(slots) - (-1 in slots)
         self._num_mixed_steps += num_adapters > 1
         self._max_adapters_in_step = max(self._max_adapters_in_step, num_adapters)
-        self._num_rows += sum([item.num_rows for item in scheduled])
         for item in scheduled:
             sequence = item.sequence
+            self._num_rows += item.num_tokens + len(item.drafts)
             begin = sequence.num_computed
             if begin == sequence.num_reached >= sequence.num_prompt:
                 # The common case: the answer continues.

@@ -351,7 +351,7 @@ class FairQueue:
                 self._changed[share] = None
                 for line in (share.ready, share.cold):
                     if line:
-                        line[0].is_background = False
+                        line[0].end_background()
 
     def _charge(self, share: FairShare, price: float) -> None:
         share.charged += price

@@ -310,7 +310,7 @@ class Scheduler:
         if self.num_preemptions == num_preemptions and not self.is_short_of_pages:
             chunks = [scheduled.get(one) or ScheduledSequence(one, 0) for one in lane.prompts]
             unfinished = [item for item in chunks if item.num_tokens < item.sequence.num_computable]
-            for item in self._admit(scheduled, lane.waiting, budget, num_free_slots, unfinished):
+            for item in self._admit(scheduled, lane.waiting, budget, num_free_slots, unfinished, can_free_slots):
                 scheduled[item.sequence] = item
                 budget -= item.num_tokens
             if unfinished:
@@ -498,6 +498,7 @@ class Scheduler:
         budget: int,
         num_free_slots: int,
         unfinished: list[ScheduledSequence],
+        can_free_slots: bool,
     ) -> list[ScheduledSequence]:
         """Admit waiting sequences. `unfinished` are chunks of prompts that this step does not finish: see
         `_longest_rest`. Sequences that make room for new ones are removed from `scheduled`.
@@ -534,6 +535,8 @@ class Scheduler:
                 if sequence.num_reserved > self.max_tokens(entry.num_pages, entry.digest):
                     self._unfit.append(sequence)
                     continue
+            if num_free_slots == 0 and not can_free_slots:
+                break
             if unfinished:
                 # A long prompt has hundreds of pages, and may wait for many steps.
                 num_needed = sequence.num_tokens - _longest_rest(sequence, unfinished, budget)

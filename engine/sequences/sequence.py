@@ -137,6 +137,8 @@ class Sequence:
     """The request's other rules for new tokens, such as bad words. None for most sequences."""
     # Stored rather than computed, because each step reads these values several times per sequence.
     share_key: ShareKey = field(init=False)
+    rank: int = field(init=False)
+    """Place in the order of preemption: see `rank_of`."""
     is_background: bool = field(init=False)
     """True if the sequence yields to others: see `Add.is_background`. False once its share has waited too long."""
     num_prompt: int = field(init=False)
@@ -157,7 +159,8 @@ class Sequence:
         self.tokens = list(self.add.prompt)
         self.num_tokens = self.num_prompt = len(self.tokens)
         self.activation = self.add.activation
-        self.share_key = self.add.share_key, rank_of(self.add.service_tier, self.add.is_background)
+        self.rank = rank_of(self.add.service_tier, self.add.is_background)
+        self.share_key = self.add.share_key, self.rank
         self.is_background = self.add.is_background
         self.is_pooled = self.add.pooling is not None
         # The limit of a pooled sequence is reached once its last step is in flight: see `choose`.
@@ -165,6 +168,11 @@ class Sequence:
         # The first token has no prediction.
         self.num_unscored = 0 if self.add.sampling.num_prompt_logprobs is None else self.num_prompt - 1
         self.logit_penalties = logit_penalties(self.add.sampling, self.tokens, self.num_prompt)
+
+    def end_background(self) -> None:
+        """No longer yield to others than the sequence's tier does. The sequence keeps its share."""
+        self.is_background = False
+        self.rank = rank_of(self.add.service_tier, is_background=False)
 
     def choose(self, sample_index: int) -> None:
         """Record that the step just submitted chooses the next token, at index `sample_index`.
@@ -213,11 +221,6 @@ class Sequence:
         emitted = tuple(self.pending_output)
         self.pending_output.clear()
         return emitted
-
-    @property
-    def rank(self) -> int:
-        """Place in the order of preemption: see `rank_of`."""
-        return rank_of(self.add.service_tier, self.is_background)
 
     @property
     def sequence_id(self) -> str:
