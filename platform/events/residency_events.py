@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import CompoundSelect, Connection, Row, select, union
+from sqlalchemy import CompoundSelect, Connection, Row, Select, select, union
 
 from loramux.engine.adapters.adapter_changes import unseen
 from loramux.engine.protocol.messages import AdapterChange, StatsRequest
@@ -76,59 +76,59 @@ class ResidencyEvents:
 
 
 def _versions(connection: Connection, digests: Collection[str], now_us: int) -> Mapping[str, Sequence[Row[Any]]]:
-    """Return the versions with these weights whose tenants may know what happens to them.
-
-    If several tenants have the same weights, the engine has them once. A tenant that has sent no request to them in the
-    last day must not learn that another one uses them.
-    """
-    columns = adapter_versions.c
-    query = (
-        select(columns.digest, columns.id, columns.number, columns.adapter_id, adapters.c.tenant_id)
-        .join(adapters, adapters.c.id == columns.adapter_id)
-        .where(columns.digest.in_(digests), columns.state.in_(("ready", "quarantined")))
-        .order_by(columns.id)
-    )
+    """Return the serving versions with these weights whose tenants may know what happens to them: see `_known`."""
+    rows = connection.execute(_with_weights(digests)).all()
+    known = _known(connection, rows, {row.tenant_id for row in rows}, now_us)
     versions: dict[str, list[Row[Any]]] = defaultdict(list)
-    found: list[Row[Any]] = list(connection.execute(query))
-    for row in found:
-        versions[row.digest].append(row)
-    owners = {digest: {row.tenant_id for row in rows} for digest, rows in versions.items()}
-    shared = [row for digest, rows in versions.items() if len(owners[digest]) > 1 for row in rows]
-    if shared:
-        digest_of = {row.id: row.digest for row in shared}
-        used = {
-            (digest_of.get(row.adapter_version_id), row.tenant_id)
-            for row in connection.execute(
-                _requested(set(digest_of.values()), {row.tenant_id for row in shared}, now_us)
-            )
-        }
-        for digest, rows in versions.items():
-            if len(owners[digest]) > 1:
-                versions[digest] = [row for row in rows if (digest, row.tenant_id) in used]
+    for row in rows:
+        if row.state in ("ready", "quarantined") and (row.digest, row.tenant_id) in known:
+            versions[row.digest].append(row)
     return versions
 
 
 def used_digests(database: Database, digests: Collection[str], tenant_id: str) -> set[str]:
-    """Return the digests whose weights the tenant has pinned, or has created or used in the last day.
+    """Return the digests of the weights whose state the tenant may know: see `_known`. Blocking."""
+    with database.read() as connection:
+        rows = connection.execute(_with_weights(digests)).all()
+        known = _known(connection, rows, {tenant_id}, database.now_us(connection))
+    return {digest for digest, _ in known}
 
-    The answer does not depend on other tenants that have the same weights. Blocking.
-    """
+
+def _with_weights(digests: Collection[str]) -> Select[Any]:
     columns = adapter_versions.c
-    query = (
-        select(columns.id, columns.digest, columns.pinned_us, columns.created_us, adapters.c.tenant_id)
+    return (
+        select(
+            columns.digest,
+            columns.id,
+            columns.number,
+            columns.state,
+            columns.adapter_id,
+            columns.pinned_us,
+            columns.created_us,
+            adapters.c.tenant_id,
+        )
         .join(adapters, adapters.c.id == columns.adapter_id)
         .where(columns.digest.in_(digests))
+        .order_by(columns.id)
     )
-    with database.read() as connection:
-        rows = connection.execute(query).all()
-        now_us = database.now_us(connection)
-        requested = connection.execute(_requested(digests, {tenant_id}, now_us))
-        requested_ids = {row.adapter_version_id for row in requested}
-    return {
-        row.digest
-        for row in rows
-        if row.id in requested_ids
-        or (row.tenant_id == tenant_id and (row.pinned_us is not None or row.created_us > now_us - DAY_US))
+
+
+def _known(
+    connection: Connection, versions: Sequence[Row[Any]], tenant_ids: Collection[str], now_us: int
+) -> set[tuple[str, str]]:
+    """Return the digests of these versions with those of these tenants that may know the state of the weights: those
+    that have pinned them, or have created or used a version of them in the last day.
+
+    If several tenants have the same weights, the engine has them once. A tenant must not learn that another one uses
+    them, so the answer does not depend on other tenants' versions and requests.
+    """
+    digest_of = {row.id: row.digest for row in versions}
+    requested = connection.execute(_requested(set(digest_of.values()), tenant_ids, now_us))
+    known = {(digest_of[row.adapter_version_id], row.tenant_id) for row in requested}
+    return known | {
+        (row.digest, row.tenant_id)
+        for row in versions
+        if row.tenant_id in tenant_ids and (row.pinned_us is not None or row.created_us > now_us - DAY_US)
     }
 
 

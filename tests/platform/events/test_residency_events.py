@@ -33,7 +33,7 @@ def changes(*kinds: str, first: int = 10, digest: str = DIGEST) -> list[AdapterC
 def test_changes_are_told_once_for_every_version_with_the_weights(clocked: Database, acme: Tenant) -> None:
     registry = AdapterRegistry(clocked)
     for name in ("support", "sales"):
-        add_ready_versions(clocked, registry.create_adapter(acme.id, name).id, 1)
+        add_ready_versions(clocked, registry.create_adapter(acme.id, name).id, 1, is_new=True)
     watch = ResidencyEvents(clocked, "srv_1")
     # Only the last of several loads and evictions counts.
     assert watch.report(changes("loaded", "struck", "evicted")) == 4
@@ -53,7 +53,7 @@ def test_changes_are_told_once_for_every_version_with_the_weights(clocked: Datab
 
 
 def test_events_of_one_report_are_one_statement(clocked: Database, acme: Tenant) -> None:
-    add_ready_versions(clocked, AdapterRegistry(clocked).create_adapter(acme.id, "support").id, 9)
+    add_ready_versions(clocked, AdapterRegistry(clocked).create_adapter(acme.id, "support").id, 9, is_new=True)
     inserts: list[str] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
@@ -67,9 +67,9 @@ def test_events_of_one_report_are_one_statement(clocked: Database, acme: Tenant)
 
 
 class SharedWeights:
-    """Two tenants whose adapters have the same weights."""
+    """Two tenants whose adapters have the same weights, unless `is_shared` is false."""
 
-    def __init__(self, database: Database, acme: Tenant) -> None:
+    def __init__(self, database: Database, acme: Tenant, *, is_shared: bool = True) -> None:
         self.database, self.admission = database, Admission(database)
         self.acme, self.globex = acme, Tenants(database).create("globex")
         self.version_ids, self.adapter_ids = {}, {}
@@ -78,6 +78,10 @@ class SharedWeights:
             add_ready_versions(database, adapter.id, 1)
             (version,) = AdapterRegistry(database).list_versions(adapter.id, 1).data
             self.adapter_ids[tenant.id], self.version_ids[tenant.id] = adapter.id, version.id
+        if not is_shared:
+            other = adapter_versions.c.id == self.version_ids[self.globex.id]
+            with database.write() as connection:
+                connection.execute(update(adapter_versions).where(other).values(digest="3" * 64))
 
     def request(self, tenant: Tenant, *, is_settled: bool) -> None:
         request_id = new_id("req")
@@ -122,18 +126,29 @@ def test_tenant_does_not_learn_that_another_uses_the_same_weights(
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_only_own_use_of_weights_counts(clocked: Database, acme: Tenant, clock: FakeClock, is_shared: bool) -> None:
-    shared = SharedWeights(clocked, acme)
+    shared = SharedWeights(clocked, acme, is_shared=is_shared)
     registry, columns = AdapterRegistry(clocked), adapter_versions.c
     AdapterPins(clocked, registry).set_pinned(add_ready_adapter(clocked, acme.id, "pinned", ["2" * 64]), 1, True)
     with clocked.write() as connection:
-        created_us = clocked.now_us(connection)
-        own, others = (columns.id == shared.version_ids[one.id] for one in (shared.acme, shared.globex))
-        connection.execute(update(adapter_versions).where(own).values(created_us=created_us))
-        if not is_shared:
-            connection.execute(update(adapter_versions).where(others).values(digest="3" * 64))
+        own = columns.id == shared.version_ids[acme.id]
+        connection.execute(update(adapter_versions).where(own).values(created_us=clocked.now_us(connection)))
+    num_reports = 0
 
     def used() -> set[str]:
-        return used_digests(clocked, (DIGEST, "2" * 64), acme.id)
+        """The digests whose state the tenant sees, which are also those of which it is told."""
+        nonlocal num_reports
+        num_reports += 1
+        first = 10 * num_reports
+        log = EventLog(clocked)
+        log.advance()
+        after = max((one.position for one in log.read(0, EventFilter())), default=0)
+        pinned = changes("struck", digest="2" * 64, first=first + 1)
+        ResidencyEvents(clocked, "srv_1").report([*changes("struck", first=first), *pinned])
+        log.advance()
+        events = log.read(after, EventFilter(types={"adapter.struck"}))
+        seen = used_digests(clocked, (DIGEST, "2" * 64), acme.id)
+        assert {one.data["digest"] for one in events if one.tenant_id == acme.id} == seen
+        return seen
 
     assert used() == {DIGEST, "2" * 64}
     clock.advance(25 * 3600)

@@ -8,8 +8,8 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_versions
 
 
-def add_ready_versions(database: Database, adapter_id: str, count: int) -> None:
-    """The first version is the default."""
+def add_ready_versions(database: Database, adapter_id: str, count: int, *, is_new: bool = False) -> None:
+    """The first version is the default. The versions are old unless `is_new`."""
     with database.write() as connection:
         for number in range(1, count + 1):
             connection.execute(
@@ -24,7 +24,7 @@ def add_ready_versions(database: Database, adapter_id: str, count: int) -> None:
                     canonical_bytes=1,
                     upload_id=new_id("upl"),
                     report={"max_rank": 8},
-                    created_us=0,
+                    created_us=database.now_us(connection) if is_new else 0,
                     ready_us=0,
                 )
             )
