@@ -237,13 +237,13 @@ class Settings(ModelSettings):
     """
     tool_call_parser: str = AUTO
     """How tool calls are found in answers to prompts rendered with the model's own chat template. `auto`: the template
-    decides. `off`: calls are part of the text. Other values: `functiongemma`, `gemma4`, `harmony`, `hermes`,
-    `llama3_json`, `mistral`, `phi`, `pythonic` and [the parsers of extensions](extending.md#tool-parsers).
+    decides. `off`: calls are part of the text. Other values: `functiongemma`, `gemma4`, `glm45`, `harmony`,
+    `hermes`, `llama3_json`, `minimax_m2`, `mistral`, `phi`, `pythonic`, `qwen3_coder`, `seed_oss` and [the parsers of extensions](extending.md#tool-parsers).
     """
     reasoning_parser: str = AUTO
     """How reasoning is separated from the rest of an answer to a prompt rendered with the model's own chat template.
-    `auto`: the template decides. `off`: reasoning is part of the text. Other values: `gemma4`, `harmony`, `mistral` and
-    `think`.
+    `auto`: the template decides. `off`: reasoning is part of the text. Other values: `gemma4`, `harmony`, `mistral`,
+    `seed_oss` and `think`.
     """
     host: str = "127.0.0.1"
     port: Port = 8000

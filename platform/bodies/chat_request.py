@@ -131,6 +131,11 @@ class ChatRequest(GenerationRequest):
         return [] if self.choice_of_tools.mode == "none" else self.tools or []
 
     @property
+    def argument_schemas(self) -> dict[str, dict[str, Any]]:
+        """The schemas of the arguments of the offered tools, by name."""
+        return {tool.name: tool.schema_of_arguments for tool in self.offered_tools}
+
+    @property
     def echoed(self) -> str:
         """The text that the answer repeats: the last message if `echo` is true and the message is the assistant's."""
         last = self.messages[-1]

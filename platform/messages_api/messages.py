@@ -26,7 +26,7 @@ from loramux.platform.requests.error_responses import json_response, request_id_
 from loramux.platform.requests.openapi import answers, takes
 from loramux.platform.requests.request_life import prepare, resolve, serve
 from loramux.platform.requests.services import GatewayServices
-from loramux.platform.tool_calls.parsers import find_parser
+from loramux.platform.tool_calls.parsers import parser_factory
 
 router = APIRouter(tags=["messages"], responses=message_errors())
 
@@ -69,9 +69,9 @@ async def _shape(
     services: GatewayServices, target: Target, received: Received[MessagesChat], prepared: Prepared
 ) -> MessageAnswer:
     body, tool_format, [prompt] = received.body, prepared.tool_format, prepared.prompts
-    parser = None if tool_format is None else find_parser(tool_format)
+    new_parser = parser_factory(tool_format, body.argument_schemas)
     blocks = BlockEvents(
-        None if parser is None else parser(),
+        None if new_parser is None else new_parser(),
         services.metrics.api.tool_calls.labels(tool_format).inc if tool_format is not None else lambda: None,
         hides_thinking=not body.include_reasoning,
         omits_thinking=body.omits_thinking,

@@ -23,7 +23,7 @@ from loramux.platform.requests.endpoint import Endpoint, Prepared, Received
 from loramux.platform.requests.openapi import GENERATION_ERRORS, answers, errors, takes
 from loramux.platform.requests.request_life import serve
 from loramux.platform.requests.services import GatewayServices
-from loramux.platform.tool_calls.parsers import find_parser
+from loramux.platform.tool_calls.parsers import parser_factory
 
 router = APIRouter(tags=["inference"], responses=errors(*GENERATION_ERRORS))
 
@@ -62,7 +62,7 @@ def chat_answer(
         include_usage=body.include_usage,
         tool_choice=body.choice_of_tools,
         service_tier=target.tiers.tier(body.service_tier),
-        new_parser=None if tool_format is None else find_parser(tool_format),
+        new_parser=parser_factory(tool_format, body.argument_schemas),
         note_call=None if tool_format is None else services.metrics.api.tool_calls.labels(tool_format).inc,
         prompt_token_ids=prepared.prompts[0] if body.return_token_ids else None,
         num_prompt_logprobs=body.num_alternatives("prompt_logprobs"),

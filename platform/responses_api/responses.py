@@ -32,7 +32,7 @@ from loramux.platform.responses_api.response_input import read_line, read_respon
 from loramux.platform.responses_api.response_request import ENCRYPTED, ResponseRequest
 from loramux.platform.responses_api.response_tools import CustomTool, NamespaceTool, offered_tools
 from loramux.platform.responses_api.truncation import prepare_response
-from loramux.platform.tool_calls.parsers import find_parser
+from loramux.platform.tool_calls.parsers import parser_factory
 
 router = APIRouter()
 log = structlog.get_logger(__name__)
@@ -94,7 +94,7 @@ async def _shape(
 ) -> ResponseAnswer:
     await check_stored(services, target, received)
     body, tool_format = received.body, prepared.tool_format
-    parser = None if tool_format is None else find_parser(tool_format)
+    new_parser = parser_factory(tool_format, body.argument_schemas)
     rules = ResponseRules(
         head=_head(services, target, received, int(time.time())),
         tokenizer=target.tokenizer,
@@ -106,7 +106,7 @@ async def _shape(
         now_s=lambda: int(time.time()),
         keep=Keeping(services, target, received).keep,
     )
-    return ResponseAnswer(rules, MessageReader(None if parser is None else parser()))
+    return ResponseAnswer(rules, MessageReader(None if new_parser is None else new_parser()))
 
 
 async def _keep(answer: Answer, deltas: Sequence[ChoiceDelta], usage: Usage) -> None:

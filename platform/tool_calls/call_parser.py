@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from loramux.platform.tool_calls.call_syntax import CallSyntax
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, Event, TextEvent
@@ -30,6 +31,8 @@ class CallParser(ABC):
     """How grammars write calls. Set by the parsers of extensions; `SYNTAXES` has the syntax of the built-in parsers."""
 
     def __init__(self) -> None:
+        self.schemas: Mapping[str, Mapping[str, Any]] = {}
+        """The schemas of the arguments of the request's functions, for formats that do not show the types of values."""
         self._reader = Reader()
         self._events: list[Event] = []
         self._num_calls = 0

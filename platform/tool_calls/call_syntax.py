@@ -40,13 +40,34 @@ SYNTAXES: Mapping[str, CallSyntax] = MappingProxyType(
     {
         "functiongemma": _gemma("<start_function_call>", "<end_function_call>"),
         "gemma4": _gemma("<|tool_call>", "<tool_call|>"),
+        # The arguments are JSON here, too, because text between tags cannot follow every schema.
+        "glm45": CallSyntax({"<tool_call>": Block(end="</tool_call>")}, "\n", "NAME\n", "\n", is_grouped=False),
         "hermes": CallSyntax({"<tool_call>": Block("\n", "\n", "</tool_call>")}, "\n", is_grouped=False),
         "llama3_json": CallSyntax(
             {"": Block(), "<|python_tag|>": Block()}, "; ", before_arguments='{"name": "NAME", "parameters": '
+        ),
+        "minimax_m2": CallSyntax(
+            {"<minimax:tool_call>": Block("\n", "\n", "</minimax:tool_call>")},
+            "\n",
+            '<invoke name="NAME">\n',
+            "\n</invoke>",
         ),
         "mistral": CallSyntax({"[TOOL_CALLS]": Block("[", "]")}),
         "phi": CallSyntax({"<|tool_call|>": Block("[", "]", "<|/tool_call|>"), "functools[": Block("", "]")}),
         # The parser also reads Python calls, but only JSON objects can express every schema.
         "pythonic": CallSyntax({"": Block("[", "]"), "<|python_start|>": Block("[", "]", "<|python_end|>")}),
+        "qwen3_coder": CallSyntax(
+            {"<tool_call>": Block("\n<function=", "\n", "</tool_call>"), "<function=": Block()},
+            "\n",
+            "NAME>\n",
+            "\n</function>",
+            is_grouped=False,
+        ),
+        "seed_oss": CallSyntax(
+            {"<seed:tool_call>": Block("\n", "\n", "</seed:tool_call>")},
+            "\n",
+            "<function=NAME>\n",
+            "\n</function>",
+        ),
     }
 )

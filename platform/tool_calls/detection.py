@@ -7,9 +7,11 @@ from loramux.platform.tool_calls import harmony
 from loramux.platform.tool_calls.reasoning import HARMONY, REASONING_MARKERS, Markers
 
 _SIGNS = (
-    # Formats without a parser come first, because some of their templates contain another format's markers.
-    ("<function=", None),
-    ("<arg_key>", None),
+    # These come first, because their templates contain the marker of Hermes, too, or each other's tags.
+    ("<seed:tool_call>", "seed_oss"),
+    ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
+    ("<minimax:tool_call>", "minimax_m2"),
     ("<|channel|>", harmony.NAME),
     ("[TOOL_CALLS]", "mistral"),
     ("<|tool_call>call:", "gemma4"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from loramux.adapter_store.extensions import ExtensionKind
 from loramux.adapter_store.formats.version_files.answer_parsers import AUTO, OFF
@@ -17,16 +18,21 @@ from loramux.platform.tool_calls.llama3_json import Llama3JsonParser
 from loramux.platform.tool_calls.mistral import MistralParser
 from loramux.platform.tool_calls.phi import PhiParser
 from loramux.platform.tool_calls.pythonic import PythonicParser
+from loramux.platform.tool_calls.tagged import Glm45Parser, MiniMaxM2Parser, Qwen3CoderParser, SeedOssParser
 
 PARSERS: Mapping[str, type[CallParser]] = MappingProxyType(
     {
         "functiongemma": FunctionGemmaParser,
         "gemma4": Gemma4Parser,
+        "glm45": Glm45Parser,
         "hermes": HermesParser,
         "llama3_json": Llama3JsonParser,
+        "minimax_m2": MiniMaxM2Parser,
         "mistral": MistralParser,
         "phi": PhiParser,
         "pythonic": PythonicParser,
+        "qwen3_coder": Qwen3CoderParser,
+        "seed_oss": SeedOssParser,
     }
 )
 """Maps names to parsers. Parsers that also exist in vLLM have the same names there. Each answer needs a new parser.
@@ -60,3 +66,19 @@ def find_parser(name: str) -> type[CallParser] | None:
     extension = TOOL_PARSERS.find(name)
     found: type[CallParser] | None = None if extension is None else extension.value
     return found
+
+
+def parser_factory(name: str | None, schemas: Mapping[str, Mapping[str, Any]]) -> Callable[[], CallParser] | None:
+    """Return a function that makes a new parser of this name for a request with these functions, or None for None and
+    harmony. Raises ExtensionRefused.
+    """
+    found = None if name is None else find_parser(name)
+    if found is None:
+        return None
+
+    def new_parser() -> CallParser:
+        parser = found()
+        parser.schemas = schemas
+        return parser
+
+    return new_parser

@@ -64,6 +64,11 @@ class Reader:
         """True if the whole answer has been read."""
         return self.is_ended and self.at >= len(self.text)
 
+    def ends_within(self, *texts: str) -> bool:
+        """True if the whole answer has been read but for the beginning of one of these texts."""
+        rest = self.text[self.at :]
+        return self.is_ended and any(text.startswith(rest) for text in texts)
+
     def add(self, text: str) -> None:
         self.text = self.text[self.at :] + text
         self.at = 0

@@ -24,11 +24,14 @@ BRACKETED_THINK = Markers("[THINK]", "[/THINK]")
 CHANNEL = Markers("<|channel>thought", "<channel|>")
 """Gemma 4."""
 
+SEED_THINK = Markers("<seed:think>", "</seed:think>")
+"""Seed-OSS."""
+
 HARMONY = Markers("<|channel|>analysis<|message|>", "<|end|>")
 """gpt-oss. `harmony.py` reads its answers by token IDs, because any message can end with this end marker."""
 
 REASONING_MARKERS: Mapping[str, Markers] = MappingProxyType(
-    {"harmony": HARMONY, "think": THINK, "mistral": BRACKETED_THINK, "gemma4": CHANNEL}
+    {"harmony": HARMONY, "think": THINK, "mistral": BRACKETED_THINK, "gemma4": CHANNEL, "seed_oss": SEED_THINK}
 )
 """Maps names in the setting `reasoning_parser` to markers. Templates are searched in this order."""
 

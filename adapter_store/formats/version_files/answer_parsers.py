@@ -19,9 +19,10 @@ OFF = "off"
 PARSERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "tool_call_parser": (
-            *("functiongemma", "gemma4", "harmony", "hermes", "llama3_json", "mistral", "phi", "pythonic"),
+            *("functiongemma", "gemma4", "glm45", "harmony", "hermes", "llama3_json", "minimax_m2", "mistral"),
+            *("phi", "pythonic", "qwen3_coder", "seed_oss"),
         ),
-        "reasoning_parser": ("gemma4", "harmony", "mistral", "think"),
+        "reasoning_parser": ("gemma4", "harmony", "mistral", "seed_oss", "think"),
     }
 )
 """The names of the built-in parsers for each setting."""

@@ -1,20 +1,37 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """`calls` has each call's name and the JSON of its arguments."""
+    """`calls` has each call's name and the JSON of its arguments. `schemas` are those of the request's functions."""
 
     format_name: str
     answer: str
     text: str
     calls: tuple[tuple[str, str], ...] = ()
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 ROME = '{"city": "Rome"}'
 BRACES = r'{"code": "if (a) { return \"]}\"; } </tool_call>", "n": [1, {"m": null}]}'
+
+ORDER = {
+    "order": {
+        "type": "object",
+        "properties": {
+            "code": {"type": "string"},
+            "count": {"type": "integer"},
+            "is_urgent": {"$ref": "#/$defs/flag"},
+            "note": {"type": ["string"]},
+            "items": {"anyOf": [{"type": "array"}, {"type": "null"}]},
+        },
+        "$defs": {"flag": {"type": "boolean"}},
+    }
+}
 
 RECORDED = {
     "hermes: one call": Recorded(
@@ -247,5 +264,88 @@ RECORDED = {
     ),
     "gemma4: text after broken arguments": Recorded(
         "gemma4", "<|tool_call>call:a{x:1,>} b", ">} b", (("a", '{"x": 1, '),)
+    ),
+    "qwen3_coder: two calls with all types": Recorded(
+        "qwen3_coder",
+        "I will look.\n\n<tool_call>\n<function=order>\n<parameter=code>\n01234\n</parameter>\n<parameter=count>\n5\n"
+        "</parameter>\n<parameter=is_urgent>\nTrue\n</parameter>\n<parameter=note>\nline 1\n\n  \"line\" 2 </tool_call>\n\n"
+        "</parameter>\n<parameter=items>\n[\"a\", {\"b\": 1.50}]\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "I will look.",
+        (
+            (
+                "order",
+                '{"code": "01234", "count": 5, "is_urgent": true, '
+                '"note": "line 1\\n\\n  \\"line\\" 2 </tool_call>\\n", "items": ["a", {"b": 1.50}]}',
+            ),
+            ("now", "{}"),
+        ),
+        ORDER,
+    ),
+    "qwen3_coder: without the marker": Recorded(
+        "qwen3_coder",
+        "<function=order>\n<parameter=count>\n5\n</parameter>\n</function>\n</tool_call>",
+        "",
+        (("order", '{"count": 5}'),),
+        ORDER,
+    ),
+    "qwen3_coder: arguments in JSON": Recorded(
+        "qwen3_coder",
+        f"<tool_call>\n<function=get_weather>\n{ROME}\n</function>\n</tool_call>",
+        "",
+        (("get_weather", ROME),),
+    ),
+    "qwen3_coder: no function": Recorded(
+        "qwen3_coder", "a <tool_call>oops</tool_call> b", "a <tool_call>oops</tool_call> b"
+    ),
+    "qwen3_coder: no key": Recorded(
+        "qwen3_coder", "<function=f><parameter=\n</function> b", "<function=f><parameter=\n</function> b"
+    ),
+    "qwen3_coder: text in place of the end": Recorded(
+        "qwen3_coder",
+        "<tool_call><function=order><parameter=count>5</parameter></tool_call> b",
+        "b",
+        (("order", '{"count": 5}'),),
+        ORDER,
+    ),
+    "qwen3_coder: types that nobody stated": Recorded(
+        "qwen3_coder",
+        "<function=f><parameter=a>5</parameter><parameter=b>five</parameter><parameter=c>{'x': None}</parameter></function>",
+        "",
+        (("f", '{"a": 5, "b": "five", "c": {"x": null}}'),),
+    ),
+    "seed_oss: two calls in a block": Recorded(
+        "seed_oss",
+        "<seed:tool_call>\n<function=order>\n<parameter=note>\nkept\n</parameter>\n<parameter=count>5</parameter>\n"
+        "</function>\n<function=now>\n</function>\n</seed:tool_call>",
+        "",
+        (("order", '{"note": "\\nkept\\n", "count": 5}'), ("now", "{}")),
+        ORDER,
+    ),
+    "glm45: two calls": Recorded(
+        "glm45",
+        "Hm.\n<tool_call>order\n<arg_key>code</arg_key>\n<arg_value>01234</arg_value>\n<arg_key>count</arg_key>\n"
+        "<arg_value>5</arg_value>\n</tool_call>\n<tool_call>now</tool_call>",
+        "Hm.",
+        (("order", '{"code": "01234", "count": 5}'), ("now", "{}")),
+        ORDER,
+    ),
+    "glm45: on one line": Recorded(
+        "glm45",
+        "<tool_call>order<arg_key>code</arg_key><arg_value>a < b\n</arg_value></tool_call>",
+        "",
+        (("order", '{"code": "a < b\\n"}'),),
+        ORDER,
+    ),
+    "glm45: arguments in JSON": Recorded(
+        "glm45", f"<tool_call>get_weather\n{ROME}\n</tool_call>", "", (("get_weather", ROME),)
+    ),
+    "minimax_m2: two calls in a block": Recorded(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="order">\n<parameter name="code">01234</parameter>\n'
+        '<parameter name="items">[1, 2]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        "",
+        (("order", '{"code": "01234", "items": [1, 2]}'), ("now", "{}")),
+        ORDER,
     ),
 }

@@ -36,7 +36,10 @@ SHOWN = {
         "{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}",
         "harmony",
     ),
-    "Qwen3-Coder": ("<tool_call>\n<function=example_function_name>", None),
+    "Qwen3-Coder": ("<tool_call>\n<function=example_function_name>", "qwen3_coder"),
+    "Seed-OSS": ("<seed:tool_call>\n<function=example_function_name>", "seed_oss"),
+    "GLM-4.5": ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", "glm45"),
+    "MiniMax-M2": ('<minimax:tool_call>\n<invoke name="tool-name-1">', "minimax_m2"),
     "no tools": ("{{ message.content }}", None),
 }
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -12,8 +14,10 @@ from tests.platform.tool_calls.recorded import RECORDED, Recorded
 from tests.platform.tool_calls.tested_parsers import FORMATS, IDS, new_parser, written_call
 
 
-def read(format_name: str, pieces: list[str]) -> tuple[str, list[list[str]]]:
-    parser, text = new_parser(format_name), ""
+def read(
+    format_name: str, pieces: list[str], schemas: Mapping[str, Mapping[str, Any]] | None = None
+) -> tuple[str, list[list[str]]]:
+    parser, text = new_parser(format_name, schemas), ""
     calls: list[list[str]] = []
     for piece in [*pieces, None]:
         for event in parser.finish() if piece is None else parser.feed(piece):
@@ -32,16 +36,16 @@ def read(format_name: str, pieces: list[str]) -> tuple[str, list[list[str]]]:
 @pytest.mark.parametrize("recorded", RECORDED.values(), ids=RECORDED.keys())
 def test_every_cut_gives_the_same_calls(recorded: Recorded) -> None:
     answer, expected = recorded.answer, (recorded.text, [list(call) for call in recorded.calls])
-    assert read(recorded.format_name, [answer]) == expected
-    assert read(recorded.format_name, list(answer)) == expected
+    assert read(recorded.format_name, [answer], recorded.schemas) == expected
+    assert read(recorded.format_name, list(answer), recorded.schemas) == expected
     for cut in range(len(answer)):
-        assert read(recorded.format_name, [answer[:cut], answer[cut:]]) == expected, cut
+        assert read(recorded.format_name, [answer[:cut], answer[cut:]], recorded.schemas) == expected, cut
 
 
 @pytest.mark.parametrize("recorded", RECORDED.values(), ids=RECORDED.keys())
 def test_an_answer_that_was_cut_off_has_the_calls_that_were_begun(recorded: Recorded) -> None:
     for end in range(len(recorded.answer)):
-        text, calls = read(recorded.format_name, [recorded.answer[:end]])
+        text, calls = read(recorded.format_name, [recorded.answer[:end]], recorded.schemas)
         # White space beside calls is dropped. Everything else that is shown as text was written in this order.
         written = iter(recorded.answer)
         assert all(character in written for character in text)
@@ -53,6 +57,10 @@ HOSTILE_OPENINGS = {
     "pythonic": "[f(x=[",
     "functiongemma": "<start_function_call>call:f{x:[",
     "gemma4": "<|tool_call>call:f{x:[",
+    "qwen3_coder": "<function=f><parameter=a>",
+    "seed_oss": "<seed:tool_call><function=f><parameter=a>",
+    "glm45": "<tool_call>f<arg_key>a</arg_key><arg_value>",
+    "minimax_m2": '<minimax:tool_call><invoke name="f"><parameter name="a">',
 }
 """The start of a call with arguments that the parser rewrites as JSON."""
 
@@ -70,6 +78,9 @@ HOSTILE_UNITS = (
     "<",
     '<|"|>',
     "<|tool_call>call:f{x:",
+    "\n",
+    "</parameter><parameter=a>",
+    "</arg_value><arg_key>a</arg_key><arg_value>",
 )
 
 
@@ -119,7 +130,7 @@ def check_linear_time(format_name: str, opening: str, unit: str) -> None:
 def test_parser_knows_whether_a_call_was_cut_off(name: str) -> None:
     recorded = RECORDED[name]
     for end in range(len(recorded.answer) + 1):
-        parser = PARSERS[recorded.format_name]()
+        parser = new_parser(recorded.format_name, recorded.schemas)
         arguments: dict[int, str] = {}
         for event in [*parser.feed(recorded.answer[:end]), *parser.finish()]:
             if isinstance(event, ArgumentsEvent):

@@ -23,7 +23,9 @@ STRICT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required"
 SCHEMAS = {"f": STRICT, "g": {"type": "object"}}
 TOOLS = tuple(OfferedTool(name, schema) for name, schema in SCHEMAS.items())
 ENDS = {"<|python_end|>", "<|tool_response>", *(end for parser in PARSERS.values() for end in parser.ends)}
-MARKERS = tuple(sorted({"<think>", "</think>", *ENDS, *(one for parser in PARSERS.values() for one in parser.markers)}))
+BEGINNINGS = {one for parser in PARSERS.values() for one in parser.markers} - {"<function="}
+"""No model has a token for `<function=`, which other formats write as text."""
+MARKERS = tuple(sorted({"<think>", "</think>", *ENDS, *BEGINNINGS}))
 IS_MARKER = re.compile("(" + "|".join(map(re.escape, sorted(MARKERS, key=len, reverse=True))) + ")")
 NUM_WALKS = 25
 ARGUMENTS = ('{"x": 1}', '{"y": "bad"}', '{"x": "bad"}', "{}", "null", '"{}"')
@@ -32,11 +34,25 @@ PARAMETERS = NAMED.replace("arguments", "parameters")
 BLOCKS = {
     "functiongemma": ("<start_function_call>call:%s%s<end_function_call>",),
     "gemma4": ("<|tool_call>call:%s%s<tool_call|>", "<|tool_call> call:%s%s"),
+    "glm45": ("<tool_call>%s\n%s\n</tool_call>", "<tool_call>%s<arg_key>x</arg_key><arg_value>%s</arg_value></tool_call>"),
     "hermes": (f"<tool_call>\n{NAMED}\n</tool_call>", f"<tool_call>{NAMED}"),
     "llama3_json": (PARAMETERS, f"<|python_tag|>{PARAMETERS}", f"\n{PARAMETERS}; {NAMED % ('g', 1)}"),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="%s">\n%s\n</invoke>\n</minimax:tool_call>',
+        '<minimax:tool_call><invoke name="%s"><parameter name="x">%s</parameter></invoke></minimax:tool_call>',
+    ),
     "mistral": (f"[TOOL_CALLS][{NAMED}]", "[TOOL_CALLS]%s[ARGS]%s"),
     "phi": (f"<|tool_call|>[{NAMED}]<|/tool_call|>", f"functools[{NAMED}]"),
     "pythonic": (f"[{NAMED}]", f"<|python_start|>[{NAMED}]<|python_end|>", f"[{NAMED}, {NAMED % ('g', 1)}]"),
+    "qwen3_coder": (
+        "<tool_call>\n<function=%s>\n%s\n</function>\n</tool_call>",
+        "<function=%s>\n%s\n</function>",
+        "<tool_call>\n<function=%s>\n<parameter=x>\n%s\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=%s>\n%s\n</function>\n</seed:tool_call>",
+        "<seed:tool_call><function=%s><parameter=x>%s</parameter></function></seed:tool_call>",
+    ),
 }
 SHARED = (
     *('[f(y="bad")]', "[f(x=1)]", "[f(x=1), f(x=2)]", "{", "}", "[", "]", "; ", ", ", "f[ARGS]", "call:f"),

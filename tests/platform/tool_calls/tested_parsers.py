@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from loramux.platform.tool_calls.call_parser import CallParser
 from loramux.platform.tool_calls.call_syntax import SYNTAXES
 from loramux.platform.tool_calls.grammar import Calls, OfferedTool, added_layout
-from loramux.platform.tool_calls.parsers import PARSERS, find_parser
+from loramux.platform.tool_calls.parsers import PARSERS, parser_factory
 
 EXTENSION = os.environ.get("LORAMUX_TEST_TOOL_PARSER")
 """The name of an extension's parser. It replaces the parsers of loramux."""
@@ -16,10 +18,10 @@ FORMATS = [*PARSERS] if EXTENSION is None else [EXTENSION]
 IDS = [*PARSERS] if EXTENSION is None else ["extension"]
 
 
-def new_parser(format_name: str) -> CallParser:
-    found = find_parser(format_name)
-    assert found is not None
-    return found()
+def new_parser(format_name: str, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> CallParser:
+    factory = parser_factory(format_name, schemas or {})
+    assert factory is not None
+    return factory()
 
 
 def calls_of(format_name: str, tools: tuple[OfferedTool, ...], *, is_forced: bool, is_parallel: bool) -> Calls:
