@@ -238,7 +238,8 @@ class Settings(ModelSettings):
     tool_call_parser: str = AUTO
     """How tool calls are found in answers to prompts rendered with the model's own chat template. `auto`: the template
     decides. `off`: calls are part of the text. Other values: `functiongemma`, `gemma4`, `glm45`, `harmony`,
-    `hermes`, `llama3_json`, `minimax_m2`, `mistral`, `phi`, `pythonic`, `qwen3_coder`, `seed_oss` and [the parsers of extensions](extending.md#tool-parsers).
+    `hermes`, `llama3_json`, `minimax_m2`, `mistral`, `phi`, `pythonic`, `qwen3_coder`, `seed_oss` and [the parsers of
+    extensions](extending.md#tool-parsers).
     """
     reasoning_parser: str = AUTO
     """How reasoning is separated from the rest of an answer to a prompt rendered with the model's own chat template.

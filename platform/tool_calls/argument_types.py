@@ -62,9 +62,9 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str] |
         return frozenset(_FIRST_CHARACTERS.get(json.dumps(one)[0], "number") for one in values)
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            found = [_types(one, root, depth + 1) for one in schema[keyword]]
-            known = [one for one in found if one is not None]
-            return frozenset[str]().union(*known) if known and len(known) == len(found) else None
+            alternatives = [_types(one, root, depth + 1) for one in schema[keyword]]
+            known = [one for one in alternatives if one is not None]
+            return frozenset[str]().union(*known) if known and len(known) == len(alternatives) else None
     parts = schema.get("allOf")
     if isinstance(parts, list):
         return next((found for one in parts if (found := _types(one, root, depth + 1)) is not None), None)

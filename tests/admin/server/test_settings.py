@@ -183,12 +183,12 @@ def test_invalid_file_is_explained(tmp_path: Path, model: Path, content: str | N
         pytest.param({"model": Path("/"), "drain_s": float("nan")}, "drain_s", id="nan"),
         pytest.param(
             {"model": Path("/"), "tool_call_parser": "llama"},
-            "tool_call_parser must be one of auto, off, functiongemma, gemma4, harmony, hermes, llama3_json",
+            "tool_call_parser must be one of auto, off, functiongemma, gemma4, glm45, harmony, hermes, llama3_json",
             id="no tool call parser",
         ),
         pytest.param(
             {"model": Path("/"), "reasoning_parser": ""},
-            "reasoning_parser must be one of auto, off, gemma4, harmony, mistral, think",
+            "reasoning_parser must be one of auto, off, gemma4, harmony, mistral, seed_oss, think",
             id="no reasoning parser",
         ),
         pytest.param(

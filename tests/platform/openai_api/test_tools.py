@@ -77,6 +77,48 @@ async def test_call_is_answered_with_its_arguments(tools: Gateway) -> None:
     assert counted == 2
 
 
+TAGGED = {
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=code>\n0123\n</parameter>\n<parameter=count>\n5\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=f>\n<parameter=code>0123</parameter>\n<parameter=count>5</parameter>\n"
+    "</function>\n</seed:tool_call>",
+    "glm45": "<tool_call>f\n<arg_key>code</arg_key>\n<arg_value>0123</arg_value>\n<arg_key>count</arg_key>\n"
+    "<arg_value>5</arg_value>\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="code">0123</parameter>\n'
+    '<parameter name="count">5</parameter>\n</invoke>\n</minimax:tool_call>',
+}
+
+
+@pytest.mark.parametrize("parser", TAGGED)
+async def test_schema_decides_the_types_of_arguments_in_tags(with_parsers: WithParsers, parser: str) -> None:
+    properties = {"code": {"type": "string"}, "count": {"type": "integer"}}
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    asked: dict[str, Any] = {"tools": [{"type": "function", "function": function}]}
+    async with with_parsers(parser) as gateway:
+        answers(gateway, TAGGED[parser])
+        whole = await gateway.openai.chat.completions.create(model="base", messages=ASKED, **asked)
+        chats = [completion.choices[0].message.tool_calls for completion in (whole, await streamed(gateway, **asked))]
+        response = await gateway.openai.responses.create(
+            model="base", input=ASKED, tools=[{"type": "function", "strict": False, **function}]
+        )
+        message = await gateway.http.post(
+            "/v1/messages",
+            headers={"x-api-key": gateway.key, "anthropic-version": "2023-06-01"},
+            json={
+                "model": "base",
+                "max_tokens": 200,
+                "messages": ASKED,
+                "tools": [{"name": "f", "input_schema": function["parameters"]}],
+            },
+        )
+    expected = {"code": "0123", "count": 5}
+    assert [json.loads(call.function.arguments) for calls in chats for call in calls] == [expected] * 2
+    [item] = response.output
+    assert json.loads(item.arguments) == expected
+    [block] = message.json()["content"]
+    assert (block["name"], block["input"]) == ("f", expected)
+
+
 async def test_message_with_only_calls_has_no_content(tools: Gateway) -> None:
     answers(tools, CALL + "\n" + CALL.replace("Rome", "Oslo"))
     completion = await tools.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER])

@@ -268,8 +268,9 @@ RECORDED = {
     "qwen3_coder: two calls with all types": Recorded(
         "qwen3_coder",
         "I will look.\n\n<tool_call>\n<function=order>\n<parameter=code>\n01234\n</parameter>\n<parameter=count>\n5\n"
-        "</parameter>\n<parameter=is_urgent>\nTrue\n</parameter>\n<parameter=note>\nline 1\n\n  \"line\" 2 </tool_call>\n\n"
-        "</parameter>\n<parameter=items>\n[\"a\", {\"b\": 1.50}]\n</parameter>\n</function>\n</tool_call>\n"
+        '</parameter>\n<parameter=is_urgent>\nTrue\n</parameter>\n<parameter=note>\nline 1\n\n  "line" 2 '
+        "</tool_call>\n\n"
+        '</parameter>\n<parameter=items>\n["a", {"b": 1.50}]\n</parameter>\n</function>\n</tool_call>\n'
         "<tool_call>\n<function=now>\n</function>\n</tool_call>",
         "I will look.",
         (
@@ -310,7 +311,8 @@ RECORDED = {
     ),
     "qwen3_coder: types that nobody stated": Recorded(
         "qwen3_coder",
-        "<function=f><parameter=a>5</parameter><parameter=b>five</parameter><parameter=c>{'x': None}</parameter></function>",
+        "<function=f><parameter=a>5</parameter><parameter=b>five</parameter>"
+        "<parameter=c>{'x': None}</parameter></function>",
         "",
         (("f", '{"a": 5, "b": "five", "c": {"x": null}}'),),
     ),

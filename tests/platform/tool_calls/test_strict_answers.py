@@ -34,7 +34,10 @@ PARAMETERS = NAMED.replace("arguments", "parameters")
 BLOCKS = {
     "functiongemma": ("<start_function_call>call:%s%s<end_function_call>",),
     "gemma4": ("<|tool_call>call:%s%s<tool_call|>", "<|tool_call> call:%s%s"),
-    "glm45": ("<tool_call>%s\n%s\n</tool_call>", "<tool_call>%s<arg_key>x</arg_key><arg_value>%s</arg_value></tool_call>"),
+    "glm45": (
+        "<tool_call>%s\n%s\n</tool_call>",
+        "<tool_call>%s<arg_key>x</arg_key><arg_value>%s</arg_value></tool_call>",
+    ),
     "hermes": (f"<tool_call>\n{NAMED}\n</tool_call>", f"<tool_call>{NAMED}"),
     "llama3_json": (PARAMETERS, f"<|python_tag|>{PARAMETERS}", f"\n{PARAMETERS}; {NAMED % ('g', 1)}"),
     "minimax_m2": (

@@ -139,7 +139,7 @@ async def test_version_document_shows_the_parsers(http: httpx.AsyncClient, make_
     refused = await push(http, adapter_id, directory)
     assert (refused["state"], refused["tool_call_parser"]) == ("rejected", None)
     assert (refused["error"]["code"], refused["error"]["param"]) == ("invalid_parsers", "tool_call_parser")
-    assert "must be one of auto, off, functiongemma, gemma4, harmony, hermes" in refused["error"]["message"]
+    assert "must be one of auto, off, functiongemma, gemma4, glm45, harmony, hermes" in refused["error"]["message"]
 
 
 async def test_unusable_template_is_refused_with_its_name(
