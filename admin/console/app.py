@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from loramux.admin.console.browser_guard import SecurityHeaders
 from loramux.admin.console.console_site import Site
-from loramux.admin.console.forms import Form
+from loramux.admin.console.forms import MAX_FORM_BYTES, Form
 from loramux.admin.console.live import LivePage
 from loramux.admin.console.oidc.role_confirmation import ConfirmInBrowser
 from loramux.admin.console.pages import (
@@ -59,8 +59,8 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
     def shows(path: str, handler: Handler) -> Route:
         return Route(path, page(site, handler), methods=GET)
 
-    def does(path: str, handler: Handler) -> Route:
-        return Route(path, action(site, handler), methods=POST)
+    def does(path: str, handler: Handler, max_form_bytes: int = MAX_FORM_BYTES) -> Route:
+        return Route(path, action(site, handler, max_form_bytes=max_form_bytes), methods=POST)
 
     def carries(path: str, handler: Handler, method: str) -> Route:
         """Return the route of an action that a script calls. The script sends the session's token in a header."""
@@ -100,7 +100,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
             shows("/adapters/{adapter_id}/aliases/{name}/delete", aliases.confirm_delete),
             does("/adapters/{adapter_id}/aliases/{name}/delete", aliases.delete),
             shows("/adapters/{adapter_id}/evals", evals.show_list),
-            does("/adapters/{adapter_id}/evals", evals.start),
+            does("/adapters/{adapter_id}/evals", evals.start, evals.MAX_FORM_BYTES),
             shows("/adapters/{adapter_id}/evals/{eval_id}", evals.show),
             does("/adapters/{adapter_id}/evals/{eval_id}/cancel", evals.cancel),
             does("/adapters/{adapter_id}/grants", adapters.add_grant),

@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from loramux.platform.amounts import amount_text, field_name, field_text, size_text
+from loramux.platform.amounts import NANOS, amount_text, field_name, field_text, money_text, size_text
 
 NOTHING = "–"
+UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def number(value: float | None) -> str:
@@ -21,24 +22,20 @@ def number(value: float | None) -> str:
 
 
 def compact(value: float | None) -> str:
-    """Abbreviate a number: `12.3k`, `4.56M`."""
-    if value is None:
-        return NOTHING
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
-    return number(value)
+    """Abbreviate a number from 10,000 on to three digits: `12.3k`, `4.56M`."""
+    if value is None or abs(value) < 1e4:
+        return number(value)
+    # Rounded before the unit is chosen: 999,600 is 1M.
+    rounded = float(f"{value:.3g}")
+    size, unit = next(one for one in UNITS if abs(rounded) >= one[0])
+    return f"{rounded / size:,.0f}{unit}" if abs(rounded) >= 100 * size else f"{rounded / size:.3g}{unit}"
 
 
 def money(nanos: int | None) -> str:
-    """Format an amount in billionths of the currency: `1.25`.
-
-    Amounts below 0.1 are shown with up to six decimal places.
-    """
+    """Format an amount in billionths of the currency: `1.25`. Amounts below 0.1 are shown exactly."""
     if nanos is None:
         return NOTHING
-    amount = Decimal(nanos) / 10**9
-    return f"{amount:,.2f}" if amount == 0 or abs(amount) >= Decimal("0.1") else f"{amount:.6f}".rstrip("0")
+    return f"{Decimal(nanos) / NANOS:,.2f}" if abs(nanos) >= NANOS // 10 else money_text(nanos)
 
 
 def size(value: float | None) -> str:

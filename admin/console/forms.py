@@ -39,9 +39,9 @@ class Form:
         return self.integer(name, label) if self.text(name) else None
 
 
-async def read_form(request: Request) -> Form:
+async def read_form(request: Request, max_bytes: int = MAX_FORM_BYTES) -> Form:
     """Read the form of a request. Raises InvalidRequest or PayloadTooLarge."""
-    body = await read_body(request, MAX_FORM_BYTES)
+    body = await read_body(request, max_bytes)
     try:
         pairs = parse_qsl(
             body.decode("ascii"), keep_blank_values=True, max_num_fields=MAX_FIELDS, errors="strict", separator="&"

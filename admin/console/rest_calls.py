@@ -54,8 +54,11 @@ class RestCalls:
         """Return the document at a path under `/admin/v1`. Parameters that are None are omitted. Raises RestError."""
         return (await self.call("GET", path, params=params))[0]
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Document:
-        return (await self.call("POST", path, body))[0]
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, once: str = "") -> Document:
+        """Make a call. If it is repeated with the same non-empty `once`, it does not run again: the first response is
+        returned, without its secrets. Raises RestError.
+        """
+        return (await self.call("POST", path, body, once=once))[0]
 
     async def delete(self, path: str) -> Document:
         return (await self.call("DELETE", path))[0]
@@ -68,11 +71,14 @@ class RestCalls:
         *,
         params: Mapping[str, Any] | None = None,
         etag: str | None = None,
+        once: str = "",
     ) -> tuple[Document, Headers]:
         """Make a call and return the response's document and headers. Raises RestError."""
         headers = [(b"content-type", b"application/json")]
         if etag is not None:
             headers.append((b"if-match", etag.encode("latin-1", "replace")))
+        if once:
+            headers.append((b"idempotency-key", once.encode("latin-1", "replace")))
         sent = b"" if body is None else msgspec.json.encode(body)
         answer = _Answer(sent)
         await self._app(self.scope(method, BASE + path, headers, params), answer.receive, answer.send)

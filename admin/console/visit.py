@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -28,12 +29,12 @@ from loramux.admin.console.browser_guard import (
     local_path,
 )
 from loramux.admin.console.console_site import Site
-from loramux.admin.console.forms import Form, read_form
+from loramux.admin.console.forms import MAX_FORM_BYTES, Form, read_form
 from loramux.admin.console.oidc.role_confirmation import ConfirmInBrowser
-from loramux.admin.console.rest_calls import RestCalls, RestError
+from loramux.admin.console.rest_calls import Document, RestCalls, RestError
 from loramux.admin.console.sessions.cookies import SESSION, read_cookie, read_theme
 from loramux.admin.console.sessions.sessions import Session
-from loramux.platform.errors import ApiError
+from loramux.platform.errors import ApiError, Conflict
 
 RETRY_S = 5
 DATABASE_TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
@@ -87,6 +88,22 @@ class Visit:
 
     def param(self, name: str) -> str:
         return str(self.request.path_params[name])
+
+    def once(self) -> str:
+        """A value for a hidden field `once`, by which a form that is sent twice is recognized."""
+        return secrets.token_urlsafe(16)
+
+    async def post_once(self, path: str, body: Mapping[str, Any]) -> Document:
+        """Make a call that creates something, unless the same form was sent before, for example by a double click.
+
+        Then return the first response, whose `secret` is None. Raises RestError.
+        """
+        try:
+            return await self.rest.post(path, body, once=self.form.text("once"))
+        except RestError as error:
+            if error.code != "idempotency_key_in_use":
+                raise
+            raise Conflict("this form was already sent: reload the page in a moment to see the result") from None
 
     def url(self, path: str, **params: Any) -> str:
         return console_url(self.request, path, **params)
@@ -181,44 +198,47 @@ def page(site: Site, handler: Handler) -> ConsoleEndpoint:
     return endpoint
 
 
-def action(site: Site, handler: Handler, *, reads_form: bool = True) -> ConsoleEndpoint:
+def action(
+    site: Site, handler: Handler, *, reads_form: bool = True, max_form_bytes: int = MAX_FORM_BYTES
+) -> ConsoleEndpoint:
     """Return an endpoint that makes a change.
 
-    It requires the session's token and reports errors on the originating page. If `reads_form` is False, the token is
-    in a header, and the handler reads the body.
+    It requires the session's token and reports errors on the originating page. If `reads_form` is False, a script makes
+    the call: the token is in a header, the handler reads the body, and errors are JSON.
     """
 
     @wraps(handler)
     async def endpoint(request: Request) -> Response:
         visit: Visit | None = None
+
+        def refusal(status: int, message: str) -> Response:
+            return problem(site, request, visit, status, message) if reads_form else _json_refusal(status, message)
+
         try:
             session = await find_session(site, request)
             if session is None:
                 return _to_login(request) if reads_form else _json_refusal(401, "your session has ended: sign in again")
-            form = await read_form(request) if reads_form else Form(())
-            presented = request.headers.get(CSRF_HEADER) or form.text(CSRF_FIELD)
-            visit = Visit(request, site, session, form)
+            visit = Visit(request, site, session, Form(()))
+            if reads_form:
+                visit = replace(visit, form=await read_form(request, max_form_bytes))
+            presented = request.headers.get(CSRF_HEADER) or visit.form.text(CSRF_FIELD)
             if is_from_elsewhere(request) or not is_token_right(presented, session.csrf):
-                return problem(
-                    site, request, visit, 403, "this form is not from your session: reload the page and try again"
-                )
+                return refusal(403, "this form is not from your session: reload the page and try again")
             return await _kept(visit, await handler(visit))
         except ConfirmInBrowser:
             told = "your sign-in must be confirmed: reload this page"
             return _to_provider(request) if reads_form else _json_refusal(401, told)
         except (RestError, ApiError) as error:
-            message = _with_wait(error)
-            if not reads_form:
-                return _json_refusal(error.status, message)
-            if visit is None or visit.is_partial:
-                return problem(site, request, visit, error.status, message)
+            message = refusal_text(error)
+            if not reads_form or visit is None or visit.is_partial:
+                return refusal(error.status, message)
             return await _refused(visit, message)
         except DATABASE_TROUBLE as error:
             log.warning("action refused", error=repr(error))
-            return problem(site, request, visit, 503, "the database cannot be reached; nothing was changed")
+            return refusal(503, "the database cannot be reached; nothing was changed")
         except Exception:
             log.exception("action failed", path=request.scope["path"])
-            return problem(site, request, visit, 500, "an internal error occurred; see the server's log")
+            return refusal(500, "an internal error occurred; see the server's log")
 
     return endpoint
 
@@ -267,7 +287,7 @@ async def _refused(visit: Visit, message: str) -> Response:
     return await _kept(visit, visit.back())
 
 
-def _with_wait(error: RestError | ApiError) -> str:
+def refusal_text(error: RestError | ApiError) -> str:
     """Return a refusal's message, with the time to wait if a rate limit was exceeded."""
     if error.status != 429 or error.retry_after_s is None:
         return error.message

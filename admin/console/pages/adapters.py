@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from starlette.responses import Response
 
 from loramux.admin.console.confirmation import Confirmation
 from loramux.admin.console.pages.adapter_use import requests_of_adapter, speed_by_version, use_by_version
 from loramux.admin.console.panels import panel
+from loramux.admin.console.rest_calls import Document, RestCalls
 from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
 
@@ -16,19 +18,25 @@ USE_FRESH_S = 5.0
 MAX_SUMMED = 10
 """Maximum number of grantees whose usage is included in an adapter's totals."""
 PAGE = 50
+NEWEST_EVALS = 100
+"""Number of the adapter's evals that are read at once. A version without a finished one among them is looked up."""
 
 
 async def show_list(visit: Visit) -> Response:
     """List all visible adapters, one tenant's adapters, or the adapter with a given name."""
     tenant, name = visit.query("tenant"), visit.query("name")
-    page = await visit.rest.get("/adapters", tenant=tenant, name=name, limit=PAGE, after=visit.query("after"))
-    return visit.page("adapters.html", adapters=page, tenant=tenant, name=name)
+    # Names are unique only within a tenant.
+    needs_tenant = name is not None and visit.is_platform and tenant is None
+    page: Document = {"data": [], "has_more": False}
+    if not needs_tenant:
+        page = await visit.rest.get("/adapters", tenant=tenant, name=name, limit=PAGE, after=visit.query("after"))
+    return visit.page("adapters.html", adapters=page, tenant=tenant, name=name, needs_tenant=needs_tenant)
 
 
 async def create(visit: Visit) -> Response:
     form = visit.form
     tenant = form.text("tenant") or visit.session.principal.tenant_slug or ""
-    made = await visit.rest.post("/adapters", {"tenant": tenant, "name": form.text("name")})
+    made = await visit.post_once("/adapters", {"tenant": tenant, "name": form.text("name")})
     return visit.done(f"Created {made['model']}. Upload its first version.", f"/adapters/{made['id']}")
 
 
@@ -36,16 +44,16 @@ async def show(visit: Visit) -> Response:
     """One adapter: its aliases, the usage of its versions, and its grants."""
     rest, adapter_id = visit.rest, visit.param("adapter_id")
     adapter = await rest.get(f"/adapters/{adapter_id}")
-    aliases, versions, grants, evals = await asyncio.gather(
+    aliases, versions, grants = await asyncio.gather(
         rest.get(f"/adapters/{adapter_id}/aliases"),
         rest.get(f"/adapters/{adapter_id}/versions", limit=PAGE, after=visit.query("after")),
         panel(rest.get(f"/adapters/{adapter_id}/grants")),
-        rest.get(f"/adapters/{adapter_id}/evals", limit=100),
     )
     others = (
         [grant["tenant"] for grant in grants.data["data"]][:MAX_SUMMED] if grants.data and visit.is_platform else []
     )
-    use, speed = await asyncio.gather(
+    scores, use, speed = await asyncio.gather(
+        _scores(rest, adapter_id, [version["number"] for version in versions["data"]]),
         visit.site.recent.get(
             ("use", adapter_id, visit.sees), USE_FRESH_S, lambda: panel(use_by_version(rest, adapter, others))
         ),
@@ -59,12 +67,23 @@ async def show(visit: Visit) -> Response:
         aliases=aliases["data"],
         versions=versions,
         grants=grants,
-        # The newest finished eval of each version.
-        scores={one["version"]: one for one in reversed(evals["data"]) if one["state"] == "done"},
+        scores=scores,
         use=use,
         speed=speed,
         api_url=visit.site.services.api_url,
     )
+
+
+async def _scores(rest: RestCalls, adapter_id: str, numbers: Sequence[int]) -> dict[int, Document]:
+    """Return the newest finished eval of each version that has one."""
+    path = f"/adapters/{adapter_id}/evals"
+    newest = await rest.get(path, limit=NEWEST_EVALS)
+    lists = [newest["data"]]
+    if newest["has_more"]:
+        missing = set(numbers) - {one["version"] for one in newest["data"] if one["state"] == "done"}
+        pages = await asyncio.gather(*(rest.get(path, version=number, limit=100) for number in missing))
+        lists += [page["data"] for page in pages]
+    return {one["version"]: one for evals in lists for one in reversed(evals) if one["state"] == "done"}
 
 
 async def confirm_state(visit: Visit) -> Response:

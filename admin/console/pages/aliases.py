@@ -18,7 +18,9 @@ from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
 
 MAX_CHOSEN = 100
-"""Number of versions, newest first, that the alias form considers. It offers the ready ones as targets."""
+"""Number of versions, newest first, that the alias form considers besides the alias's targets. It offers the ready ones
+as targets.
+"""
 CANARY_FIELDS = ("max_error_percent", "max_first_token_s", "min_requests")
 
 
@@ -32,6 +34,7 @@ async def move(visit: Visit) -> Response:
         visit.rest.get(f"/adapters/{adapter_id}/aliases"),
     )
     alias = next((one for one in aliases["data"] if one["name"] == name), None)
+    weights = {} if alias is None else {target["version"]: target["weight"] for target in alias["targets"]}
     problem, bounds = None, _canary_fields(_running_canary(alias))
     if asked.all("version"):
         bounds = {name: asked.text(name) for name in CANARY_FIELDS}
@@ -39,13 +42,18 @@ async def move(visit: Visit) -> Response:
             return await _ask(visit, adapter, alias, name, _targets(asked), _canary(asked), _options(asked))
         except InvalidRequest as error:
             problem = error.message
+    listed = versions["data"]
+    missing = weights.keys() - {version["number"] for version in listed}
+    listed += await asyncio.gather(
+        *(visit.rest.get(f"/adapters/{adapter_id}/versions/{number}") for number in sorted(missing, reverse=True))
+    )
     return visit.page(
         "move.html",
         adapter=adapter,
         alias=alias,
         name=name,
-        ready=[version for version in versions["data"] if version["state"] == "ready"],
-        weights={} if alias is None else {target["version"]: target["weight"] for target in alias["targets"]},
+        ready=[version for version in listed if version["state"] == "ready"],
+        weights=weights,
         bounds=bounds,
         problem=problem,
     )

@@ -7,12 +7,23 @@ from typing import Any
 
 from starlette.responses import Response
 
-from loramux.admin.console.visit import Visit
+from loramux.admin.console.rest_calls import Document, RestError
+from loramux.admin.console.visit import Visit, refusal_text
+from loramux.platform.errors import ApiError
 
 PAGE = 50
+MAX_FORM_BYTES = 192 * 1024
+"""Largest form that starts an eval. Browsers send three bytes for most bytes that are not letters or digits, so this is
+enough for 60 KB of any text.
+"""
 
 
 async def show_list(visit: Visit) -> Response:
+    return await _list(visit)
+
+
+async def _list(visit: Visit, status: int = 200, problem: str | None = None) -> Response:
+    """The evals, and the form that starts one. After a problem, the form is as it was sent."""
     adapter_id = visit.param("adapter_id")
     adapter, versions, page = await asyncio.gather(
         visit.rest.get(f"/adapters/{adapter_id}"),
@@ -20,11 +31,31 @@ async def show_list(visit: Visit) -> Response:
         visit.rest.get(f"/adapters/{adapter_id}/evals", limit=PAGE, after=visit.query("after")),
     )
     ready = [version["number"] for version in versions["data"] if version["state"] == "ready"]
-    chosen = visit.query("version") or (str(ready[0]) if ready else "")
-    return visit.page("evals.html", adapter=adapter, evals=page, ready=ready, chosen=chosen)
+    chosen = visit.form.text("version") or visit.query("version") or (ready[0] if ready else "")
+    return visit.page(
+        "evals.html",
+        status,
+        adapter=adapter,
+        evals=page,
+        has_versions=bool(versions["data"]),
+        ready=ready,
+        chosen=chosen,
+        problem=problem,
+        # An eval of a tenant is charged to a key, and a single sign-on has none.
+        has_key=visit.is_platform or visit.session.content.sign_on is None,
+    )
 
 
 async def start(visit: Visit) -> Response:
+    try:
+        made = await _started(visit)
+    except (RestError, ApiError) as error:
+        # A redirect would lose the lines in the form.
+        return await _list(visit, error.status, refusal_text(error))
+    return visit.done("The eval is queued.", f"/adapters/{made['adapter_id']}/evals/{made['id']}")
+
+
+async def _started(visit: Visit) -> Document:
     adapter_id, form = visit.param("adapter_id"), visit.form
     number = form.integer("version", "the version")
     body = {
@@ -34,8 +65,7 @@ async def start(visit: Visit) -> Response:
         "judge": form.optional("judge"),
         "share_base_cache": form.optional_integer("share_base_cache", "the number of tokens"),
     }
-    made = await visit.rest.post(f"/adapters/{adapter_id}/versions/{number}/evals", body)
-    return visit.done("The eval is queued.", f"/adapters/{adapter_id}/evals/{made['id']}")
+    return await visit.post_once(f"/adapters/{adapter_id}/versions/{number}/evals", body)
 
 
 async def show(visit: Visit) -> Response:

@@ -40,15 +40,15 @@ async def create(visit: Visit) -> Response:
     body: dict[str, Any] = {
         "tenant": form.optional("tenant") if visit.is_platform else visit.session.principal.tenant_slug,
         "name": form.text("name") or "default",
+        # Always sent, because the defaults of the call grant more than a form without a chosen scope shows.
+        "scopes": form.all("scope"),
     }
-    if scopes := form.all("scope"):
-        body["scopes"] = scopes
     if adapters := [name.strip() for name in form.text("adapters").split(",") if name.strip()]:
         body["adapters"] = adapters
     if (days := form.optional_integer("days", "the number of days")) is not None:
         body["expires_in_s"] = days * DAY_S
     body |= {name: form.text(name) for name in ("max_service_tier", "default_service_tier") if form.text(name)}
-    return await _shown_once(visit, await visit.rest.post("/api_keys", body), "Created")
+    return await _shown_once(visit, await visit.post_once("/api_keys", body), "Created")
 
 
 async def confirm_rotate(visit: Visit) -> Response:
@@ -65,6 +65,7 @@ async def confirm_rotate(visit: Visit) -> Response:
         back="/keys",
         back_label="Keys",
         facts=_shown(key, used),
+        fields={"once": visit.once()},
         choices=GRACES,
         choice_name="grace_s",
         choice_label="The old secret expires",
@@ -78,8 +79,8 @@ async def rotate(visit: Visit) -> Response:
     if (grace_s := visit.form.optional_integer("grace_s", "the grace period")) is not None:
         body["grace_s"] = grace_s
     key_id = visit.param("key_id")
-    made = await visit.rest.post(f"/api_keys/{key_id}/rotate", body)
-    if key_id == visit.session.principal.key_id:
+    made = await visit.post_once(f"/api_keys/{key_id}/rotate", body)
+    if made["secret"] and key_id == visit.session.principal.key_id:
         # Otherwise, the session would end before the browser loads the page that shows the secret.
         visit.session.now_holds(made["secret"])
     return await _shown_once(visit, made, "Rotated")
@@ -130,7 +131,9 @@ def _tenant_of(visit: Visit, key: Document) -> str | None:
 
 
 async def _shown_once(visit: Visit, made: Document, verb: str) -> Response:
-    visit.session.say(
-        "secret", f"{verb} the key {made['name']}. Copy its secret now: it is not shown again.", made["secret"]
-    )
+    # A form that was sent twice gets no secret the second time. The notice of the first time shows it.
+    if made["secret"]:
+        visit.session.say(
+            "secret", f"{verb} the key {made['name']}. Copy its secret now: it is not shown again.", made["secret"]
+        )
     return visit.go("/keys", tenant=_tenant_of(visit, made))

@@ -22,6 +22,12 @@ MODE_WORDS = {
     "soft": "excess is admitted and reported",
     "shadow": "excess is only counted",
 }
+SUBJECTS = ("tenant", "key", "adapter")
+"""Fields that name what a limit limits. Without them, it is a limit for every tenant."""
+AFTER_REMOVAL = {
+    "tenant": "No limit of its own: the limit for every tenant applies, if there is one",
+    "platform": "No limit for tenants without a limit of their own",
+}
 PROMPT_TOKENS, MAX_TOKENS = 100, 200
 """Default prompt and completion lengths for a dry run, in tokens."""
 
@@ -39,19 +45,32 @@ async def show_list(visit: Visit) -> Response:
         seen=shown_state,
         bars=bars_of(effective.data) if effective and effective.data else {},
         editable=editable,
+        whose=whose,
     )
 
 
 async def preview(visit: Visit) -> Response:
-    """Show whether a request would be admitted under the limit in the form. Nothing changes."""
+    """Show whether a request would be admitted under the limit in the form. Nothing changes.
+
+    An error is shown in the same place, because the form's dialog covers the notices of the page.
+    """
+    try:
+        return visit.page("quota_check.html", answer=await _checked(visit), problem=None)
+    except (InvalidRequest, RestError) as error:
+        return visit.page("quota_check.html", answer=None, problem=error.message)
+
+
+async def _checked(visit: Visit) -> Document:
     form = visit.form
     metric = _metric(form)
+    if not form.text("tenant"):
+        raise InvalidRequest("enter a tenant to try the limit", param="tenant")
     quota: dict[str, Any] = {"tenant": form.text("tenant"), "metric": metric, "limit": _amount(form, "limit", metric)}
     if (burst := _optional_amount(form, "burst", metric)) is not None:
         quota["burst"] = burst
     if mode := form.text("mode"):
         quota["mode"] = mode
-    answer = await visit.rest.post(
+    return await visit.rest.post(
         "/quotas/check",
         {
             "tenant": form.text("tenant"),
@@ -60,7 +79,6 @@ async def preview(visit: Visit) -> Response:
             "quota": quota,
         },
     )
-    return visit.page("quota_check.html", answer=answer)
 
 
 async def set_limit(visit: Visit) -> Response:
@@ -72,15 +90,18 @@ async def set_limit(visit: Visit) -> Response:
         body["burst"] = burst
     if mode := form.text("mode"):
         body["mode"] = mode
-    tenant = form.text("tenant")
     if quota_id := form.text("quota_id"):
+        if METRICS[metric].kind == "rate":
+            # An absent burst would stay as it is, and the form says that an empty one is the limit.
+            body.setdefault("burst", body["limit"])
         quota = await _change(visit, quota_id, body)
     else:
-        quota = await visit.rest.post("/quotas", {**body, **({"tenant": tenant} if tenant else {"scope": "platform"})})
+        subject = {name: form.text(name) for name in SUBJECTS if form.text(name)} or {"scope": "platform"}
+        quota = await visit.rest.post("/quotas", {**body, **subject})
     # After a confirmation, do not return to the confirmation page.
     path = "/quotas" if form.text("is_confirmed") else None
     return visit.done(
-        f"{quota['metric']} of {tenant or 'every tenant'} is now {amount_text(quota['limit'], quota['unit'])}"
+        f"{quota['metric']} of {whose(quota)} is now {amount_text(quota['limit'], quota['unit'])}"
         f"{'' if quota['mode'] == 'hard' else ', in mode ' + quota['mode']}.",
         path,
     )
@@ -88,30 +109,27 @@ async def set_limit(visit: Visit) -> Response:
 
 async def confirm_delete(visit: Visit) -> Response:
     quota = await visit.rest.get(f"/quotas/{visit.param('quota_id')}")
-    owner = quota["tenant"] or "every tenant"
     metric, limit = quota["metric"].replace("_", " "), amount_text(quota["limit"], quota["unit"])
     facts = []
     if quota["tenant_id"] is not None:
-        effective = await visit.rest.get("/quotas/effective", tenant=quota["tenant_id"])
+        effective = await visit.rest.get("/quotas/effective", **_subject(quota))
         used = [
-            f"{amount_text(one['limit'] - one['remaining'], one['unit'])} of {limit}"
+            f"{amount_text(one['used'] + one['reserved'], one['unit'])} of {amount_text(one['burst'], one['unit'])}"
             for one in effective["data"]
             if one["id"] == quota["id"]
         ]
         facts = [("In use now", used[0])] if used else []
     return Confirmation(
-        title=f"Remove {metric} of {owner}",
+        title=f"Remove {metric} of {whose(quota)}",
         before=f"At most {limit}; {MODE_WORDS[quota['mode']]}",
-        after="No limit of its own: the limit for every tenant applies, if there is one"
-        if quota["tenant_id"] is not None
-        else "No limit for tenants without a limit of their own",
-        affects=f"{owner[:1].upper()}{owner[1:]}, from the next request on.",
-        undo="Set it again, from the notice after the removal or with New limit. Counting starts over.",
+        after=AFTER_REMOVAL.get(quota["scope"], "No limit of its own: the limits of the tenant stay"),
+        affects=f"{_capitalized(whose(quota))}, from the next request on.",
+        undo="Set it again, from the notice after the removal. Counting starts over.",
         verb="Remove",
         path=f"/quotas/{quota['id']}/delete",
         back="/quotas",
         back_label="Quotas",
-        fields={"tenant": owner if quota["tenant_id"] is not None else ""},
+        fields={"tenant": quota["tenant"] or ""},
         facts=facts,
     ).ask(visit)
 
@@ -119,13 +137,11 @@ async def confirm_delete(visit: Visit) -> Response:
 async def delete(visit: Visit) -> Response:
     quota = await visit.rest.get(f"/quotas/{visit.param('quota_id')}")
     await visit.rest.delete(f"/quotas/{quota['id']}")
-    undo = ""
-    if quota["scope"] in ("tenant", "platform"):
-        again = {"metric": quota["metric"], "mode": quota["mode"], "tenant": quota["tenant"]}
-        again["limit"] = editable(quota["limit"], quota["unit"])
-        if METRICS[quota["metric"]].kind == "rate":
-            again["burst"] = editable(quota["burst"], quota["unit"])
-        undo = visit.url("/quotas/again", **again)
+    again = {"metric": quota["metric"], "mode": quota["mode"], **_subject(quota)}
+    again["limit"] = editable(quota["limit"], quota["unit"])
+    if METRICS[quota["metric"]].kind == "rate":
+        again["burst"] = editable(quota["burst"], quota["unit"])
+    undo = visit.url("/quotas/again", **again)
     visit.session.say("done", f"Removed the limit on {quota['metric'].replace('_', ' ')}.", undo_url=undo)
     return visit.go("/quotas", tenant=visit.form.optional("tenant"))
 
@@ -133,24 +149,43 @@ async def delete(visit: Visit) -> Response:
 async def confirm_again(visit: Visit) -> Response:
     asked = Form(visit.request.query_params.multi_items())
     metric, tenant = _metric(asked), asked.text("tenant")
+    scope = next((name for name in SUBJECTS[1:] if asked.text(name)), "tenant")
+    owner = whose({"scope": scope, "tenant": tenant, "subject": asked.text(scope)})
     limit = amount_text(_amount(asked, "limit", metric), METRICS[metric].unit)
     burst = _optional_amount(asked, "burst", metric)
     at_once = "" if burst is None else f", burst {amount_text(burst, METRICS[metric].unit)}"
-    owner = tenant or "every tenant"
     return Confirmation(
         title=f"Set {metric.replace('_', ' ')} of {owner} again",
         before="No limit of its own",
         after=f"At most {limit}{at_once}; {MODE_WORDS.get(asked.text('mode'), 'hard')}",
-        affects=f"{owner[:1].upper()}{owner[1:]}, from the next request on; running requests are not counted.",
+        affects=f"{_capitalized(owner)}, from the next request on; running requests are not counted.",
         undo="Remove it again.",
         verb="Set the limit again",
         path="/quotas",
         back="/quotas",
         back_label="Quotas",
-        fields={name: asked.text(name) for name in ("tenant", "metric", "limit", "burst", "mode")}
+        fields={name: asked.text(name) for name in (*SUBJECTS, "metric", "limit", "burst", "mode")}
         | {"is_confirmed": "yes"},
         is_danger=False,
     ).ask(visit)
+
+
+def whose(quota: Document) -> str:
+    """Return what a limit limits: `every tenant`, `acme`, `the key nightly of acme` or `the adapter acme/voice`."""
+    if quota["scope"] in AFTER_REMOVAL:
+        return str(quota["tenant"] or "every tenant")
+    subject = f"the {quota['scope']} {quota['subject']}"
+    return subject if quota["scope"] == "adapter" else f"{subject} of {quota['tenant']}"
+
+
+def _subject(quota: Document) -> dict[str, str | None]:
+    """Return the fields of a call that name what a limit limits."""
+    subject = {"tenant": quota["tenant"]}
+    return subject if quota["scope"] in AFTER_REMOVAL else {**subject, quota["scope"]: quota["subject_id"]}
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def bars_of(effective: Document) -> dict[str, Document]:

@@ -46,5 +46,6 @@ async def cancel(visit: Visit) -> Response:
 
 
 async def facts(visit: Visit) -> dict[str, Any]:
-    tenant = visit.query("tenant")
-    return {"tenant": tenant, "requests": await panel(visit.rest.get("/requests", tenant=tenant, limit=PAGE))}
+    tenant, after = visit.query("tenant"), visit.query("after")
+    listed = await panel(visit.rest.get("/requests", tenant=tenant, limit=PAGE, after=after))
+    return {"tenant": tenant, "after": after, "requests": listed}

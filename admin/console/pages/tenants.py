@@ -33,7 +33,7 @@ async def show_list(visit: Visit) -> Response:
 async def create(visit: Visit) -> Response:
     form = visit.form
     body = {"slug": form.text("slug"), "display_name": form.optional("display_name")}
-    made = await visit.rest.post("/tenants", body)
+    made = await visit.post_once("/tenants", body)
     return visit.done(f"Created the tenant {made['slug']}. Next, create a key for it.", f"/tenants/{made['slug']}")
 
 

@@ -25,12 +25,13 @@
     return new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
   }
 
-  // Times for ranges of up to two days, otherwise dates. Times are in 24-hour format, as in the tables.
+  // Times for ranges of up to two days, otherwise dates. Times are in UTC and in 24-hour format, as in the tables.
   function timesOf(x) {
     const day = { month: "short", day: "numeric" };
     const clock = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
-    const axis = new Intl.DateTimeFormat("en", x.at(-1) - x[0] > 2 * 86400 ? day : clock);
-    const whole = new Intl.DateTimeFormat("en", { ...day, ...clock });
+    const format = (parts) => new Intl.DateTimeFormat("en", { timeZone: "UTC", ...parts });
+    const axis = format(x.at(-1) - x[0] > 2 * 86400 ? day : clock);
+    const whole = format({ ...day, ...clock });
     const shown = (format) => (seconds) => (seconds === null || seconds === undefined ? "–" : format.format(new Date(seconds * 1000)));
     return { axis: shown(axis), whole: shown(whole) };
   }
@@ -44,6 +45,7 @@
       width: element.clientWidth || 300,
       height: Number(element.dataset.height ?? 180),
       cursor: { points: { size: 6 } },
+      tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
       scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] } },
       axes: [{ ...axis, values: (_, ticks) => ticks.map(times.axis) }, { ...axis, size: 46, values: (_, ticks) => ticks.map(compact) }],
       series: [{ label: "Time", value: (_, value) => times.whole(value) }, ...series.names.map((label, i) => ({
@@ -66,12 +68,20 @@
   // Uploads: the files are hashed here, declared, sent, and turned into a version.
   const hex = (buffer) => [...new Uint8Array(buffer)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 
+  // The message of a refusal. A proxy's is not JSON.
+  function refusalOf(response, text) {
+    try {
+      return JSON.parse(text).error.message;
+    } catch {
+      return `the server answered ${response.status}`;
+    }
+  }
+
   async function call(method, path, body, headers) {
     const response = await fetch(root + path, { method, body, headers: { "x-csrf-token": csrf(), ...headers } });
     const text = await response.text();
-    const document_ = text ? JSON.parse(text) : {};
-    if (!response.ok) throw new Error(document_.error?.message ?? `the server answered ${response.status}`);
-    return document_;
+    if (!response.ok) throw new Error(refusalOf(response, text));
+    return text ? JSON.parse(text) : {};
   }
 
   async function upload(form) {
@@ -178,10 +188,7 @@
           tools: form.elements.tools.value,
         }),
       });
-      if (!response.ok) {
-        const failure = JSON.parse((await response.text()) || "{}");
-        throw new Error(failure.error?.message ?? `the server answered ${response.status}`);
-      }
+      if (!response.ok) throw new Error(refusalOf(response, await response.text()));
       const served = response.headers.get("x-loramux-adapter") ?? model;
       let rest = "";
       let answer = "";
@@ -262,8 +269,14 @@
     } else if (form.matches("[data-playground]")) {
       event.preventDefault();
       play(form, event.submitter?.matches("[data-continue]") ?? false);
+    } else if (form.method === "post") {
+      // A double click must not send the form twice.
+      form.querySelectorAll("button:not([type=button])").forEach((button) => { button.disabled = true; });
     }
   });
+
+  // A page from the browser's cache has disabled buttons and old data.
+  addEventListener("pageshow", (event) => { if (event.persisted) location.reload(); });
 
   document.addEventListener("change", (event) => {
     if (event.target.matches("[data-submits]")) event.target.form.requestSubmit();
@@ -276,6 +289,7 @@
   document.addEventListener("htmx:sseClose", (event) => { if (event.detail.type === "message") location.reload(); });
 
   function whereabouts(element) {
+    if (element?.id) return `#${CSS.escape(element.id)}`;
     const form = element?.closest?.("form[action]");
     if (form) return `form[action="${CSS.escape(form.getAttribute("action"))}"] ${element.localName}`;
     return element?.getAttribute?.("href") ? `a[href="${CSS.escape(element.getAttribute("href"))}"]` : null;

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -61,15 +62,51 @@ async def test_eval_is_started_and_cancelled(tab: Tab) -> None:
 @pytest.mark.parametrize(
     ("lines", "judge", "said"),
     [
-        ("nonsense", "", "line 1: "),
-        ('{"prompt": "p", "judge": "?"}', "", "lines of the file need a judge"),
+        ("nonsense", "", "Line 1: "),
+        ('{"prompt": "p", "judge": "?"}', "", "Lines of the file need a judge"),
         ('{"prompt": "p", "judge": "?"}', "other/absent", "does not exist"),
     ],
 )
 async def test_bad_file_is_refused_with_its_line(tab: Tab, lines: str, judge: str, said: str) -> None:
-    shown = await tab.browser.post(f"{tab.here}/evals", version="1", compare="", lines=lines, judge=judge)
-    assert 'class="notice error"' in shown
-    assert said in shown
+    fields = {"version": "1", "compare": "2", "lines": lines, "judge": judge, "csrf": tab.browser.csrf}
+    response = await tab.browser.client.post(f"/console{tab.here}/evals", data=fields)
+    assert response.status_code in (400, 404)
+    assert 'class="notice error"' in response.text
+    assert said in response.text
+    kept = html.unescape(response.text)
+    assert f">{lines}</textarea>" in kept, "the text is not lost"
+    assert re.search(r'name="compare"[^>]* value="2"', kept)
+    assert f'value="{judge}"' in kept
+
+
+async def test_sixty_kilobytes_fit_into_the_form(tab: Tab) -> None:
+    line = '{"prompt": "' + 20 * "你好" + '", "contains": "\\""}'
+    lines = "\r\n".join([line] * (60_000 // len(f"{line}\r\n".encode())))
+    assert "The eval is queued." in await tab.browser.post(f"{tab.here}/evals", version="1", compare="", lines=lines)
+    [queued] = tab.side.services.adapters.evals.list(tab.adapter_id, 1, 10).data
+    tab.side.services.adapters.evals.cancel(queued.id)
+    fields = {"csrf": tab.browser.csrf, "lines": "x" * 200_000}
+    headers = {"referer": f"http://admin.example/console{tab.here}/evals"}
+    response = await tab.browser.client.post(f"/console{tab.here}/evals", data=fields, headers=headers)
+    assert response.headers["location"] == f"/console{tab.here}/evals"
+    assert "must not exceed" in await tab.text("/evals")
+
+
+async def test_form_sent_twice_starts_one_eval(tab: Tab) -> None:
+    once = first_match(r'name="once" value="([^"]+)"', await tab.text("/evals"))
+    for _ in range(2):
+        await tab.browser.post(f"{tab.here}/evals", version="2", compare="", lines=LINES, once=once)
+    [found] = tab.side.services.adapters.evals.list(tab.adapter_id, 2, 10).data
+    tab.side.services.adapters.evals.cancel(found.id)
+
+
+async def test_running_eval_stays_on_its_page(tab: Tab) -> None:
+    await tab.browser.post(f"{tab.here}/evals", version="2", compare="", lines=LINES)
+    [found] = tab.side.services.adapters.evals.list(tab.adapter_id, 2, 10).data
+    page = await tab.text(f"/evals/{found.id}?after_line=50")
+    assert f'hx-get="/console{tab.here}/evals/{found.id}?after_line=50"' in page
+    assert '<button id="cancel-eval"' in page
+    tab.side.services.adapters.evals.cancel(found.id)
 
 
 async def test_answers_are_side_by_side_and_escaped(tab: Tab) -> None:

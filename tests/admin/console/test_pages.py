@@ -6,7 +6,7 @@ import hashlib
 import html
 import html.parser
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.adapter_store.registry.records import CanaryRule
 from loramux.admin.console.app import create_console
+from loramux.admin.console.rest_calls import RestError
 from loramux.admin.serving.app import create_admin_app
 from loramux.engine.protocol.messages import HostPageCounts
 from loramux.migrations import schema
@@ -46,14 +47,6 @@ pytestmark = pytest.mark.anyio
 HOSTILE = "'\"></code></td></script><x-nasty><b nasty=1 onnasty=1>{{7*7}}&lt;\x00\x1b[2J\u202e\u200b\r\n"
 
 
-@pytest.fixture
-async def operator(console_app: ASGIApp) -> AsyncIterator[Browser]:
-    async with client_of(console_app) as client:
-        browser = Browser(client)
-        await browser.sign_in(ADMIN_KEY)
-        yield browser
-
-
 PAGES = ["/", "/adapters", "/residency", "/residency?tier=disk", "/requests", "/playground", "/tenants", "/quotas"]
 PAGES += ["/bases", "/keys", "/usage", "/usage?days=30&group_by=endpoint", "/jobs", "/jobs?state=failed"]
 PAGES += ["/audit", "/health", "/batches", "/events", "/events?type=alias.moved"]
@@ -68,6 +61,29 @@ async def test_empty_page_says_what_to_do(operator: Browser, path: str) -> None:
 
 async def test_health_page_names_the_source_of_the_model(operator: Browser) -> None:
     assert f"the-base, pulled as {MODEL_SOURCE}" in (await operator.get("/health")).text
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "shown"),
+    [
+        pytest.param(429, "too_many_reports", "Database reachable", id="busy"),
+        pytest.param(503, "read_timeout", "Database reachable", id="slow"),
+        pytest.param(503, "quota_unavailable", "Database unreachable", id="down"),
+    ],
+)
+async def test_overview_says_when_the_database_is_down(
+    console_side: AdminSide, monkeypatch: pytest.MonkeyPatch, status: int, code: str, shown: str
+) -> None:
+    async def refuse(*_: Any) -> Any:
+        raise RestError(status, {"message": "no report", "code": code})
+
+    monkeypatch.setattr("loramux.admin.console.pages.overview._minutes", refuse)
+    async with client_of(create_admin_app(console_side.services)) as client:
+        operator = Browser(client)
+        await operator.sign_in(ADMIN_KEY)
+        page = (await operator.get("/")).text
+    assert "Usage cannot be shown:</strong> no report" in page
+    assert shown in page
 
 
 async def test_overview_counts_requests_refused_with_either_status(operator: Browser, console_side: AdminSide) -> None:
@@ -207,7 +223,8 @@ async def test_pages_change_service_tiers(operator: Browser) -> None:
     await operator.post("/tenants/tiered", etag=html.unescape(etag), referer="/tenants/tiered", **tiers)
     assert "priority at best" in (await operator.get("/tenants/tiered")).text
     referer = "/keys?tenant=tiered"
-    await operator.post("/keys", tenant="tiered", name="own", max_service_tier="default", referer=referer)
+    fields = {"tenant": "tiered", "name": "own", "scope": ["adapters"], "max_service_tier": "default"}
+    await operator.post("/keys", **fields, referer=referer)
     page = (await operator.get(referer)).text
     assert "service tier default at best" in page
     assert "by default</span>" not in page
@@ -718,6 +735,20 @@ async def test_live_part_reports_database_outage_and_ends_with_its_session(
         console_side.services.accounts.api_keys.revoke(key.key.id)
         await stream.until("event: signed-out")
     await client.aclose()
+
+
+async def test_pin_buttons_of_the_residency_can_be_told_apart(console_side: AdminSide, operator: Browser) -> None:
+    services = console_side.services
+    adapter = services.adapters.registry.create_adapter(services.accounts.tenants.create("pinned").id, "voice")
+    add_ready_versions(services.database, adapter.id, 2)
+    resident = console_side.engine.resident
+    before = dict(resident)
+    resident.update({"1" * 64: 1, "2" * 64: 1})
+    page = (await operator.get("/residency")).text
+    resident.clear()
+    resident.update(before)
+    ids = re.findall(r'<button id="(pin-[^"]+)">', page)
+    assert {f"pin-{'1' * 64}", f"pin-{'2' * 64}"} <= set(ids)
 
 
 async def test_residency_shows_every_server_and_the_chosen_ones_pool(console_side: AdminSide) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from sqlalchemy import delete, update
+from sqlalchemy.exc import OperationalError
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -127,6 +128,22 @@ async def test_form_from_another_site_changes_nothing(browser: httpx.AsyncClient
     response = await browser.post("/console/logout", data={"csrf": await csrf_of(browser)}, headers=headers)
     assert response.status_code == 403
     assert await is_signed_in(browser)
+
+
+async def test_script_is_refused_in_json(
+    browser: httpx.AsyncClient, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def down(*_: object, **__: object) -> None:
+        raise OperationalError("select", {}, Exception("down"))
+
+    await sign_in(browser)
+    refused = await browser.post("/console/playground/stream", headers={"x-csrf-token": "old"})
+    assert refused.status_code == 403
+    assert "not from your session" in refused.json()["error"]["message"]
+    monkeypatch.setattr(type(console_side.services.database), "read", down)
+    refused = await browser.post("/console/playground/stream")
+    assert refused.status_code == 503
+    assert "the database cannot be reached" in refused.json()["error"]["message"]
 
 
 async def test_login_form_requires_the_browsers_own_csrf_token(browser: httpx.AsyncClient) -> None:

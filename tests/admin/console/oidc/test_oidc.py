@@ -28,6 +28,7 @@ from loramux.platform.accounts.tenants import TenantChanges
 from tests.admin.admin_side import AdminSide
 from tests.admin.app_client import CONSOLE_HOST, client_of
 from tests.admin.console.oidc.fake_provider import FakeProvider, fake_provider, shared_secret
+from tests.admin.rest.adapters.ready_versions import add_ready_versions
 from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
@@ -155,6 +156,22 @@ async def test_tenant_member_sees_only_that_tenant_until_it_is_suspended(
         assert (await browser.get("/console/tenants")).status_code in (303, 403)
         console_side.services.accounts.tenants.update(tenant.id, TenantChanges(state="suspended"), lambda _: None)
         assert (await browser.get("/console/keys")).headers["location"].startswith("/console/login")
+
+
+async def test_tenant_member_is_told_that_an_eval_needs_a_key(
+    provider: FakeProvider, console_side: AdminSide, console_app: ASGIApp
+) -> None:
+    services = console_side.services
+    tenant = services.accounts.tenants.create("grading")
+    adapter = services.adapters.registry.create_adapter(tenant.id, "voice")
+    add_ready_versions(services.database, adapter.id, 1)
+    rules = (RoleRule("devs", "tenant:develop", "grading"),)
+    async with client_of(console_of(services, settings_of(provider.url, rules=rules), console_app)) as browser:
+        provider.about["groups"] = ["devs"]
+        await sign_in(browser, provider)
+        page = (await browser.get(f"/console/adapters/{adapter.id}/evals")).text
+    assert "Sign in with a key" in page
+    assert "<textarea" not in page
 
 
 ANOTHER_KEY = ECKey.generate_key("P-256", {"kid": "one"})
