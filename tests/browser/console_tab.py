@@ -51,8 +51,9 @@ def signed_in_tabs(chromium: Any, server: DemoServer) -> Iterator[NewTab]:
     """Open signed-in tabs, each in its own browser context. After the block, no tab may have logged an error."""
     tabs: list[Tab] = []
 
-    def new(width: int = 1440, scheme: str = "light", key: str | None = None) -> Tab:
-        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    def new(width: int = 1440, scheme: str = "light", key: str | None = None, timezone: str | None = None) -> Tab:
+        viewport = {"width": width, "height": 900}
+        context = chromium.new_context(viewport=viewport, color_scheme=scheme, timezone_id=timezone)
         context.set_default_timeout(60_000)
         context.grant_permissions(["clipboard-read", "clipboard-write"], origin=server.admin_url)
         page = context.new_page()

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,31 @@ def test_the_theme_is_kept_and_the_menu_opens_by_keyboard(new_tab: NewTab) -> No
     page.click("[data-theme-toggle]")
     tab.open("/adapters")
     assert page.get_attribute("html", "data-theme") == "dark"
+
+
+def test_focus_stays_in_its_row_when_the_residency_is_updated(tab: Tab) -> None:
+    page = tab.open("/residency")
+    page.locator(".doing button").nth(1).focus()
+    page.evaluate("document.activeElement.setAttribute('data-old', '')")
+    focused = page.evaluate("document.activeElement.id")
+    page.wait_for_selector("[data-old]", state="detached")
+    page.wait_for_selector(f"[id='{focused}']:focus")
+    assert page.locator(".doing button").first.get_attribute("id") != focused
+
+
+def test_charts_are_in_utc(new_tab: NewTab) -> None:
+    page = new_tab(timezone="America/New_York").open("/usage?days=30")
+    page.wait_for_selector("[data-chart] canvas")
+    first_s = page.evaluate(
+        """() => {
+            const chart = document.querySelector("[data-chart]");
+            chart.plot.setCursor({left: 0, top: 1});
+            return chart.plot.data[0][0];
+        }"""
+    )
+    shown = page.inner_text("[data-chart] .u-legend .u-value >> nth=0")
+    day = datetime.fromtimestamp(first_s, UTC)
+    assert shown == f"{day:%b} {day.day}, 00:00"
 
 
 def test_changes_are_short_rows_on_a_phone(new_tab: NewTab, demo: Demo) -> None:
