@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -205,6 +205,19 @@ class Evals:
             query = query.where(versions.number == number)
         with self._database.read() as connection:
             return keyset_page(connection, query, evals.c.id, _eval, limit, after, before)
+
+    def newest(self, adapter_id: str, numbers: Collection[int]) -> Page[Eval]:
+        """Return the newest finished eval of each of these versions that has one."""
+        versions = adapter_versions.c
+        newest = (
+            select(func.max(evals.c.id))
+            .join(adapter_versions, versions.id == evals.c.version_id)
+            .where(versions.adapter_id == adapter_id, versions.number.in_(numbers), evals.c.state == "done")
+            .group_by(evals.c.version_id)
+        )
+        with self._database.read() as connection:
+            rows = connection.execute(_select().where(evals.c.id.in_(newest)).order_by(evals.c.id.desc())).all()
+        return Page(tuple(_eval(row) for row in rows), False)
 
     def answers(self, eval_id: str, limit: int, after_line: int = 0) -> tuple[Sequence[EvalAnswer], bool]:
         """List stored answers by line, and say whether there are more lines."""

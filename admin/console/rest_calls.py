@@ -51,7 +51,9 @@ class RestCalls:
         return int(self._now_s())
 
     async def get(self, path: str, **params: Any) -> Document:
-        """Return the document at a path under `/admin/v1`. Parameters that are None are omitted. Raises RestError."""
+        """Return the document at a path under `/admin/v1`. Parameters that are None are omitted, and
+        those that are lists are repeated. Raises RestError.
+        """
         return (await self.call("GET", path, params=params))[0]
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, once: str = "") -> Document:
@@ -98,7 +100,7 @@ class RestCalls:
     ) -> Scope:
         """Return the ASGI scope of a call by the principal. A `?` in `path` does not start a query string."""
         outer = self._outer
-        query = urlencode({name: value for name, value in (params or {}).items() if value is not None})
+        query = urlencode({name: value for name, value in (params or {}).items() if value is not None}, doseq=True)
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},

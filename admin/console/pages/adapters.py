@@ -18,8 +18,6 @@ USE_FRESH_S = 5.0
 MAX_SUMMED = 10
 """Maximum number of grantees whose usage is included in an adapter's totals."""
 PAGE = 50
-NEWEST_EVALS = 100
-"""Number of the adapter's evals that are read at once. A version without a finished one among them is looked up."""
 
 
 async def show_list(visit: Visit) -> Response:
@@ -76,14 +74,8 @@ async def show(visit: Visit) -> Response:
 
 async def _scores(rest: RestCalls, adapter_id: str, numbers: Sequence[int]) -> dict[int, Document]:
     """Return the newest finished eval of each version that has one."""
-    path = f"/adapters/{adapter_id}/evals"
-    newest = await rest.get(path, limit=NEWEST_EVALS)
-    lists = [newest["data"]]
-    if newest["has_more"]:
-        missing = set(numbers) - {one["version"] for one in newest["data"] if one["state"] == "done"}
-        pages = await asyncio.gather(*(rest.get(path, version=number, limit=100) for number in missing))
-        lists += [page["data"] for page in pages]
-    return {one["version"]: one for evals in lists for one in reversed(evals) if one["state"] == "done"}
+    page = await rest.get(f"/adapters/{adapter_id}/evals", newest_of=numbers)
+    return {one["version"]: one for one in page["data"]}
 
 
 async def confirm_state(visit: Visit) -> Response:

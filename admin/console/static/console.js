@@ -271,11 +271,12 @@
       play(form, event.submitter?.matches("[data-continue]") ?? false);
     } else if (form.method === "post") {
       // A double click must not send the form twice.
-      form.querySelectorAll("button:not([type=button])").forEach((button) => { button.disabled = true; });
+      if (form.isSent) event.preventDefault();
+      form.isSent = true;
     }
   });
 
-  // A page from the browser's cache has disabled buttons and old data.
+  // A page from the browser's cache has forms that were sent, and old data.
   addEventListener("pageshow", (event) => { if (event.persisted) location.reload(); });
 
   document.addEventListener("change", (event) => {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from loramux.adapter_store.registry.evals import PPM, Eval, EvalAnswer, EvalState, NewEval
@@ -145,10 +146,17 @@ async def list_evals(
     caller: Reader,
     paging: Paging,
     version: Annotated[int | None, Query(ge=1, le=MAX_VERSION, description="Only evals of this version.")] = None,
+    newest_of: Annotated[
+        list[Annotated[int, Field(ge=1, le=MAX_VERSION)]] | None,
+        Query(max_length=100, description="Only the newest finished eval of each of these versions, on one page."),
+    ] = None,
 ) -> ListDocument[EvalDocument]:
     """List the evals of an adapter's versions. Of each version, the newest 20 finished evals are kept."""
     adapter = await find_adapter(services, caller, adapter_id)
-    page = await services.call(services.adapters.evals.list, adapter.id, version, *paging)
+    if newest_of:
+        page = await services.call(services.adapters.evals.newest, adapter.id, newest_of)
+    else:
+        page = await services.call(services.adapters.evals.list, adapter.id, version, *paging)
     return list_document(page, describe_eval)
 
 

@@ -6,7 +6,10 @@ import html
 import re
 
 import pytest
+from sqlalchemy import insert, select
 
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import evals
 from tests.admin.admin_side import AdminSide
 from tests.admin.console.signed_in_browser import Browser, first_match
 from tests.admin.finished_evals import add_finished_eval
@@ -42,18 +45,22 @@ async def test_old_versions_keep_their_place_and_their_scores(operator: Browser,
     assert page.count('type="number" min="0"') == 101
 
 
-async def test_score_is_shown_however_many_evals_follow(
-    operator: Browser, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("loramux.admin.console.pages.adapters.NEWEST_EVALS", 2)
+async def test_score_is_shown_however_many_evals_follow(operator: Browser, console_side: AdminSide) -> None:
     services = console_side.services
     adapter = services.adapters.registry.create_adapter(services.accounts.tenants.create("grading").id, "daily")
     add_ready_versions(services.database, adapter.id, 3)
-    first = add_finished_eval(services.database, adapter.id, 1, passed=3)
-    for _ in range(2):
-        add_finished_eval(services.database, adapter.id, 2, passed=4)
+    database = services.database
+    for passed in (2, 3):
+        first = add_finished_eval(database, adapter.id, 1, passed=passed)
+    newer = add_finished_eval(database, adapter.id, 2, passed=4)
+    # A hundred copies of an eval that does not count are newer than the score of the first version.
+    with database.write() as connection:
+        row = dict(connection.execute(select(evals).where(evals.c.id == newer)).mappings().one())
+        copies = [{**row, "id": new_id("evl"), "state": "failed", "score_ppm": None} for _ in range(100)]
+        connection.execute(insert(evals), copies)
     page = (await operator.get(f"/adapters/{adapter.id}")).text
     assert f'/evals/{first}" title="tests.jsonl">0.750</a>' in page
+    assert f'/evals/{newer}" title="tests.jsonl">1.000</a>' in page
 
 
 async def test_page_says_that_there_are_more_prices(operator: Browser, console_side: AdminSide) -> None:

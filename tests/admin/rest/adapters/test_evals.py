@@ -10,6 +10,7 @@ import pytest
 
 from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.evals import MAX_KEPT_EVALS, MAX_OPEN_EVALS
+from loramux.adapter_store.registry.registry import MAX_VERSION
 from tests.admin.admin_side import AdminSide
 from tests.admin.finished_evals import CONTENT, SHA256, add_finished_eval
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
@@ -87,6 +88,18 @@ async def test_eval_is_queued_listed_and_cancelled(stand: Stand) -> None:
     claimed = EvalClaims(stand.side.services.database).claim()
     assert claimed is not None
     assert claimed.eval.id == other["id"], "a cancelled eval does not run"
+
+
+async def test_newest_finished_evals_of_versions_are_listed(stand: Stand) -> None:
+    database = stand.side.services.database
+    for number, passed in ((1, 1), (1, 2), (2, 3), (3, 4)):
+        add_finished_eval(database, stand.adapter_id, number, passed=passed)
+    await stand.start(number=2)
+    listed = (await stand.http.get(f"{stand.path}/evals", params={"newest_of": [1, 2]})).json()
+    assert [(one["version"], one["score"]) for one in listed["data"]] == [(2, 0.75), (1, 0.5)]
+    assert listed["has_more"] is False
+    for wrong in ([0], [MAX_VERSION + 1], list(range(1, 102))):
+        assert (await stand.http.get(f"{stand.path}/evals", params={"newest_of": wrong})).status_code == 400
 
 
 async def test_answers_are_paged_by_line(stand: Stand) -> None:
