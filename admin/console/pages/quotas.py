@@ -57,7 +57,7 @@ async def preview(visit: Visit) -> Response:
     try:
         return visit.page("quota_check.html", answer=await _checked(visit), problem=None)
     except (InvalidRequest, RestError) as error:
-        return visit.page("quota_check.html", answer=None, problem=error.message)
+        return visit.page("quota_check.html", error.status, answer=None, problem=error.message)
 
 
 async def _checked(visit: Visit) -> Document:
