@@ -18,7 +18,7 @@ from loramux.platform.ledger.prices import BATCHES
 from loramux.platform.telemetry.package_metrics import EvalMetrics
 
 MAX_PAGES = 10
-"""Maximum number of pages of WATCHED_AT_ONCE aliases that one call of `check` looks at: up to 2 s of work."""
+"""Maximum number of pages of WATCHED_AT_ONCE aliases that one call of `check` looks at."""
 
 log = structlog.get_logger(__name__)
 

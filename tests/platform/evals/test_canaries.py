@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, insert, select, update
 from structlog.testing import capture_logs
 
 from loramux.adapter_store.registry import aliases
@@ -14,14 +14,15 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.sharing import AdapterGrants
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
-from loramux.migrations.schema import adapter_aliases, events
+from loramux.migrations.schema import adapter_aliases, events, usage_events
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
 from loramux.platform.evals import canaries as canaries_module
 from loramux.platform.evals.canaries import Canaries, judge
-from loramux.platform.ledger.outcomes import Outcomes
+from loramux.platform.ledger.outcomes import MAX_READ, Outcomes
+from loramux.platform.ledger.prices import BATCHES
 from loramux.platform.ledger.settlement import MODEL_FAILED, Settlement
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.platform.clocked_databases import FakeClock
@@ -69,6 +70,25 @@ class Watched:
             self._clock.advance(wait_s + 0.001)
             settled = Settlement(status=status, prompt_tokens=1, completion_tokens=1, first_token_us=first_us)
             self._admission.settle(request_id, settled)
+
+    def repeat_last(self, count: int, **fields: str) -> None:
+        """Add copies of the last request to the ledger with these fields, much faster than `serve`."""
+        with self.database.write() as connection:
+            last = (
+                connection.execute(select(usage_events).order_by(usage_events.c.finished_us.desc())).mappings().first()
+            )
+            assert last is not None
+            copies = [
+                {
+                    **last,
+                    **fields,
+                    "request_id": f"req_{self._num_requests + number:032x}",
+                    "finished_us": last["finished_us"] + number,
+                }
+                for number in range(1, count + 1)
+            ]
+            connection.execute(insert(usage_events), copies)
+        self._num_requests += count
 
     def check(self) -> Alias:
         registry = AdapterRegistry(self.database)
@@ -152,6 +172,14 @@ def test_requests_of_tenants_with_a_grant_count(watched: Watched, acme: Tenant) 
     AdapterGrants(watched.database).add(adapter, other.id)
     watched.move()
     watched.serve(other, 2, MODEL_FAILED)
+    assert shares(watched.check()) == {1: 100}
+
+
+def test_other_traffic_of_the_tenant_does_not_hide_the_version(watched: Watched, acme: Tenant) -> None:
+    watched.move()
+    watched.serve(acme, 20, MODEL_FAILED)
+    watched.repeat_last(MAX_READ, model="acme/busy@1", status="completed")
+    watched.repeat_last(MAX_READ, endpoint=BATCHES)
     assert shares(watched.check()) == {1: 100}
 
 
