@@ -103,6 +103,12 @@ class NotFound(CallerError):
     code = "not_found"
 
 
+class NotOnThisGateway(NotFound):
+    """The call exists, but an additional gateway does not have what it needs."""
+
+    code = "not_on_this_gateway"
+
+
 class MethodNotAllowed(CallerError):
     """The path exists but does not support the method."""
 

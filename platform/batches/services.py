@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from loramux.migrations.database import Database
 from loramux.platform.batches.batch_rows import Batches
 from loramux.platform.batches.tenant_files import Owner, TenantFiles
+from loramux.platform.errors import NotOnThisGateway
 from loramux.platform.requests.authentication import Caller
 from loramux.platform.tenant_slots import TenantSlots
 
@@ -29,8 +30,13 @@ class BatchServices:
         return BatchServices(files, Batches(database, files), TenantSlots(MAX_TRANSFERS, what, "too_many_transfers"))
 
 
-async def _services_of(request: Request) -> BatchServices:
-    return cast(BatchServices, request.app.state.batches)
+async def _services_of(request: Request, caller: Caller) -> BatchServices:
+    kept = cast(BatchServices | None, request.app.state.batches)
+    if kept is None:
+        raise NotOnThisGateway(
+            "this gateway has no files and batches, because it has no blob_url: set it, or call the server's own port"
+        )
+    return kept
 
 
 async def _owner(caller: Caller) -> Owner:

@@ -92,7 +92,7 @@ async def server_version(caller: Caller) -> Response:
 
 
 @cache
-def _routes(has_files: bool, loads_adapters: bool) -> APIRouter:
+def _routes(loads_adapters: bool) -> APIRouter:
     """Return an app's routes, which contain no app state. FastAPI builds them at an app's first request, which takes
     80 ms, so apps share them.
     """
@@ -109,11 +109,8 @@ def _routes(has_files: bool, loads_adapters: bool) -> APIRouter:
         messages,
     )
     pooled = (embeddings, classification, scores, reranking, pooling)
-    for surface in (*surfaces, *pooled, models, tokenization, load):
+    for surface in (*surfaces, *pooled, models, tokenization, load, files, batches):
         routes.include_router(surface.router)
-    if has_files:
-        routes.include_router(files.router)
-        routes.include_router(batches.router)
     if loads_adapters:
         routes.include_router(runtime_routes.router)
     routes.include_router(version_router)
@@ -122,19 +119,21 @@ def _routes(has_files: bool, loads_adapters: bool) -> APIRouter:
 
 
 def create_openai_app(
-    services: GatewayServices, kept: BatchServices | None, runtime_adapters: RuntimeAdapters | None = None
+    services: GatewayServices,
+    kept: BatchServices | None,
+    runtime_adapters: RuntimeAdapters | None = None,
+    server_loads_adapters: bool = False,
 ) -> FastAPI:
     """Create the app. `services.run.maintenance.run()` must run alongside it.
 
-    Without `kept`, the app has no routes for files and batches, because it has no blob store. Without
-    `runtime_adapters`, it has no routes that load adapters.
+    Without `kept`, the app has no blob store, and the routes for files and batches refuse all calls. Without
+    `runtime_adapters`, it has no routes that load adapters. If `server_loads_adapters`, the app is that of an
+    additional gateway, and these routes say that only its server has them.
     """
     # Only the health routes are public.
     app = listener_app("loramux")
-    app.state.services, app.state.batches = services, kept
-    if runtime_adapters is not None:
-        app.state.runtime_adapters = runtime_adapters
-    app.router.routes.extend(_routes(kept is not None, runtime_adapters is not None).routes)
+    app.state.services, app.state.batches, app.state.runtime_adapters = services, kept, runtime_adapters
+    app.router.routes.extend(_routes(runtime_adapters is not None or server_loads_adapters).routes)
     add_health(app, services.database, services.engine, services.trouble)
     errors = ErrorResponses(form_of=error_form)
     handlers = {

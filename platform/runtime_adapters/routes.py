@@ -17,6 +17,7 @@ from loramux.migrations.audit import Actor, act_as
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.bodies.request_body import parse_body, read_body
 from loramux.platform.bodies.strict_model import StrictModel
+from loramux.platform.errors import NotOnThisGateway
 from loramux.platform.requests.authentication import Caller, Services, authenticated
 from loramux.platform.requests.error_responses import json_response, request_id_of
 from loramux.platform.requests.openapi import errors, takes
@@ -104,7 +105,10 @@ class PauseDocument(TypedDict):
 async def adapters_of(request: Request, caller: Caller) -> RuntimeAdapters:
     # The audit log attributes the changes to the key.
     act_as(Actor(caller.key_id, None if request.client is None else request.client.host, request_id_of(request)))
-    return cast(RuntimeAdapters, request.app.state.runtime_adapters)
+    adapters = cast(RuntimeAdapters | None, request.app.state.runtime_adapters)
+    if adapters is None:
+        raise NotOnThisGateway("an additional gateway does not load adapters: call the server's own port")
+    return adapters
 
 
 Adapters = Annotated[RuntimeAdapters, Depends(adapters_of)]

@@ -350,6 +350,18 @@ async def test_without_sources_there_are_no_such_calls(lab: Lab) -> None:
             assert response.status_code == 404
 
 
+async def test_an_additional_gateway_says_where_to_send_calls_that_it_cannot_do(lab: Lab) -> None:
+    app = create_openai_app(lab.gateway.services, None, server_loads_adapters=True)
+    key = {"authorization": f"Bearer {lab.key}"}
+    calls = [("POST", path) for path in ("/v1/load_lora_adapter", "/load_lora_adapter", "/v1/unload_lora_adapter")]
+    calls += [("GET", "/server_info"), ("GET", "/v1/batches"), ("POST", "/v1/files"), ("GET", "/v1/files/file-1")]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
+        for method, path in calls:
+            assert code_of(await http.request(method, path, json={}, headers=key)) == (404, "not_on_this_gateway")
+            assert (await http.request(method, path, json={})).status_code == 401
+        assert (await http.post("/pause", headers=key)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("prefix", "is_allowed"),
     [
