@@ -41,7 +41,7 @@ async def list_models(request: Request, caller: Caller, services: Services) -> R
 
 
 # A model's name can contain a slash.
-@router.get("/v1/models/{name:path}", response_model=ModelDocument | MessageModel)
+@router.get("/v1/models/{name:path}", response_model=ModelDocument | MessageModel, responses=errors(409))
 async def retrieve_model(name: str, request: Request, caller: Caller, services: Services) -> Response:
     """Retrieve one model by any name that a request can use. `root` is the version that the name resolves to. With the
     header `anthropic-version`, the model has Anthropic's form.

@@ -20,6 +20,7 @@ ERROR_TYPES: Mapping[int, str] = {
     404: "not_found_error",
     409: "conflict_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "api_error",
     504: "timeout_error",

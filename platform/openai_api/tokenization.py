@@ -63,7 +63,7 @@ class DetokenizeRequest(StrictModel):
     "/tokenize",
     openapi_extra=takes(TokenizePrompt, TokenizeChat),
     response_model=TokenizeDocument,
-    responses=errors(404),
+    responses=errors(404, 409),
 )
 async def tokenize(request: Request, caller: Caller, services: Services) -> Response:
     """Tokenize a prompt or a conversation as a completion would, without running it. No quota is charged."""
@@ -84,7 +84,7 @@ async def tokenize(request: Request, caller: Caller, services: Services) -> Resp
 
 
 @router.post(
-    "/detokenize", openapi_extra=takes(DetokenizeRequest), response_model=DetokenizeDocument, responses=errors(404)
+    "/detokenize", openapi_extra=takes(DetokenizeRequest), response_model=DetokenizeDocument, responses=errors(404, 409)
 )
 async def detokenize(request: Request, caller: Caller, services: Services) -> Response:
     """Turn token ids into text, including special tokens. No quota is charged."""

@@ -24,7 +24,7 @@ from loramux.platform.requests.openapi_examples import ERROR_EXAMPLES, example_o
 Json: TypeAlias = dict[str, Any]
 Responses: TypeAlias = dict[int | str, Json]
 
-GENERATION_ERRORS = (404, 429, 503, 504)
+GENERATION_ERRORS = (404, 409, 429, 503, 504)
 """Error statuses of generation requests, in addition to those that `describe` derives."""
 METHODS = ("get", "put", "post", "delete", "patch")
 _COMPONENTS = "#/components/schemas/"
@@ -231,7 +231,7 @@ def _common_errors(operation: Json, is_public: bool, repeats: bool, has_precondi
     if any(one["in"] == "path" or one["name"] in ("tenant", "replica") for one in parameters):
         found.add(404)
     if has_body or repeats:
-        found.add(413)
+        found |= {413, 415}
     if repeats:
         found |= {404, 409, 422}
     if has_precondition:

@@ -34,6 +34,14 @@ ERROR_EXAMPLES: Mapping[int, tuple[str, dict[str, Any]]] = {
         _error("the resource has changed: read it again", "precondition_failed", "If-Match"),
     ),
     413: ("The body is too large.", _error("the body must not exceed 65536 bytes", "payload_too_large")),
+    415: (
+        "The body's content coding is not supported.",
+        _error(
+            "the body cannot have the content coding 'br': send it with the content coding gzip, or without any",
+            "unsupported_content_encoding",
+            "Content-Encoding",
+        ),
+    ),
     422: (
         "The Idempotency-Key was used for another call.",
         _error("this Idempotency-Key was used for another call", "idempotency_key_reused"),

@@ -62,7 +62,7 @@ async def create_response(request: Request, caller: Caller, services: Services) 
     tags=["tokens"],
     openapi_extra=takes(ResponseRequest),
     response_model=InputTokensDocument,
-    responses=errors(404),
+    responses=errors(404, 409),
 )
 async def count_input_tokens(request: Request, caller: Caller, services: Services) -> Response:
     """Count the input tokens of a response, without running it. No quota is charged."""
