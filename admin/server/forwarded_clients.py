@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loramux.admin.server.client_addresses import TrustedProxies, origin_of
 from loramux.platform.errors import RateLimited
-from loramux.platform.requests.error_responses import RequestIds, error_response
+from loramux.platform.listener.error_forms import error_form
+from loramux.platform.requests.error_responses import RequestIds, error_response, request_id_of
 
 RETRY_AFTER_S = 1.0
 
@@ -48,12 +50,7 @@ class ForwardedClients:
         origin = origin_of(client)
         if self._num_running[origin] >= self._max_per_address:
             self._on_refusal()
-            refusal = RateLimited(
-                f"{self._max_per_address} requests from this address are in progress; try again",
-                code="too_many_connections",
-                retry_after_s=RETRY_AFTER_S,
-            )
-            await RequestIds(error_response(refusal))(scope, receive, send)
+            await RequestIds(self._refuse, error_form)(scope, receive, send)
             return
         self._num_running[origin] += 1
         try:
@@ -62,3 +59,12 @@ class ForwardedClients:
             self._num_running[origin] -= 1
             if not self._num_running[origin]:
                 del self._num_running[origin]
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = RateLimited(
+            f"{self._max_per_address} requests from this address are in progress; try again",
+            code="too_many_connections",
+            retry_after_s=RETRY_AFTER_S,
+        )
+        response = error_response(refusal, error_form(scope), request_id_of(Request(scope)))
+        await response(scope, receive, send)

@@ -130,6 +130,8 @@ def _row(
         taken.append(f"the JSON of {', '.join(calls[:-1])} or {calls[-1]}")
     elif "application/json" in body:
         taken.append(_body(body["application/json"]["schema"], schemas))
+    elif "multipart/form-data" in body:
+        taken.append("a `multipart/form-data` form")
     elif body:
         taken.append("the raw bytes")
     refused = " ".join(sorted(status for status in operation["responses"] if status.isdigit() and int(status) >= 400))

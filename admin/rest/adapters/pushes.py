@@ -225,7 +225,8 @@ async def _published(
             publish = partial(
                 pushes.publish, received, needs_effect=needs_effect, when_loadable=when_loadable, passed=times.end
             )
-            async with _turns(services, num_bytes).held_slot(tenant_id):
+            # After a refusal, the client would have to send all bytes again. The slots for pushes limit this queue.
+            async with _turns(services, num_bytes).held_slot(tenant_id, is_patient=True):
                 times.end("wait")
                 version = await anyio.to_thread.run_sync(publish, limiter=thread)
         finally:

@@ -83,7 +83,9 @@ def test_behind_a_trusted_proxy_requests_are_counted_by_forwarded_address() -> N
         assert (refused.status, int(refused.headers["retry-after"])) == (429, 1)
         assert refused.headers["x-request-id"].startswith("req_")
         assert json.loads(refused.read())["error"]["code"] == "too_many_connections"
-        assert listener.num_refused("forwarded_address_full") == 1
+        status, told = answer(ask("198.51.100.7", "/v1/messages"))
+        assert (status, json.loads(told)["type"]) == (429, "error"), "in Anthropic's form"
+        assert listener.num_refused("forwarded_address_full") == 2
         # Neither the proxy's connections nor other clients' requests count towards this client's limit.
         assert [answer(ask(f"198.51.100.{number}"))[0] for number in range(8, 14)] == [200] * 6
         listener.call(listener.may_end.set)

@@ -239,6 +239,21 @@ async def test_a_flood_of_pushes_gets_429_and_delays_nobody_else(
     assert (slots.pushes.num_taken, slots.push_turns.num_taken) == (0, 0)
 
 
+async def test_a_push_that_has_been_received_waits_for_its_turn(
+    http: httpx.AsyncClient, admin_side: AdminSide, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loramux.admin.server import transfer_slots
+
+    monkeypatch.setattr(transfer_slots, "WAIT_S", 0.05)
+    adapter_id = await new_adapter(http)
+    slots, tenant_id = admin_side.services.slots, (await http.get("/admin/v1/tenants/acme")).json()["id"]
+    async with slots.push_turns.held_slot(tenant_id):
+        push = asyncio.create_task(send(http, adapter_id, form_of(make_adapter())))
+        done, _ = await asyncio.wait([push], timeout=0.3)
+        assert not done, push.result().text
+    assert (await push).status_code == 200
+
+
 async def test_a_store_that_fails_leaves_a_push_that_can_be_repeated(
     http: httpx.AsyncClient, admin_side: AdminSide, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
