@@ -43,7 +43,7 @@ from loramux.admin.server.connection_limits import KEEP_ALIVE_S
 from loramux.admin.server.data_directory import DATABASE_NAME
 from loramux.admin.server.oidc_settings import OidcSettings, is_trusted_url, parse_rule
 from loramux.engine.architectures.gguf_model import check_model_directory
-from loramux.engine.pages.eviction import policy_names
+from loramux.engine.pages.eviction import MOST_PINNED_SHARE, policy_names
 from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.engine.tracing.spans import TraceConfig
 from loramux.platform.accounts.key_authentication import KEY_AUTHENTICATION
@@ -348,7 +348,7 @@ class Settings(ModelSettings):
     default, no tier has one. Servers that share requests cannot have this setting.
     """
     max_resident_adapters: Annotated[int, Field(ge=1)] = 256
-    max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    max_pinned_share: Annotated[float, Field(ge=0, le=MOST_PINNED_SHARE)] = 0.5
     eviction_policy: str = "lru"
     num_threads: Annotated[int, Field(ge=1)] | None = None
     pdl: bool = True

@@ -11,6 +11,7 @@ from loramux.adapter_store.formats.quantization.base_format import rounds_inputs
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.cuda_driver import missing_for_cuda
 from loramux.engine.device.machine_limits import free_memory, num_cpus
+from loramux.engine.pages.eviction import MOST_PINNED_SHARE
 from loramux.engine.pages.pool_size import in_gib, num_host_pages
 from loramux.engine.parallel.sharding import check_sharding
 from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
@@ -33,9 +34,6 @@ DEFAULT_SPECULATE: dict[str, Speculate] = {"cpu": "text", "cuda": "off"}
 """Default of `speculate` of servers and of `LLM`. Drafts have not been measured on a GPU."""
 
 DEFAULT_HOST_TIER_BYTES = 1 << 30
-
-MOST_PINNED_SHARE = 0.9
-"""Upper limit on `max_pinned_share`, because unpinned adapters and the KV cache need room as well."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,9 @@ from loramux.engine.protocol.errors import ConfigNotUsable
 AFTER_ALL = 1 << 62
 """Queue position after all waiting sequences."""
 
+MOST_PINNED_SHARE = 0.9
+"""Upper limit on `max_pinned_share`, because unpinned adapters and the KV cache need room as well."""
+
 MAX_STALE = 1024
 """Number of outdated heap entries to tolerate, in addition to one per item."""
 

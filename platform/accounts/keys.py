@@ -1,15 +1,6 @@
 """API keys with their scopes and adapter limits.
 
-Each role is a scope. A key has the combined rights of its scopes.
-
-| role | scope | may |
-|---|---|---|
-| platform admin | `platform:admin` | everything except inference |
-| platform viewer | `platform:read` | read everything |
-| tenant admin | `tenant:admin` | administer its tenant: keys, adapters, aliases, its display name |
-| tenant developer | `tenant:develop` | read its tenant; push and load versions, move aliases except `default` |
-| tenant viewer | `tenant:read` | read its tenant |
-| caller | `adapters`, `base` | run inference with the tenant's adapters and with the base, respectively |
+Each role is a scope. A key has the combined rights of its scopes: see `docs/security.md`.
 """
 
 from __future__ import annotations

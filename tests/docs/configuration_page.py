@@ -8,6 +8,8 @@ from pydantic import ByteSize, SecretStr
 from pydantic_core import PydanticUndefined
 
 from loramux.admin.server.settings import FLAGS, PREFIX, SECRETS, Settings
+from loramux.engine.loop.config import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
+from loramux.engine.pages.eviction import MOST_PINNED_SHARE
 
 HEAD = """# Configuration
 
@@ -93,14 +95,16 @@ MEANINGS = {
     "leaves free on a GPU, or 1 GiB on a CPU.",
     "max_model_len": "Maximum number of tokens in a prompt and its answer; by default as many as the model and the "
     "pool allow.",
-    "max_batch_tokens": "Maximum number of tokens in one step.",
-    "max_sequences": "Maximum number of sequences in one step.",
+    "max_batch_tokens": "Maximum number of tokens in one step, at least `max_sequences`; by default "
+    f"{DEFAULT_BATCH_TOKENS['cpu']:,} on a CPU and {DEFAULT_BATCH_TOKENS['cuda']:,} on a GPU.",
+    "max_sequences": "Maximum number of sequences in one step; by default "
+    f"{DEFAULT_SEQUENCES['cpu']} on a CPU and {DEFAULT_SEQUENCES['cuda']} on a GPU.",
     "max_waiting_tokens": "Maximum number of tokens of all waiting requests: their prompts and the tokens reserved for "
     "their answers. Beyond it, requests are refused with 503 `overloaded`.",
     "max_waiting_s": "Longest time that a request waits for its first step, in seconds. After that, it is refused with "
     "503 `overloaded`.",
     "max_resident_adapters": "Maximum number of adapters in the pool.",
-    "max_pinned_share": "Largest share of the pool that pinned adapters can take, from 0 to 1.",
+    "max_pinned_share": f"Largest share of the pool that pinned adapters can take, from 0 to {MOST_PINNED_SHARE}.",
     "eviction_policy": "Order in which idle pages are evicted: `lru`, `greedy_dual`, or "
     "[an extension's](extending.md#eviction-policies).",
     "num_threads": "Number of engine threads on a CPU, of all engines together; by default one per core, or as many "

@@ -16,6 +16,7 @@ import typer.main
 from loramux.admin.cli import app
 from loramux.engine.architectures.missing_features import MISSING_FEATURES
 from loramux.engine.architectures.multimodal import SUPPORTED
+from loramux.platform.accounts.keys import PLATFORM_SCOPES, TENANT_SCOPES
 from tests.docs.models_page import architectures, compared
 from tests.docs.shell_session import Typed, script_of, type_page
 from tests.docs.write import DOCS, PAGES
@@ -87,6 +88,12 @@ def test_commands_and_metrics_named_in_pages_exist(page: Path) -> None:
     assert [words for words in named if not {words[0], " ".join(words)} & COMMANDS] == []
     metrics = set(re.findall(r"`(loramux_[a-z_]+[a-z])[`{]", text))
     assert metrics - METRICS == set()
+
+
+@pytest.mark.parametrize("page", ["security.md", "commands.md"])
+def test_every_scope_of_a_key_is_explained(page: str) -> None:
+    named = set(re.findall(r"[a-z]+:[a-z]+|\b(?:adapters|base)\b", (DOCS / page).read_text()))
+    assert named >= TENANT_SCOPES | PLATFORM_SCOPES
 
 
 def commands_in(text: str) -> Iterator[list[str]]:

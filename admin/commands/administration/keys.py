@@ -19,8 +19,8 @@ Scopes = Annotated[
     list[str] | None,
     typer.Option(
         "--scope",
-        help="A scope of the key; repeatable (a new key has adapters and base or, with --platform, platform:admin by "
-        "default).",
+        help="A scope of the key; repeatable: adapters, base, tenant:read, tenant:develop or tenant:admin (adapters "
+        "and base by default) or, with --platform, platform:read or platform:admin (by default).",
     ),
 ]
 

@@ -138,6 +138,7 @@ def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> No
         "dtype": "int3",
         "blob_url": "ftp://x",
         "served_name": "a b",
+        "max_pinned_share": 0.95,
     }
     with pytest.raises(SettingsError) as caught:
         load_settings(Settings, overrides)
@@ -149,10 +150,11 @@ def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> No
         "'auto', 'float32' or 'bfloat16', not 'int3'",
         "file://DIRECTORY or s3://BUCKET/PREFIX",
         "'a b' is not a model name",
+        "max_pinned_share is invalid: it should be less than or equal to 0.9",
         "32 characters",
     ):
         assert [line for line in lines if said in line], said
-    assert len(lines) == 7
+    assert len(lines) == 8
     assert "too-short-and-secret" not in str(caught.value)
 
 
