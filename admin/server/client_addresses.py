@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Iterable
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
-
-import structlog
-
-log = structlog.get_logger(__name__)
 
 
 class TrustedProxies:
@@ -46,12 +41,6 @@ class TrustedProxies:
 
     def _contains(self, address: IPv4Address | IPv6Address) -> bool:
         return any(address in network for network in self._networks)
-
-
-def warn_of_unread_variable() -> None:
-    """Warn if FORWARDED_ALLOW_IPS is set. Earlier versions read it. Proxies named only there are no longer trusted."""
-    if "FORWARDED_ALLOW_IPS" in os.environ:
-        log.warning("FORWARDED_ALLOW_IPS is ignored: list the proxies in LORAMUX_TRUSTED_PROXIES")
 
 
 @lru_cache(maxsize=4096)

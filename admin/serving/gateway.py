@@ -11,7 +11,7 @@ from functools import partial
 import uvloop
 
 from loramux.admin.errors import StartRefused
-from loramux.admin.server.client_addresses import TrustedProxies, warn_of_unread_variable
+from loramux.admin.server.client_addresses import TrustedProxies
 from loramux.admin.server.connection_limits import ListenerLimits, make_room
 from loramux.admin.server.data_directory import DataDirectory, open_data_directory
 from loramux.admin.server.extensions import load_extensions
@@ -42,7 +42,6 @@ def run(settings: Settings) -> None:
     configure_logs(settings.log_format)
     load_extensions()
     require_sandbox(settings)
-    warn_of_unread_variable()
     if not settings.engine:
         raise StartRefused("a gateway needs an engine: set --engine to the path that 'loramux serve' prints")
     if settings.is_database_embedded:

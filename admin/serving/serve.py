@@ -15,7 +15,7 @@ import msgspec
 import uvloop
 
 from loramux.admin.errors import StartRefused
-from loramux.admin.server.client_addresses import TrustedProxies, warn_of_unread_variable
+from loramux.admin.server.client_addresses import TrustedProxies
 from loramux.admin.server.connection_limits import ListenerLimits, make_room
 from loramux.admin.server.data_directory import DataDirectory, open_data_directory
 from loramux.admin.server.extensions import load_extensions
@@ -74,7 +74,6 @@ def run(
     configure_logs(settings.log_format)
     load_extensions()
     require_sandbox(settings)
-    warn_of_unread_variable()
     has_peers = settings.peer_address is not None
     limits = make_room(settings.max_connections, settings.max_connections_per_address, has_peers)
     with ExitStack() as stack:

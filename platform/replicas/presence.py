@@ -91,6 +91,7 @@ class Presence:
         self._is_database_lost = False
         self._accepted: object = None
         self._turns = itertools.count()
+        self._drains_since_s: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -127,6 +128,7 @@ class Presence:
 
         Accepted sequences still run.
         """
+        self._drains_since_s = self._clock()
         self._own.drain()
         self._listener.refuse_new()
 
@@ -138,10 +140,12 @@ class Presence:
         self._tasks.append(asyncio.create_task(self._drain_after(drain), name="presence-drain"))
         self._tasks.append(asyncio.create_task(self._check_claims_forever(), name="claim-checks"))
 
-    async def drained(self, hurry: asyncio.Event, timeout_s: float) -> None:
-        """Wait until no other server's sequence runs here, or `hurry` is set, or `timeout_s` has passed."""
+    async def drained(self, hurry: asyncio.Event, drain_s: float) -> None:
+        """Wait until no other server's sequence runs here, or `hurry` is set, or `drain_s` have passed since `drain`."""
+        now_s = self._clock()
+        passed_s = 0.0 if self._drains_since_s is None else now_s - self._drains_since_s
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(max(0.0, drain_s - passed_s)):
                 while self.num_relayed and not hurry.is_set():  # noqa: ASYNC110  sequences end in the engine
                     await asyncio.sleep(DRAIN_POLL_S)
 

@@ -75,13 +75,22 @@ async def receive(stream: AsyncIterator[SequenceOutput | Finished], num_tokens: 
     return tokens
 
 
-async def test_draining_replica_gets_no_new_requests_and_finishes_the_old(replicas: tuple[Replica, Replica]) -> None:
+async def test_draining_replica_gets_no_new_requests_and_finishes_the_old(
+    replicas: tuple[Replica, Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = replicas
     second.scripted.script = lambda one: Script(token_ids=(1,) * 50, stall_after=1)
     stream = first.engine.submit(add("running", 50))
     await anext(stream)
     assert second.presence.num_relayed == 1
     second.presence.drain()
+    # The time since the drain began counts, not only the time after the server's own requests have ended.
+    with monkeypatch.context() as patch:
+        now_s = second.presence._clock()
+        patch.setattr(second.presence, "_clock", lambda: now_s + 30)
+        async with asyncio.timeout(10):
+            await second.presence.drained(asyncio.Event(), 30)
+    assert second.presence.num_relayed == 1
     await beat(second, first)
     assert [view.id for view in first.router.views if view.is_draining] == ["rep_b"]
     assert first.metric("loramux_peers", state="draining") == 1
