@@ -22,6 +22,7 @@ from loramux.platform.bodies.strict_model import StrictModel
 MAX_MODEL_NAME = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKENS = 64
 MAX_BAD_WORD_CHARACTERS = 128
 MAX_PRIORITY = 2**31 - 1
 INT64 = 2**63
@@ -97,7 +98,7 @@ class SamplingFields(StrictModel):
     repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
     allowed_token_ids: (
         Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None
     ) = None

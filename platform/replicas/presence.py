@@ -141,7 +141,7 @@ class Presence:
         self._tasks.append(asyncio.create_task(self._check_claims_forever(), name="claim-checks"))
 
     async def drained(self, hurry: asyncio.Event, drain_s: float) -> None:
-        """Wait until no other server's sequence runs here, or `hurry` is set, or `drain_s` have passed since `drain`."""
+        """Wait until no other server's sequence runs here, or `hurry` is set, or `drain` was called `drain_s` ago."""
         now_s = self._clock()
         passed_s = 0.0 if self._drains_since_s is None else now_s - self._drains_since_s
         with contextlib.suppress(TimeoutError):

@@ -86,7 +86,6 @@ class ResponseRequest(SamplingFields):
         {
             "client_metadata",
             "max_tool_calls",
-            "metadata",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",

@@ -7,18 +7,38 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from loramux.engine.scheduling.request_limits import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_BIASED_TOKENS,
+    MAX_LOGPROB_TOKEN_IDS,
+)
 from loramux.platform.bodies import unsupported_fields
-from loramux.platform.bodies.chat_request import ChatRequest
+from loramux.platform.bodies.chat_request import MAX_MESSAGES, MAX_METADATA, ChatRequest
 from loramux.platform.bodies.generation_request import GenerationRequest, StreamOptions
+from loramux.platform.bodies.prompts import MAX_PROMPTS
+from loramux.platform.bodies.sampling_fields import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_MODEL_NAME,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
+from loramux.platform.bodies.tools import MAX_TOOLS
 from loramux.platform.bodies.unsupported_fields import Neutral
 from loramux.platform.openai_api.completion_request import CompletionRequest
+from loramux.platform.requests.planning import MAX_END_USER
+from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.responses_api.response_request import ResponseRequest
+from loramux.platform.tokenizer.template_kwargs import MAX_KWARGS, MAX_SIZE
 
 HEAD = """# Request fields
 
 `make docs` generates this page from the request bodies that the server accepts, and a test checks that it is
-current. The page lists every field of this server, of the chat, completions and responses endpoints of OpenAI, and of
-the vLLM and SGLang extensions to them.
+current. The page lists every field of this server's chat, completions and responses endpoints, of the same endpoints
+of OpenAI, and of the vLLM and SGLang extensions to them. Of the other endpoints, [Endpoints](endpoints.md) lists the
+fields.
 
 - **done**: the field works.
 - **no effect**: the field is accepted, and the answer is the same without it.
@@ -29,6 +49,33 @@ the vLLM and SGLang extensions to them.
 
 | field | chat | completions | responses | meaning, or reason for the refusal |
 |---|---|---|---|---|
+"""
+
+_SETTINGS = GatewaySettings()
+
+TAIL = f"""
+## Limits of a request
+
+A request beyond one of these limits gets 400, except where the table says otherwise.
+
+| what | at most |
+|---|---|
+| the body | {_SETTINGS.max_body_bytes >> 20} MiB, also after decompression (413) |
+| prompts times `n` or `best_of` | {_SETTINGS.max_choices:,} |
+| texts in a request for embeddings, scores and the like | {MAX_PROMPTS:,} |
+| tokens of all choices, each with its prompt and `max_tokens` | {_SETTINGS.max_request_tokens:,} |
+| `messages`, items of `input` | {MAX_MESSAGES:,} |
+| `tools` | {MAX_TOOLS:,} |
+| `stop` | {MAX_STOP_STRINGS} texts of {MAX_STOP_CHARACTERS} characters |
+| `stop_token_ids` | {MAX_STOP_TOKENS} |
+| `logit_bias` | {MAX_BIASED_TOKENS} tokens, each from {-MAX_BIAS:g} to {MAX_BIAS:g} |
+| `bad_words` | {MAX_BAD_WORDS} texts of {MAX_BAD_WORD_CHARACTERS} characters |
+| `allowed_token_ids` | {MAX_ALLOWED_TOKENS:,} |
+| `logprob_token_ids` | {MAX_LOGPROB_TOKEN_IDS} |
+| `metadata` | {MAX_METADATA} entries |
+| `chat_template_kwargs` | {MAX_KWARGS} entries, {MAX_SIZE >> 10} KiB in all |
+| `model` | {MAX_MODEL_NAME} characters |
+| `user` | {MAX_END_USER} characters. A longer one is not refused, but recorded as `sha256:` and its hash |
 """
 
 MEANINGS = {
@@ -74,7 +121,7 @@ MEANINGS = {
     "guided_whitespace_pattern": "the whitespace in JSON cannot be chosen",
     "ignore_eos": "continues after the end-of-sequence token",
     "image": "the server accepts text only",
-    "include": "`message.output_text.logprobs` and `reasoning.encrypted_content`; other values have no effect",
+    "include": "`message.output_text.logprobs` and `reasoning.encrypted_content`; OpenAI's other values have no effect",
     "include_reasoning": "`false` hides the reasoning, and with it the answer's token ids and log-probabilities",
     "include_stop_str_in_output": "whether the text includes the stop string or stop token that ended it",
     "input": "a string, or the items of the conversation",
@@ -91,10 +138,10 @@ MEANINGS = {
     "max_dynamic_patch": "the server accepts text only",
     "max_output_tokens": "maximum number of tokens in the answer",
     "max_tokens": "maximum number of tokens in each choice",
-    "max_tool_calls": "limits calls of built-in tools, which the server does not run",
+    "max_tool_calls": "limits calls of built-in tools, which the server does not run; the response repeats it",
     "media_io_kwargs": "the server accepts text only",
     "messages": "the conversation",
-    "metadata": "up to 64 strings, stored with the answer",
+    "metadata": "up to 64 strings, returned and stored with the answer",
     "min_dynamic_patch": "the server accepts text only",
     "min_p": "drops tokens whose probability is below this fraction of the highest",
     "min_tokens": "minimum number of tokens in each choice",
@@ -114,7 +161,7 @@ MEANINGS = {
     "previous_response_id": "continues after a stored response",
     "priority": "orders the tenant's own waiting requests: lower values first, never ahead of other tenants' requests",
     "prompt": "completions: one or more prompts, as text or token ids; responses: the server has no prompt templates",
-    "prompt_cache_key": "prefixes are cached without it",
+    "prompt_cache_key": "prefixes are cached without it; a response repeats it",
     "prompt_cache_options": "prefixes are cached without it",
     "prompt_cache_retention": "cached prefixes stay until their pages are needed",
     "prompt_embeds": "prompts are text or token ids",
@@ -138,7 +185,7 @@ MEANINGS = {
     "rid": "the server chooses the identifier, which `x-request-id` reports",
     "routed_dp_rank": "the server chooses the replica",
     "routed_experts_prompt_start": "answers do not report routed experts",
-    "safety_identifier": "an identifier of the end user; use `user`",
+    "safety_identifier": "an identifier of the end user; use `user`. A response repeats it",
     "seed": "makes sampling repeatable",
     "separate_reasoning": "the reasoning is always returned separately",
     "service_tier": "the [service tier](service-tiers.md) of the request; the answer reports the tier that it got",
@@ -185,7 +232,7 @@ MEANINGS = {
 
 
 def request_fields_page() -> str:
-    return HEAD + "".join(f"{row}\n" for row in _rows())
+    return HEAD + "".join(f"{row}\n" for row in _rows()) + TAIL
 
 
 def _rows() -> Iterator[str]:

@@ -96,6 +96,14 @@ def test_every_scope_of_a_key_is_explained(page: str) -> None:
     assert named >= TENANT_SCOPES | PLATFORM_SCOPES
 
 
+def test_every_header_of_an_answer_is_explained() -> None:
+    sources = "".join(path.read_text() for name in ("platform", "admin") for path in (ROOT / name).rglob("*.py"))
+    headers = set(re.findall(r'"(x-loramux-[a-z-]+)"', sources))
+    pages = "".join(page.read_text() for page in WRITTEN_PAGES)
+    assert {header for header in headers if f"`{header}" not in pages} == set()
+    assert len(headers) > 5
+
+
 def commands_in(text: str) -> Iterator[list[str]]:
     """The words after each `loramux`, in shell blocks and between backticks."""
     fenced = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -71,7 +71,7 @@ def show(tenant: Slug, as_json: AsJson = False) -> None:
     else:
         names = (
             *("slug", "id", "display_name", "state", "weight", "timezone", "response_days"),
-            *("max_service_tier", "default_service_tier"),
+            *("max_service_tier", "default_service_tier", "host_floor_bytes"),
         )
         print_table(
             ("fact", "value"), [*((name, found[name]) for name in names), ("created", shown_time(found["created_at"]))]
@@ -95,20 +95,26 @@ def set_tenant(
     default_service_tier: Annotated[
         str | None, typer.Option(help="Service tier of its requests that name none.")
     ] = None,
+    host_floor_bytes: Annotated[
+        int | None, typer.Option(min=0, help="Bytes of its adapters that each engine keeps in the host tier.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a tenant's name, weight, time zone, storage of answers or service tiers.
+    """Change a tenant's name, weight, time zone, storage of answers, service tiers or memory for its adapters.
 
     A new time zone starts new daily and monthly windows immediately.
     """
     changes = _given(display_name=display_name, weight=weight, timezone=timezone, response_days=response_days)
     changes |= _given(max_service_tier=max_service_tier, default_service_tier=default_service_tier)
+    changes |= _given(host_floor_bytes=host_floor_bytes)
     if not changes:
-        options = "--display-name, --weight, --timezone, --response-days, --max-service-tier or --default-service-tier"
-        fail(f"specify what to change: {options}", WRONG_CALL)
+        options = "--display-name, --weight, --timezone, --response-days, --max-service-tier, --default-service-tier"
+        fail(f"specify what to change: {options} or --host-floor-bytes", WRONG_CALL)
     changed = _change(tenant, changes, as_json)
     shown = f"{changed['display_name']}, weight {changed['weight']}, {changed['timezone']}"
     shown += f", answers stored for {changed['response_days']} days" if changed["response_days"] else ""
+    floor = changed["host_floor_bytes"]
+    shown += f", {floor} bytes of adapters kept in the host tier" if floor else ""
     tiers = changed["default_service_tier"], changed["max_service_tier"]
     shown += "" if tiers == ("default", "default") else f", service tier {tiers[0]} by default, {tiers[1]} at best"
     tell(changed, f"{changed['slug']}: {shown}", as_json)

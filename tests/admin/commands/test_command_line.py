@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ from loramux.admin.client.batch_client import BatchClient
 from loramux.admin.client.client import AdminClient, AdminError
 from loramux.admin.client.openai_server import OpenAIServer
 from loramux.engine.protocol.messages import HostPageCounts
+from loramux.platform.accounts.tenants import TenantChanges
 from tests.adapter_store.base_tokenizer import with_tokenizer
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.command_line import Run, invoke, printed_json
@@ -402,6 +404,11 @@ def test_tenant_is_changed_suspended_and_deleted(loramux: Run) -> None:
     tiers = loramux("tenants", "set", "acme", "--max-service-tier", "priority", "--response-days", 0)
     assert tiers.stdout.endswith("Berlin, service tier default by default, priority at best\n")
     assert loramux("tenants", "set", "acme", "--default-service-tier", "gold").exit_code == 1
+    kept = loramux("tenants", "set", "acme", "--host-floor-bytes", 1024)
+    assert ", 1024 bytes of adapters kept in the host tier" in kept.stdout
+    options = loramux("tenants", "set", "--help").stdout
+    fields = {field.name for field in dataclasses.fields(TenantChanges)} - {"state"}
+    assert [name for name in fields if f"--{name.replace('_', '-')}" not in options] == []
     assert "acme is suspended" in loramux("tenants", "suspend", "acme").stdout
     assert re.search(r"state +suspended", loramux("tenants", "show", "acme").stdout)
     assert loramux("tenants", "resume", "acme").stdout == "acme is active\n"

@@ -20,7 +20,6 @@ OPENAI = {*response_create_params.ResponseCreateParamsBase.__annotations__, "str
 VALUES: dict[str, Any] = {
     "client_metadata": {"a": 1},
     "max_tool_calls": 3,
-    "metadata": {"a": "b"},
     "prompt_cache_key": "a",
     "prompt_cache_options": {"mode": "explicit"},
     "prompt_cache_retention": "24h",
