@@ -165,6 +165,11 @@ def test_files_named_in_the_contributing_guide_exist() -> None:
     assert len(named) > 50
 
 
+def test_the_contributing_guide_names_every_generated_page() -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [name for name in PAGES if f"docs/{name}" not in guide] == []
+
+
 def type_in_place(page: Path, directory: Path) -> Typed:
     """Run a page in a directory with a base and two adapters, as a reader would have."""
     shutil.copytree(DEMO / "base", directory / "my-base")
