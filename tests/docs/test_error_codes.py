@@ -27,7 +27,7 @@ def _codes_in(text: str) -> Iterator[str]:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             continue
         if call.func.id == "TransferSlots" and isinstance(what := call.args[0], ast.Constant):
-            yield f"too_many_{what.value}"
+            yield f"too_many_{what.value!s}"
         if call.func.id == "TenantSlots" and isinstance(code := call.args[2], ast.Constant):
             yield str(code.value)
         for argument in call.keywords if call.func.id in RETRIED else ():
