@@ -12,21 +12,27 @@ with the code that checks uploads, but in this process, outside any sandbox.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import operator
+import os
+import threading
+import warnings
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from loramux.adapter_store.errors import AdapterRejected, PullRefused
 from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
@@ -36,7 +42,7 @@ from loramux.adapter_store.formats.version_files.tokenizer_files import special_
 from loramux.adapter_store.pulling.named_model import model_path
 from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
-from loramux.engine.constraints.constraint_grammar import constraint_grammar
+from loramux.engine.constraints.constraint_grammar import GrammarRefused, constraint_grammar
 from loramux.engine.loop.config import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_SEQUENCES,
@@ -49,14 +55,27 @@ from loramux.engine.loop.config import (
 from loramux.engine.offline.answer import Answer, Classes, Generation, Piece, RequestFailed, Score
 from loramux.engine.offline.engine_thread import EngineClosed, EngineThread, Event
 from loramux.engine.offline.local_adapter import LocalAdapter, read_adapter
+from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.sequences.class_probabilities import class_probabilities
 from loramux.engine.sequences.embedding import embedding_of
+from loramux.engine.text.end_tokens import ending_at
 from loramux.engine.text.text_tokenizer import TextTokenizer, load_tokenizer
 
-__all__ = ["LLM", "Classes", "EngineClosed", "Generation", "Piece", "RequestFailed", "SamplingParams", "Score"]
-
-Item = TypeVar("Item")
+__all__ = [
+    "LLM",
+    "AdapterRejected",
+    "Classes",
+    "EngineClosed",
+    "EngineError",
+    "Generation",
+    "GrammarRefused",
+    "Piece",
+    "PullRefused",
+    "RequestFailed",
+    "SamplingParams",
+    "Score",
+]
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -66,7 +85,7 @@ DEFAULT_SAMPLING = SamplingParams()
 _ISOLATION_KEY = b"llm"
 """All calls may share the K and V of equal prefixes, because they come from one program."""
 
-_WAITS = {"max_waiting_tokens": 1 << 62, "max_waiting_s": 1e9}
+_WAITS = {"max_waiting_tokens": 1 << 62, "max_waiting_s": None}
 """A server refuses requests that wait too long. A batch of any size is welcome here."""
 
 
@@ -92,22 +111,14 @@ class LLM:
         hub follow from the environment, as for `loramux pull`.
 
         `settings` are further fields of `EngineConfig`, such as `pool_bytes`, `max_model_len` or `num_threads`. Raises
-        EngineError if the base cannot be served, AdapterRejected if an adapter does not fit it, and PullRefused,
-        another Refused or SourceUnavailable if the base cannot be pulled.
+        EngineError if the base cannot be served or a setting has another type, AdapterRejected if an adapter does not
+        fit the base, and PullRefused, another Refused or SourceUnavailable if the base cannot be pulled.
         """
-        self._directory = model_directory(model_path(model))
-        self._model = ModelConfig.load(self._directory)
+        directory = model_directory(model_path(model))
+        self._model = ModelConfig.load(directory)
+        # A notebook may change its working directory later.
+        self._directory = Path(os.path.abspath(directory))
         device = resolve_device(device)
-        dtype_of_base = resolve_dtype(dtype, self._model, device)
-        self._target = pack_target(
-            self._model, dtype_of_base, settings.get("adapter_dtype"), settings.get("kv_dtype", "auto")
-        )
-        tokenizer_file = self._directory / TOKENIZER_FILE
-        self._tokenizer = TextTokenizer(load_tokenizer(tokenizer_file)) if tokenizer_file.exists() else None
-        self._adapters: dict[str, LocalAdapter] = {}
-        self._packed: dict[str, PackedAdapter] = {}
-        for name, directory in (adapters or {}).items():
-            self._read(name, directory)
         own = {
             "model_dir": str(self._directory),
             "blob_url": "",
@@ -118,8 +129,20 @@ class LLM:
             "max_sequences": DEFAULT_SEQUENCES[device],
             "speculate": DEFAULT_SPECULATE[device],
         }
+        config = _config({**own, **_WAITS, **settings})
+        dtype_of_base = resolve_dtype(dtype, self._model, device)
+        self._target = pack_target(self._model, dtype_of_base, config.adapter_dtype, config.kv_dtype)
+        tokenizer_file = self._directory / TOKENIZER_FILE
+        self._tokenizer = TextTokenizer(load_tokenizer(tokenizer_file)) if tokenizer_file.exists() else None
+        self._adapters: dict[str, LocalAdapter] = {}
+        # Names and answers hold the adapters. One that has been replaced is freed once the last answer that uses it
+        # is freed.
+        self._packed: weakref.WeakValueDictionary[str, PackedAdapter] = weakref.WeakValueDictionary()
+        self._adding = threading.Lock()
+        for name, adapter in (adapters or {}).items():
+            self._read(name, adapter)
         self._ids = itertools.count()
-        self._engine = EngineThread(EngineConfig(**{**own, **_WAITS, **settings}), self._packed)
+        self._engine = EngineThread(config, self._packed)
         # At exit, a thread that still computes could crash the interpreter.
         self._finalizer = weakref.finalize(self, self._engine.close)
 
@@ -132,8 +155,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine and free its memory. Calls that other threads have made raise EngineClosed."""
+        """Stop the engine and free its memory and the adapters. Calls of other threads raise EngineClosed."""
         self._finalizer()
+        self._adapters.clear()
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -147,27 +171,30 @@ class LLM:
 
     def add_adapter(self, name: str, directory: str | Path) -> None:
         """Add an adapter, or replace the adapter of this name for later calls. Raises AdapterRejected."""
+        self._engine.check_open()
         self._read(name, directory)
-        self._free_replaced()
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. Calls in progress still use it."""
         self._adapter(name)
-        del self._adapters[name]
-        self._free_replaced()
+        self._adapters.pop(name, None)
 
     def _read(self, name: str, directory: str | Path) -> None:
         base = BaseWeights(self._directory)
-        adapter = read_adapter(Path(directory), self._target, base, self._tokenizer, self._special_tokens)
-        self._packed[adapter.packed.digest] = adapter.packed
-        self._adapters[name] = adapter
-
-    def _free_replaced(self) -> None:
-        """Free the host memory of adapters that no name refers to, unless calls in progress could still load them."""
-        if self._engine.is_idle:
-            used = {one.packed.digest for one in self._adapters.values()}
-            for digest in self._packed.keys() - used:
-                del self._packed[digest]
+        try:
+            adapter = read_adapter(Path(directory), self._target, base, self._tokenizer, self._special_tokens)
+        except AdapterRejected as error:
+            place = "" if error.param is None or error.param in error.message else f" ({error.param})"
+            message = f"the adapter {name!r} in {directory}: {error.message}{place}"
+            raise AdapterRejected(error.code, message, error.param, error.report) from error
+        for warning in adapter.report.warnings:
+            params = f" ({warning.count}: {', '.join(warning.params)})" if warning.params else ""
+            # The caller is above this method and the one that calls it.
+            warnings.warn(f"the adapter {name!r} in {directory}: {warning.message}{params}", stacklevel=3)
+        with self._adding:
+            # Adapters with equal bytes share them.
+            packed = self._packed.setdefault(adapter.packed.digest, adapter.packed)
+            self._adapters[name] = replace(adapter, packed=packed)
 
     def tokenize(self, text: str, adapter: str | None = None, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the tokens of a text, by default with those that the model expects around it."""
@@ -255,11 +282,12 @@ class LLM:
             raise ValueError(f"pooling must be one of auto, {', '.join(get_args(PoolingKind))}, not {pooling!r}")
         of_base = base_pooling(self._directory, pooling)
         listed, poolings, answers = _listed(prompts), [], []
-        for prompt, name in zip(listed, _names(listed, adapter), strict=True):
+        for index, (prompt, name) in enumerate(zip(listed, _names(listed, adapter), strict=True)):
             own = self._adapter(name)
             chosen = own.pooling if own is not None and own.pooling is not None and pooling == "auto" else of_base
             poolings.append(chosen)
-            answers.append(self._answer(prompt, name, _Options(0, DEFAULT_SAMPLING, (), "", chosen.kind)))
+            options = _Options(0, DEFAULT_SAMPLING, (), "", chosen.kind)
+            answers.append(self._answer(prompt, name, options, None if len(listed) == 1 else index))
         return [
             embedding_of(answer.pooled, dimensions, chosen.is_normalized if normalize is None else normalize)
             for answer, chosen in zip(self._finished(answers, show_progress), poolings, strict=True)
@@ -276,27 +304,24 @@ class LLM:
         answers = self._answers(prompts, adapter, options)
         found = []
         for answer in self._finished(answers, show_progress):
-            task = self._classifier(answer.adapter)
+            task = _classifier(answer.name, answer.adapter)
             probabilities = class_probabilities(answer.pooled, task.activation)
-            found.append(Classes(task.labels[int(probabilities.argmax())], task.labels, probabilities, answer.adapter))
+            found.append(Classes(task.labels[int(probabilities.argmax())], task.labels, probabilities, answer.name))
         return found
-
-    def _classifier(self, name: str | None) -> AdapterTask:
-        adapter = self._adapter(name)
-        task = None if adapter is None else adapter.report.task
-        if task is None or not task.labels:
-            raise ValueError(f"{name or 'the base'} is not a classifier: its adapter needs the task type SEQ_CLS")
-        return task
 
     def _answers(
         self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None, options: _Options
     ) -> list[Answer]:
         listed = _listed(prompts)
         names = _names(listed, adapter)
-        return [self._answer(prompt, name, options) for prompt, name in zip(listed, names, strict=True)]
+        return [
+            self._answer(prompt, name, options, None if len(listed) == 1 else index)
+            for index, (prompt, name) in enumerate(zip(listed, names, strict=True))
+        ]
 
     def _pieces(self, answer: Answer) -> Generator[Piece, None, None]:
-        events = self._engine.add(answer.add)
+        events: SimpleQueue[Event] = SimpleQueue()
+        self._engine.add(answer.add, events)
         num_characters = num_tokens = 0
         try:
             while answer.finish_reason is None:
@@ -311,37 +336,53 @@ class LLM:
                 self._engine.abort(answer.add.sequence_id)
 
     def _finished(self, answers: list[Answer], show_progress: bool) -> list[Answer]:
-        """Run all answers to their ends."""
-        running: list[tuple[Answer, SimpleQueue[Event]]] = []
+        """Run all answers to their ends. The first that fails ends the others."""
+        running: dict[str, Answer] = {}
+        # All answers share a queue, so that a failure is seen at once.
+        events: SimpleQueue[Event] = SimpleQueue()
         try:
             for answer in answers:
-                running.append((answer, self._engine.add(answer.add)))
-            for answer, events in _tracked(running, show_progress):
-                while answer.finish_reason is None:
-                    if answer.take(events.get()):
-                        self._engine.abort(answer.add.sequence_id)
+                self._engine.add(answer.add, events)
+                running[answer.add.sequence_id] = answer
+            with _progress(len(answers), show_progress) as advance:
+                while running:
+                    event = events.get()
+                    if isinstance(event, EngineClosed):
+                        raise event
+                    answer = running[event.sequence_id]
+                    if answer.take(event):
+                        self._engine.abort(event.sequence_id)
+                    if answer.finish_reason is not None:
+                        del running[event.sequence_id]
+                        advance()
         finally:
-            for answer, _ in running:
+            for sequence_id, answer in running.items():
                 if answer.finish_reason is None:
-                    self._engine.abort(answer.add.sequence_id)
+                    self._engine.abort(sequence_id)
         return answers
 
-    def _answer(self, prompt: Prompt, name: str | None, options: _Options, *, is_streamed: bool = False) -> Answer:
+    def _answer(
+        self,
+        prompt: Prompt,
+        name: str | None,
+        options: _Options,
+        index: int | None = None,
+        *,
+        is_streamed: bool = False,
+    ) -> Answer:
         adapter = self._adapter(name)
         ids = self._text(adapter).encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         start = 0 if adapter is None else adapter.activation(ids)
         # An adapter that the prompt does not activate leaves the answer to the base.
         used = None if start is None else adapter
-        sampling = options.sampling
-        if used is not None and used.eos_token_ids:
-            ends = dict.fromkeys((*sampling.stop_token_ids, *used.eos_token_ids))
-            sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(ends))
+        # As on a server, its end tokens apply even then.
+        sampling = options.sampling if adapter is None else ending_at(options.sampling, adapter.end_tokens)
         add = Add(
             sequence_id=str(next(self._ids)),
             prompt=ids,
             max_tokens=0 if options.pooling else max(1, min(options.max_tokens, self.max_model_len - len(ids))),
             pooling=options.pooling,
-            num_labels=len(self._classifier(name).labels) if options.classifies else None,
+            num_labels=len(_classifier(name, adapter).labels) if options.classifies else None,
             sampling=sampling,
             digest=None if used is None else used.packed.digest,
             activation=start or 0,
@@ -350,7 +391,7 @@ class LLM:
             isolation_key=_ISOLATION_KEY,
             tokens_at_once=1 if is_streamed or options.stops else options.max_tokens,
         )
-        return Answer(add, name, self._tokenizer_of(adapter), options.stops)
+        return Answer(add, name, adapter, self._tokenizer_of(adapter), options.stops, index)
 
     def _adapter(self, name: str | None) -> LocalAdapter | None:
         if name is None:
@@ -358,6 +399,7 @@ class LLM:
         try:
             return self._adapters[name]
         except KeyError:
+            self._engine.check_open()
             known = ", ".join(self._adapters) or "none"
             raise ValueError(f"there is no adapter {name!r}; the adapters are: {known}") from None
 
@@ -387,12 +429,43 @@ class _Options:
     classifies: bool = False
 
 
+def _config(settings: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration with these fields. Raises ConfigNotUsable for a value of another type."""
+    types = {field.name: field.type for field in msgspec.structs.fields(EngineConfig)}
+    parsed = {}
+    for name, value in settings.items():
+        if name not in types:
+            raise TypeError(f"EngineConfig has no field {name}")
+        try:
+            parsed[name] = msgspec.convert(msgspec.to_builtins(value, enc_hook=os.fspath), types[name])
+        except (msgspec.ValidationError, TypeError):
+            needed = inspect.formatannotation(types[name])
+            raise ConfigNotUsable(f"the setting {name} is {value!r}, but needs the type {needed}") from None
+    return EngineConfig(**parsed)
+
+
+def _classifier(name: str | None, adapter: LocalAdapter | None) -> AdapterTask:
+    task = None if adapter is None else adapter.report.task
+    if task is None or not task.labels:
+        raise ValueError(f"{name or 'the base'} is not a classifier: its adapter needs the task type SEQ_CLS")
+    return task
+
+
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts of a call. Raises ValueError."""
     if isinstance(prompts, str | bytes | bytearray | memoryview):
         return [prompts]
+    if isinstance(prompts, Mapping):
+        # Its keys are texts, and would be taken for prompts. A tokenizer of transformers returns such a mapping.
+        keys = ", ".join(map(str, prompts))
+        raise ValueError(f"prompts is a mapping with the keys {keys}: give the token ids themselves")
     listed: list[Any] = list(prompts)
-    # Token ids have no length, but every prompt has one.
-    return [listed] if listed and not hasattr(listed[0], "__len__") else listed
+    return [listed] if listed and _is_token_id(listed[0]) else listed
+
+
+def _is_token_id(one: Any) -> bool:
+    # Every prompt has a length. A tensor has the method even if it is a single number.
+    return not hasattr(one, "__len__") or getattr(one, "ndim", None) == 0
 
 
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
@@ -435,7 +508,7 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
     """Return the parameters with the types that the engine expects. Raises ValueError."""
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams)
-    except (msgspec.ValidationError, TypeError) as error:
+    except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise ValueError(f"the sampling parameters cannot be used: {error}") from error
 
 
@@ -446,8 +519,12 @@ def _grammar(
     is_text = isinstance(choice, str)
     if choice is not None and (is_text or not choice or not all(isinstance(one, str) and one for one in choice)):
         raise ValueError("choice must be a list of texts that are not empty")
+    try:
+        schema_text = None if schema is None else json.dumps(schema)
+    except TypeError as error:
+        raise ValueError(f"schema must be a JSON Schema of dictionaries and lists: {error}") from None
     given = {
-        "json_schema": None if schema is None else json.dumps(schema),
+        "json_schema": schema_text,
         "regex": regex,
         "choice": None if choice is None else json.dumps(list(choice)),
         "grammar": grammar,
@@ -458,9 +535,14 @@ def _grammar(
     return constraint_grammar(*constraints[0]) if constraints else ""
 
 
-def _tracked(running: Sequence[Item], show_progress: bool) -> Iterable[Item]:
-    if not show_progress:
-        return running
-    from rich.progress import track
+@contextmanager
+def _progress(total: int, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """Yield a function to call for each answer that has ended."""
+    if not is_shown:
+        yield lambda: None
+        return
+    from rich.progress import Progress
 
-    return track(running, "generating")
+    with Progress() as progress:
+        task = progress.add_task("generating", total=total)
+        yield lambda: progress.advance(task)

@@ -443,10 +443,6 @@ class Settings(ModelSettings):
             if not model.is_file():
                 raise ValueError(f"there is no file {model}")
             return Path(os.path.abspath(model))
-        if not model.exists():
-            is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", str(model)) is not None
-            hint = f"; if the model is on a hub, use hf://{model}" if is_name else ""
-            raise ValueError(f"there is no directory {model}{hint}")
         try:
             check_model_directory(model)
         except ModelNotSupported as error:

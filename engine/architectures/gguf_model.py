@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from loramux.adapter_store.errors import ConversionRefused
@@ -27,7 +28,10 @@ def model_directory(model: Path, root: Path | None = None) -> Path:
 def check_model_directory(model_dir: Path) -> None:
     """Raise ModelNotSupported unless `model_dir` is a directory with a `config.json`."""
     if not model_dir.exists():
-        raise ModelNotSupported(f"the model directory {model_dir} does not exist")
+        # The form of a name on a hub.
+        is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", str(model_dir)) is not None
+        hint = f"; if the model is on a hub, use hf://{model_dir}" if is_name else ""
+        raise ModelNotSupported(f"there is no directory {model_dir}{hint}")
     if not model_dir.is_dir():
         use = "use a Hugging Face model directory, or a file whose name ends with .gguf"
         raise ModelNotSupported(f"the model {model_dir} is a file: {use}")

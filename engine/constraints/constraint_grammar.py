@@ -24,7 +24,7 @@ JSON_OPTIONS: JsonCompileOptions = {
 _ENDLESS = "no answer can end, because the grammar requires infinite recursion"
 
 
-class GrammarRefused(Exception):
+class GrammarRefused(ValueError):
     """The constraint is invalid, is not supported, or exceeds a limit.
 
     `keywords` are the unsupported JSON Schema keywords. `param` names the invalid field if the constraint was built

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import select
+import socket
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -204,7 +205,7 @@ class Grammars:
             if left_s <= 0 or not forks:
                 break
             unsent = [end for end, fork in forks.items() if fork.has_unsent]
-            select.select(list(forks), unsent, [], left_s)
+            _await_any(list(forks), unsent, left_s)
             self.receive()
             late = [one for one in pending if not one.is_ready]
             self._charge({one.share_key for one in pending} - {one.share_key for one in late}, started_s, free_s)
@@ -410,3 +411,15 @@ class Grammars:
         """Stop the process, and return why it could not be used."""
         process, self._process = self._process, None
         return NOT_RUNNING if process is None else process.stop()
+
+
+def _await_any(readable: Sequence[socket.socket], writable: Sequence[socket.socket], timeout_s: float) -> None:
+    """Wait until one of the sockets can be read or written."""
+    try:
+        select.select(readable, writable, [], timeout_s)
+    except ValueError:
+        # `select` cannot watch descriptors of 1,024 and above. `poll` can, but waits for whole milliseconds.
+        poller = select.poll()
+        for end in readable:
+            poller.register(end, select.POLLIN | (select.POLLOUT if end in writable else 0))
+        poller.poll(timeout_s * 1000)

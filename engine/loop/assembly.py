@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
@@ -346,7 +347,7 @@ def _limits(base: LoadedBase) -> EngineLimits:
         model.eos_token_ids,
         base.target.geometry.page_tokens,
         config.max_waiting_tokens,
-        config.max_waiting_s,
+        math.inf if config.max_waiting_s is None else config.max_waiting_s,
         config.max_pinned_share,
     )
 

@@ -80,8 +80,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limit on the tokens (prompt plus grant) of requests waiting for their first step. Beyond it, requests are refused
     as `overloaded`.
     """
-    max_waiting_s: float = 300.0
-    """Seconds that a request can wait for its first step before it is refused as `overloaded`."""
+    max_waiting_s: float | None = 300.0
+    """Seconds that a request can wait for its first step before it is refused as `overloaded`. None means no limit."""
     eviction_policy: str = "lru"
     """Order in which idle adapters and cached prefixes are evicted. See `eviction.py`."""
     max_resident_adapters: int = 256

@@ -7,18 +7,24 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loramux.engine.offline.engine_thread import Event
+from loramux.engine.offline.engine_thread import EngineClosed, Event
+from loramux.engine.offline.local_adapter import LocalAdapter
 from loramux.engine.protocol.messages import Add, Finished, PromptLogprob, SequenceOutput, TokenLogprobs
 from loramux.engine.text.detokenizer import StopStrings, new_detokenizer
 from loramux.engine.text.text_tokenizer import TextTokenizer
 
 
 class RequestFailed(ValueError):
-    """The engine refused a request, or ended it with an error. `code` is one of those of `Finished`."""
+    """The engine refused a request, or ended it with an error. `code` is one of those of `Finished`.
 
-    def __init__(self, code: str, message: str, adapter: str | None) -> None:
-        super().__init__(message if adapter is None else f"{message} (adapter {adapter})")
+    `index` is the position of the prompt in the call, or None if the call has only one prompt.
+    """
+
+    def __init__(self, code: str, message: str, adapter: str | None, index: int | None = None) -> None:
+        place = "" if index is None else f"prompts[{index}]: "
+        super().__init__(f"{place}{message}" + ("" if adapter is None else f" (adapter {adapter})"))
         self.code = code
+        self.index = index
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +82,31 @@ class Classes:
 
 
 class Answer:
-    """An answer while it is generated."""
+    """An answer while it is generated. `name` is that of `adapter`, which stays in memory until the answer is freed."""
 
-    def __init__(self, add: Add, adapter: str | None, tokenizer: TextTokenizer | None, stops: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        add: Add,
+        name: str | None,
+        adapter: LocalAdapter | None,
+        tokenizer: TextTokenizer | None,
+        stops: tuple[str, ...],
+        index: int | None = None,
+    ) -> None:
+        """`index` is the position of the prompt among those of a call: see RequestFailed."""
         if tokenizer is None and stops:
             raise ValueError("stop strings need a tokenizer")
         self.add = add
+        self.name = name
+        self.adapter = adapter
         self.text = ""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
-        self.adapter = adapter
+        self._index = index
         self._detokenizer = (
             None if tokenizer is None else new_detokenizer(tokenizer, add.prompt, skip_special_tokens=True)
         )
+        self._has_stops = bool(stops)
         self._stops = StopStrings(stops)
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[PromptLogprob] = []
@@ -109,25 +127,41 @@ class Answer:
             case Finished():
                 self._take_end(event)
                 return False
-            case _:
+            case EngineClosed():
                 raise event
 
     def _take_tokens(self, output: SequenceOutput) -> bool:
         if self._stops.found is not None:
             # These tokens were on their way when the stop string was found.
             return False
-        self.token_ids += output.token_ids
-        self._logprobs += output.logprobs
-        if self._detokenizer is not None:
-            self.text += self._stops.feed(self._detokenizer.feed_all(output.token_ids))
-        return self._stops.found is not None
+        if not self._has_stops:
+            self.token_ids += output.token_ids
+            self._logprobs += output.logprobs
+            if self._detokenizer is not None:
+                self.text += self._detokenizer.feed_all(output.token_ids)
+            return False
+        assert self._detokenizer is not None
+        # How many tokens an output has depends on the times of steps, and must not change the answer.
+        for position, token_id in enumerate(output.token_ids):
+            self.token_ids.append(token_id)
+            self._logprobs += output.logprobs[position : position + 1]
+            self.text += self._stops.feed(self._detokenizer.feed(token_id), self._can_stop)
+            if self._stops.found is not None:
+                return True
+        return False
+
+    @property
+    def _can_stop(self) -> bool:
+        """Stop strings take effect only after `min_tokens` tokens, as in a server."""
+        return len(self.token_ids) > self.add.sampling.min_tokens
 
     def _take_end(self, finished: Finished) -> None:
-        if finished.reason == "error":
+        if finished.reason == "error" and self._stops.found is None:
             self.finish_reason = "error"
-            raise RequestFailed(finished.code or "", finished.message or "the request failed", self.adapter)
+            message = finished.message or "the request failed"
+            raise RequestFailed(finished.code or "", message, self.name, self._index)
         if self._stops.found is None and self._detokenizer is not None:
-            self.text += self._stops.feed(self._detokenizer.finish())
+            self.text += self._stops.feed(self._detokenizer.finish(), self._can_stop)
             if self._stops.found is None:
                 self.text += self._stops.flush()
         self._finished = finished
@@ -143,7 +177,7 @@ class Answer:
             stopped_by=self._stops.found if self._stops.found is not None else self._finished.stop_token_id,
             prompt_token_ids=self.add.prompt,
             cached_tokens=self._finished.cached_tokens,
-            adapter=self.adapter,
+            adapter=self.name,
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,7 +24,7 @@ LOADING_POLL_S = 0.05
 
 
 class EngineClosed(RuntimeError):
-    """The engine has been closed, or has failed. Its cause is the failure."""
+    """The engine has been closed, or has failed, or belongs to another process. A note has a failure's traceback."""
 
 
 Event = SequenceOutput | Finished | EngineClosed
@@ -46,7 +47,12 @@ class EngineThread:
         # Guards the two fields below and additions to the queues, so that nothing is added that nobody would read.
         self._lock = threading.Lock()
         self._is_closing = False
-        self._end: EngineClosed | None = None
+        self._end: tuple[str, ...] | None = None
+        """Why the engine has ended, and the traceback of a failure.
+
+        The failure itself would keep the weights and the pool in memory.
+        """
+        self._process = os.getpid()
         started: Future[EngineReady] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(config, adapters, started), name="loramux engine", daemon=True
@@ -58,16 +64,21 @@ class EngineThread:
             self.close()
             raise
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no sequence is running or waiting."""
-        return not self._queues
+    def check_open(self) -> None:
+        """Raise EngineClosed if calls can no longer be answered."""
+        if os.getpid() != self._process:
+            # This process is a fork, which has no copy of the thread.
+            raise EngineClosed(
+                f"this LLM belongs to the process {self._process}: create one in each process, or use threads"
+            )
+        if self._end is not None:
+            raise _closed(*self._end)
+        if self._is_closing:
+            raise _closed()
 
-    def add(self, add: Add) -> SimpleQueue[Event]:
-        """Add a sequence and return the queue of its output. Raises EngineClosed."""
-        events: SimpleQueue[Event] = SimpleQueue()
+    def add(self, add: Add, events: SimpleQueue[Event]) -> None:
+        """Add a sequence, whose output goes to `events`. Several sequences can share a queue. Raises EngineClosed."""
         self._call(lambda engine: engine.add(b"", add), add.sequence_id, events)
-        return events
 
     def abort(self, sequence_id: str) -> None:
         """Stop a sequence, if it has not ended. Its queue receives a Finished."""
@@ -77,6 +88,8 @@ class EngineThread:
 
     def close(self) -> None:
         """End all sequences with EngineClosed, and free the engine's memory. May be called again."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._is_closing = True
         self._wake()
@@ -85,11 +98,10 @@ class EngineThread:
     def _call(
         self, call: Callable[[Engine], None], sequence_id: str = "", events: SimpleQueue[Event] | None = None
     ) -> None:
+        # In a fork, another thread of the parent may have held the lock.
+        self.check_open()
         with self._lock:
-            if self._end is not None:
-                raise self._end
-            if self._is_closing:
-                raise EngineClosed("the engine is closed")
+            self.check_open()
             if events is not None:
                 self._queues[sequence_id] = events
             self._calls.put(call)
@@ -103,7 +115,7 @@ class EngineThread:
                     os.write(self._waker, b"\0")
 
     def _run(self, config: EngineConfig, adapters: Mapping[str, PackedAdapter], started: Future[EngineReady]) -> None:
-        end = EngineClosed("the engine is closed")
+        end: tuple[str, ...] = ()
         try:
             assembled = assemble_engine(config, self._wake, MemoryStager(adapters))
             try:
@@ -115,17 +127,20 @@ class EngineThread:
             if not started.done():
                 started.set_exception(error)
             else:
-                end = EngineClosed(f"the engine failed: {device_fault(error) or repr(error)}")
-                end.__cause__ = error
+                end = f"the engine failed: {device_fault(error) or repr(error)}", traceback.format_exc()
         with self._lock:
             self._end = end
             for descriptor in (self._woken, self._waker):
                 os.close(descriptor)
         for events in self._queues.values():
-            events.put(end)
+            events.put(_closed(*end))
 
     def _serve(self, assembled: AssembledEngine) -> None:
         engine = assembled.engine
+        # `select` cannot watch descriptors of 1,024 and above, which a notebook with many files has.
+        poller = select.poll()
+        for descriptor in (self._woken, assembled.grammars.fileno()):
+            poller.register(descriptor, select.POLLIN)
         while not self._is_closing:
             while not self._calls.empty():
                 self._calls.get()(engine)
@@ -138,7 +153,14 @@ class EngineThread:
                     case Finished() as finished:
                         self._queues.pop(finished.sequence_id).put(finished)
             if not ran:
-                timeout_s = LOADING_POLL_S if engine.has_work else None
-                if self._woken in select.select([self._woken, assembled.grammars.fileno()], [], [], timeout_s)[0]:
+                timeout_ms = LOADING_POLL_S * 1000 if engine.has_work else None
+                if self._woken in dict(poller.poll(timeout_ms)):
                     os.read(self._woken, 4096)
                 assembled.grammars.receive()
+
+
+def _closed(message: str = "the engine is closed", failure: str = "") -> EngineClosed:
+    closed = EngineClosed(message)
+    if failure:
+        closed.add_note(failure)
+    return closed

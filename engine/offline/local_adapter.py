@@ -26,6 +26,7 @@ from loramux.adapter_store.validation.further_checks import check_further_files,
 from loramux.adapter_store.validation.report import Report
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.engine.sequences.activation import activation
+from loramux.engine.text.end_tokens import end_tokens
 from loramux.engine.text.text_tokenizer import TextTokenizer
 
 
@@ -35,8 +36,8 @@ class LocalAdapter:
 
     packed: PackedAdapter
     report: Report
-    eos_token_ids: tuple[int, ...]
-    """The end tokens of the adapter's own `generation_config.json`."""
+    end_tokens: tuple[int, ...]
+    """The adapter's own end tokens, besides those of the base."""
     tokenizer: TextTokenizer | None
     """The base's tokenizer with the adapter's own tokens, or None if it has none."""
     pooling: Pooling | None = None
@@ -62,12 +63,12 @@ def read_adapter(
     if not config.is_file():
         raise AdapterRejected(
             "file_missing",
-            f"{directory} has no {CONFIG_FILE}: choose a directory that PEFT saved or `loramux adapters pull` wrote",
+            f"the directory has no {CONFIG_FILE}: choose one that PEFT saved or `loramux adapters pull` wrote",
             CONFIG_FILE,
         )
     with tempfile.TemporaryDirectory() as scratch:
         tensors = _tensors_file(directory, Path(scratch))
-        report = validate_files(config.read_bytes(), tensors, target)
+        report = validate_files(config.read_bytes(), tensors, target, needs_effect=False)
         contents = {name: (directory / name).read_bytes() for name in FURTHER_FILES if (directory / name).is_file()}
         contents |= pooling_file(directory)
         has_tokenizer = any((directory / name).is_file() for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE))
@@ -90,11 +91,12 @@ def read_adapter(
             report.stack_forms,
         )
         packed = pack(canonical, target, base)
-    own_tokenizer = None
-    if tokenizer is not None and further.vocabulary is not None:
-        own_tokenizer = tokenizer.with_vocabulary(further.vocabulary)
+    own, vocabulary = None, further.vocabulary
     ends = () if further.generation is None else further.generation.eos_token_ids
-    return LocalAdapter(packed, report, ends, own_tokenizer, further.pooling)
+    if tokenizer is not None and vocabulary is not None:
+        own = tokenizer.with_vocabulary(vocabulary)
+        ends = end_tokens(ends, vocabulary.special_tokens, own, vocabulary.vocab_size)
+    return LocalAdapter(packed, report, ends, own, further.pooling)
 
 
 def _tensors_file(directory: Path, scratch: Path) -> Path:
@@ -105,6 +107,6 @@ def _tensors_file(directory: Path, scratch: Path) -> Path:
         return path.resolve()
     index = ShardIndex.of_names([found.name for found in directory.iterdir()])
     if index is None:
-        raise AdapterRejected("file_missing", f"{directory} has no {TENSORS_FILE}", TENSORS_FILE)
+        raise AdapterRejected("file_missing", f"the directory has no {TENSORS_FILE}", TENSORS_FILE)
     join_shards(index, directory, scratch / TENSORS_FILE)
     return scratch / TENSORS_FILE

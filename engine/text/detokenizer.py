@@ -135,14 +135,19 @@ class StopStrings:
         self.found: str | None = None
         """The stop string that was found, if any."""
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, can_stop: bool = True) -> str:
         """Add `text` and return the text that can be shown now.
 
-        If it completes a stop string, set `found` and stop before the string, or after it if `is_shown`.
+        If it completes a stop string, set `found` and stop before the string, or after it if `is_shown`. Unless
+        `can_stop`, no stop string takes effect in this text or in earlier text. Feed the text of one token at a time.
+        Otherwise, which of several stop strings counts depends on how many tokens come together.
         """
         if not self._stops:
             return text
         text = self._held + text
+        if not can_stop:
+            self._held = ""
+            return text
         found = [(start, start + len(stop)) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
             self._held = ""

@@ -111,7 +111,7 @@ class MarkedText:
 
     def feed(self, token_id: int, can_stop: bool) -> None:
         text = self._detokenizer.feed(token_id)
-        shown = self._stops.feed(text) if can_stop else self._stops.flush() + text
+        shown = self._stops.feed(text, can_stop)
         if self._splitter is None:
             self.text += shown
             return
@@ -126,7 +126,7 @@ class MarkedText:
 
     def finish(self, *, can_stop: bool, shown_token_id: int | None, is_cut_off: bool) -> None:
         text = self._detokenizer.finish()
-        shown = self._stops.feed(text) if can_stop else self._stops.flush() + text
+        shown = self._stops.feed(text, can_stop)
         if not self.is_stopped:
             shown += self._stops.flush()
             if shown_token_id is not None:
@@ -235,7 +235,7 @@ class ChannelText:
         self._open = None
 
     def _add(self, text: str, can_stop: bool) -> None:
-        self._show(self._stops.feed(text) if can_stop else self._stops.flush() + text)
+        self._show(self._stops.feed(text, can_stop))
 
     def _show(self, text: str) -> None:
         if not text:

@@ -54,6 +54,8 @@ def _tried_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
 
     try:
         grammar = _grammar(kind, text)
+    except GrammarRefused:
+        raise
     except RecursionError as error:
         raise GrammarRefused("the grammar is too complex: it is nested too deeply") from error
     except (ValueError, TypeError, KeyError, AssertionError) as error:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from loramux.engine.protocol.messages import ThinkingBudget
+from loramux.engine.text.end_tokens import end_tokens, ending_at
 from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.errors import InvalidRequest, context_exceeded
 from loramux.platform.generation.plan import CHUNK_TOKENS, Plan, Target, TextRules
@@ -82,11 +83,9 @@ def make_plan(
     sampling = msgspec.structs.replace(
         body.sampling(defaults), bad_words=prepared.bad_words, thinking=_thinking(target, body, prepared)
     )
-    if not sampling.ignore_eos:
-        # Not every generation_config.json lists the token that ends a call.
-        finals = () if prepared.channels is None else prepared.channels.format.final_ids
-        stop_token_ids = (*sampling.stop_token_ids, *_end_token_ids(target), *finals)
-        sampling = msgspec.structs.replace(sampling, stop_token_ids=stop_token_ids)
+    # Not every generation_config.json lists the token that ends a call.
+    finals = () if prepared.channels is None else prepared.channels.format.final_ids
+    sampling = ending_at(sampling, (*_end_tokens(target), *finals))
     text_rules = _text_rules(target, body, prepared)
     if not sampling.ignore_eos:
         named = text_rules.stop_token_ids.difference(services.model.eos_token_ids)
@@ -124,12 +123,9 @@ def make_plan(
     )
 
 
-def _end_token_ids(target: Target) -> tuple[int, ...]:
-    """Return the tokens that end an answer of this version, besides the base's."""
+def _end_tokens(target: Target) -> tuple[int, ...]:
     settings = target.settings
-    contents = (content for role, content in settings.special_tokens if role == "eos_token")
-    ids = (*settings.eos_token_ids, *map(target.tokenizer.token_id, contents))
-    return tuple(one for one in ids if one is not None and one < target.vocab_size)
+    return end_tokens(settings.eos_token_ids, settings.special_tokens, target.tokenizer, target.vocab_size)
 
 
 def _thinking(target: Target, body: GenerationRequest, prepared: Prepared) -> ThinkingBudget | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import threading
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loramux.adapter_store.errors import AdapterRejected
-from loramux.engine.llm import LLM, EngineClosed, RequestFailed, SamplingParams
-from loramux.engine.protocol.errors import ConfigNotUsable, EngineError, ModelNotSupported
-from tests.conformance.demo_adapters import DEMO
+from loramux.engine import llm as front_door
+from loramux.engine.llm import LLM, AdapterRejected, EngineClosed, EngineError, RequestFailed, SamplingParams
+from loramux.engine.offline.engine_thread import EngineThread
+from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
+from tests.conformance.demo_adapters import DEMO, changed_adapter
 from tests.demo_base import DEMO_BASE
+from tests.docs.write import DOCS
 
 ADAPTERS = {name: DEMO / "adapters" / name for name in ("formal", "json", "pirate")}
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -106,15 +110,19 @@ def test_embeddings_equal_peft(llm: LLM, reference: Any) -> None:
         llm.embed([[1] * (llm.max_model_len + 1)])
 
 
-def test_an_adapters_own_files_choose_its_pooling(tmp_path: Path, llm: LLM) -> None:
-    directory = tmp_path / "search"
-    shutil.copytree(ADAPTERS["pirate"], directory)
+def write_mean_pooling(directory: Path) -> None:
     modules = [
         {"type": f"sentence_transformers.models.{name}", "path": "1_Pooling"} for name in ("Transformer", "Pooling")
     ]
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+
+
+def test_an_adapters_own_files_choose_its_pooling(tmp_path: Path, llm: LLM) -> None:
+    directory = tmp_path / "search"
+    shutil.copytree(ADAPTERS["pirate"], directory)
+    write_mean_pooling(directory)
     llm.add_adapter("search", directory)
     own, plain = llm.embed([PROMPT, PROMPT], adapter=["search", "pirate"])
     [mean] = llm.embed(PROMPT, adapter="pirate", pooling="mean", normalize=False)
@@ -122,6 +130,17 @@ def test_an_adapters_own_files_choose_its_pooling(tmp_path: Path, llm: LLM) -> N
     np.testing.assert_allclose(own, mean, atol=1e-5)
     np.testing.assert_allclose(last, plain, atol=1e-6)
     llm.remove_adapter("search")
+
+
+def test_another_working_directory_does_not_change_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(DEMO_BASE, tmp_path / "base")
+    write_mean_pooling(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    with LLM("base", device="cpu", pool_bytes=16 << 20) as opened:
+        [before] = opened.embed(PROMPT)
+        monkeypatch.chdir(DEMO)
+        [after] = opened.embed(PROMPT)
+    np.testing.assert_array_equal(before, after)
 
 
 def test_classes_equal_peft(tmp_path: Path, llm: LLM) -> None:
@@ -163,9 +182,10 @@ def test_pieces_join_to_the_answer(llm: LLM) -> None:
 
 def test_text_and_its_tokens_are_the_same_prompt(llm: LLM) -> None:
     ids = llm.tokenize(PROMPT)
-    by_text, by_ids = (llm.generate(prompt, max_tokens=6, sampling=GREEDY)[0] for prompt in (PROMPT, list(ids)))
-    assert by_text.prompt_token_ids == by_ids.prompt_token_ids == ids
-    assert by_text.text == by_ids.text
+    prompts: tuple[Any, ...] = (PROMPT, list(ids), np.array(ids), torch.tensor(ids), torch.tensor([ids]))
+    answers = [llm.generate(prompt, max_tokens=6, sampling=GREEDY) for prompt in prompts]
+    assert {answer.prompt_token_ids for [answer] in answers} == {ids}
+    assert len({answer.text for [answer] in answers}) == 1
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -181,6 +201,36 @@ def test_a_stop_string_ends_an_answer(llm: LLM, is_streamed: bool) -> None:
         [cut] = llm.generate(PROMPT, adapter="pirate", max_tokens=20, sampling=GREEDY, stop=[stop, "never"])
         assert (cut.text, cut.finish_reason, cut.stopped_by) == (expected, "stop", stop)
         assert len(cut.token_ids) < len(whole.token_ids)
+
+
+def test_stop_strings_wait_for_the_fewest_tokens(llm: LLM) -> None:
+    sampling = SamplingParams(min_tokens=2)
+    [found] = llm.generate(PROMPT, stop="\n", regex="\n\n\n\n", sampling=sampling)
+    assert (found.text, len(found.token_ids), found.stopped_by) == ("\n\n", 3, "\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "ignore_eos", "reason"),
+    [
+        pytest.param("tokenizer_config.json", {"eos_token": "<|user|>"}, False, "stop", id="token"),
+        pytest.param("tokenizer_config.json", {"eos_token": "<|user|>"}, True, "length", id="ignored token"),
+        pytest.param("generation_config.json", {"eos_token_id": 4}, False, "stop", id="number"),
+        pytest.param("generation_config.json", {"eos_token_id": 4}, True, "length", id="ignored number"),
+    ],
+)
+def test_an_adapters_own_end_token_ends_its_answers(
+    llm: LLM, tmp_path: Path, name: str, content: dict[str, Any], ignore_eos: bool, reason: str
+) -> None:
+    directory = tmp_path / "own"
+    shutil.copytree(ADAPTERS["pirate"], directory)
+    (directory / name).write_text(json.dumps(content))
+    llm.add_adapter("own", directory)
+    [user] = llm.tokenize("<|user|>", add_special_tokens=False)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=ignore_eos, logit_bias=((user, 100.0),))
+    own, plain = llm.generate([PROMPT] * 2, adapter=["own", "pirate"], max_tokens=3, sampling=sampling)
+    llm.remove_adapter("own")
+    assert (own.finish_reason, plain.finish_reason) == (reason, "length")
+    assert own.stopped_by == (user if reason == "stop" else None)
 
 
 def test_constraints_restrict_answers(llm: LLM) -> None:
@@ -232,17 +282,22 @@ def test_an_answer_ends_where_the_context_ends(llm: LLM) -> None:
         pytest.param({"max_tokens": -5}, "at least 1, not -5", id="negative limit"),
         pytest.param({"max_tokens": 1.5}, "whole number of at least 1, not 1.5", id="half a token"),
         pytest.param({"schema": {"$ref": "#"}}, "no answer can end", id="endless schema"),
+        pytest.param({"schema": SamplingParams}, "schema must be a JSON Schema", id="class as schema"),
+        pytest.param({"sampling": SamplingParams(seed=2**70)}, "sampling parameters", id="seed"),
         pytest.param({"sampling": SamplingParams(temperature="hot")}, "sampling parameters", id="type"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(llm: LLM, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(ValueError, match=message):
         llm.generate([PROMPT], **arguments)
     with pytest.raises(ValueError, match="must not be negative"):
         llm.generate([[5, -1]])
     for prompts in (b"Hello", [b"Hello"], bytearray(b"Hello")):
         with pytest.raises(ValueError, match="decode bytes first"):
             llm.generate(prompts)  # type: ignore[arg-type]
+    for mapping in ({"input_ids": [5, 6], "attention_mask": [1, 1]}, UserDict(input_ids=[5, 6])):
+        with pytest.raises(ValueError, match="prompts is a mapping with the keys input_ids"):
+            llm.generate(mapping)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="list of token ids, not"):
         llm.generate([[5, 1.5]])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="one of auto, last, mean, cls, not 'max'"):
@@ -255,11 +310,18 @@ def test_arguments_that_make_no_sense_are_refused(llm: LLM, arguments: dict[str,
         ({"device": "gpu"}, "no device 'gpu': use auto, cpu or cuda"),
         ({"device": "cuda:1"}, "no device 'cuda:1'"),
         ({"dtype": "float16"}, "dtype 'float16' is not supported: use auto, float32 or bfloat16"),
+        ({"kv_dtype": "fp8"}, "the setting kv_dtype is 'fp8', but needs the type Literal['auto', 'int8']"),
+        ({"adapter_dtype": "bfloat16"}, "adapter_dtype is 'bfloat16', but needs the type "),
+        ({"pool_bytes": "4GiB"}, "pool_bytes is '4GiB', but needs the type int | None"),
+        ({"pool_bytes": 1.5}, "pool_bytes is 1.5, but needs the type int | None"),
     ],
 )
-def test_unknown_devices_and_dtypes_are_not_taken_for_others(setting: dict[str, str], message: str) -> None:
-    with pytest.raises(EngineError, match=message):
-        LLM(DEMO_BASE, **setting)  # type: ignore[arg-type]
+def test_settings_that_do_not_exist_are_not_taken_for_others(
+    monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(front_door, "read_adapter", None)
+    with pytest.raises(EngineError, match=re.escape(message)):
+        LLM(DEMO_BASE, ADAPTERS, **{"device": "cpu", **setting})
 
 
 @pytest.mark.parametrize(
@@ -275,9 +337,21 @@ def test_unknown_devices_and_dtypes_are_not_taken_for_others(setting: dict[str, 
 def test_requests_that_cannot_run_are_refused(llm: LLM, prompt: list[int], sampling: SamplingParams, code: str) -> None:
     with pytest.raises(RequestFailed) as failed:
         llm.generate([prompt, PROMPT], sampling=sampling, max_tokens=2)
-    assert failed.value.code == code
+    assert (failed.value.code, failed.value.index) == (code, 0)
     # The other prompts of the batch do not run on.
     assert len(llm.generate(PROMPT, max_tokens=2, sampling=GREEDY)[0].token_ids) == 2
+
+
+def test_a_prompt_that_cannot_run_is_named_before_the_others_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted = []
+    abort = EngineThread.abort
+    monkeypatch.setattr(EngineThread, "abort", lambda self, name: (aborted.append(name), abort(self, name)))
+    with pytest.raises(RequestFailed, match=r"^prompts\[1\]: .* exceed the context") as failed:
+        llm.generate([PROMPT, [5] * (llm.max_model_len + 1)], max_tokens=10_000, sampling=GREEDY)
+    assert failed.value.index == 1
+    assert len(aborted) == 1
+    with pytest.raises(RequestFailed, match=r"^\d+ tokens exceed"):
+        llm.generate([5] * (llm.max_model_len + 1))
 
 
 def test_an_abandoned_stream_frees_its_sequence(llm: LLM) -> None:
@@ -317,16 +391,56 @@ def test_an_adapter_can_be_added_and_replaced(llm: LLM) -> None:
     assert len(llm._packed) == len(ADAPTERS)
 
 
+def test_an_adapter_stays_in_memory_as_long_as_answers_use_it(llm: LLM, tmp_path: Path) -> None:
+    llm.add_adapter("policy", changed_adapter(tmp_path / "0", 2.0))
+    [expected] = llm.generate(PROMPT, adapter="policy", max_tokens=5, sampling=GREEDY)
+    llm.add_adapter("policy", changed_adapter(tmp_path / "1", 3.0))
+    begun = llm.stream(PROMPT, adapter="policy", max_tokens=900, sampling=GREEDY)
+    next(begun)
+    later = llm.stream(PROMPT, adapter="policy", max_tokens=5, sampling=GREEDY)
+    for factor in (4.0, 5.0, 2.0):
+        llm.add_adapter("policy", changed_adapter(tmp_path / str(factor), factor))
+    # Those of the two streams, and the last one.
+    assert len(llm._packed) == len(ADAPTERS) + 2
+    last = llm.stream(PROMPT, adapter="policy", max_tokens=5, sampling=GREEDY)
+    llm.remove_adapter("policy")
+    assert "".join(piece.text for piece in last) == expected.text
+    assert list(later)[-1].finish_reason == "length"
+    begun.close()
+    del begun, later, last
+    assert len(llm._packed) == len(ADAPTERS)
+
+
+def test_an_adapter_without_effect_answers_like_the_base(llm: LLM, tmp_path: Path) -> None:
+    """As after no step of a training, whose evaluation is the baseline."""
+    with pytest.warns(UserWarning, match="the adapter 'untrained' in .*: the product B A of these modules is zero"):
+        llm.add_adapter("untrained", changed_adapter(tmp_path / "untrained", 0.0))
+    found, base = llm.generate([PROMPT] * 2, adapter=["untrained", None], max_tokens=5, sampling=GREEDY)
+    llm.remove_adapter("untrained")
+    assert found.token_ids == base.token_ids
+
+
+def test_the_errors_of_the_guide_can_be_imported() -> None:
+    page = (DOCS / "python.md").read_text()
+    named = set(re.findall(r"`([A-Z]\w+(?:Rejected|Refused|Error|Failed|Closed))`", page)) - {"ValueError"}
+    assert named == {"AdapterRejected", "EngineClosed", "EngineError", "GrammarRefused", "PullRefused", "RequestFailed"}
+    assert named <= set(front_door.__all__)
+
+
 def test_a_closed_engine_says_so() -> None:
-    llm = LLM(DEMO_BASE, device="cpu", pool_bytes=16 << 20)
+    llm = LLM(DEMO_BASE, {"pirate": ADAPTERS["pirate"]}, device="cpu", pool_bytes=16 << 20)
     stream = llm.stream(PROMPT, max_tokens=10_000, sampling=GREEDY)
     next(stream)
     llm.close()
     llm.close()
     with pytest.raises(EngineClosed, match="the engine is closed"):
         list(stream)
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(EngineClosed, match="the engine is closed"):
+            call(PROMPT, adapter="pirate")
     with pytest.raises(EngineClosed, match="the engine is closed"):
-        llm.generate(PROMPT)
+        llm.add_adapter("pirate", ADAPTERS["pirate"])
+    assert len(llm._packed) == 0
 
 
 def test_a_broken_engine_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,17 +466,19 @@ def other_base(directory: Path) -> Path:
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdapterRejected, match=r"has no adapter_config\.json: choose a directory"):
+    with pytest.raises(AdapterRejected, match=r"has no adapter_config\.json: choose one"):
         LLM(DEMO_BASE, {"a": tmp_path}, device="cpu")
     config = json.loads((ADAPTERS["pirate"] / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(AdapterRejected, match=r"has no adapter_model\.safetensors"):
         LLM(DEMO_BASE, {"a": tmp_path}, device="cpu")
-    with pytest.raises(AdapterRejected) as rejected:
+    with pytest.raises(AdapterRejected, match=r"the adapter 'pirate' in .*pirate: ") as rejected:
         LLM(other_base(tmp_path), {"pirate": ADAPTERS["pirate"]}, device="cpu")
     assert rejected.value.code == "base_mismatch"
     with pytest.raises(ModelNotSupported):
         LLM(tmp_path / "nowhere", device="cpu")
+    with pytest.raises(ModelNotSupported, match=r"if the model is on a hub, use hf://Qwen/Qwen3-0\.6B$"):
+        LLM("Qwen/Qwen3-0.6B", device="cpu")
     with pytest.raises(ConfigNotUsable):
         LLM(DEMO_BASE, device="cpu", max_batch_tokens=1)
 

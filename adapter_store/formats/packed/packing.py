@@ -49,7 +49,7 @@ first cache.
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PackedAdapter:
     """An adapter in the pool's format: each page of the payload is copied whole into one page of the pool.
 
