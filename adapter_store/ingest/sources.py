@@ -20,7 +20,7 @@ from loramux.adapter_store.ingest.hub_source import HubLocation, HubSource
 MAX_URL_LENGTH = 1000
 FORMS = "s3://BUCKET/PREFIX, hf://OWNER/NAME@REVISION or file:///DIRECTORY"
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_][A-Za-z0-9._-]*)*/?")
-_ADDED = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9_][A-Za-z0-9._:@+=~-]*(/[A-Za-z0-9_][A-Za-z0-9._@+=~-]*)*/?")
+_ADDED = re.compile(r"[a-z][a-z0-9+._-]*://[A-Za-z0-9_][A-Za-z0-9._:@+=~-]*(/[A-Za-z0-9_][A-Za-z0-9._@+=~-]*)*/?")
 """A URL of an extension. No part of its path begins with a dot, so it cannot lead out of an allowed prefix."""
 
 _DIRECTORY = re.compile(r"file://(/(?!\.{1,2}(/|$))[^/\x00-\x1f\x7f]+)+/?")

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.version_files.pooling_files import pooling_file
@@ -28,6 +29,8 @@ VOCABULARY_NAME = "added_vocabulary.json"
 POOLING_NAME = "pooling.json"
 FURTHER_NAMES = (TEMPLATE_NAME, GENERATION_NAME, PARSERS_NAME, VOCABULARY_NAME, POOLING_NAME)
 CHUNK_BYTES = 1 << 20
+
+NO_PARSERS: Mapping[str, str] = MappingProxyType({})
 
 _CAPS = ("too_many_open_uploads", "too_many_pending_versions")
 """Error codes of temporary refusals. A retry can succeed once the tenant's other pushes finish."""
@@ -92,12 +95,27 @@ def push_adapter(
     Raises PushRefused if the directory is not an adapter, the server rejects it, an earlier version with the same files
     is out of service, or `timeout_s` passes. Raises AdminError if the server refuses a call.
     """
+    with version_files(directory, lambda: client.get("server/vocabulary"), without, parsers or {}) as paths:
+        return _push_files(client, paths, tenant, name, timeout_s, progress)
+
+
+@contextmanager
+def version_files(
+    directory: Path,
+    read_vocabulary: Callable[[], Document],
+    without: Collection[str] = (),
+    parsers: Mapping[str, str] = NO_PARSERS,
+) -> Iterator[list[Path]]:
+    """Yield the files of the version that a push of `directory` makes: see `push_adapter`.
+
+    `read_vocabulary` returns the server's document `server/vocabulary`, and is called if the directory has a tokenizer.
+    """
     with (
-        _with_parsers(adapter_files(directory, without), parsers or {}) as paths,
+        _with_parsers(adapter_files(directory, without), parsers) as paths,
         _with_pooling(directory, paths, without) as pooled,
-        _with_tokenizer(client, directory, pooled, without) as completed,
+        _with_tokenizer(read_vocabulary, directory, pooled, without) as completed,
     ):
-        return _push_files(client, completed, tenant, name, timeout_s, progress)
+        yield completed
 
 
 def _push_files(
@@ -197,13 +215,13 @@ def _with_pooling(directory: Path, paths: list[Path], without: Collection[str]) 
 
 @contextmanager
 def _with_tokenizer(
-    client: AdminClient, directory: Path, paths: list[Path], without: Collection[str]
+    read_vocabulary: Callable[[], Document], directory: Path, paths: list[Path], without: Collection[str]
 ) -> Iterator[list[Path]]:
     """Yield the files, with those that follow from the directory's tokenizer."""
     if not has_tokenizer(directory) or {TEMPLATE_NAME, VOCABULARY_NAME} <= set(without):
         yield paths
         return
-    facts = client.get("server/vocabulary")
+    facts = read_vocabulary()
     base = BaseVocabulary(**{field.name: facts[field.name] for field in fields(BaseVocabulary)})
     try:
         files = tokenizer_files(directory, base, without)

@@ -19,8 +19,11 @@ from typing import Any, Literal, Self, TypeAlias
 import anyio
 import httpx
 
+from loramux.adapter_store.errors import AdapterRejected
 from loramux.admin.client.client import AdminError, Document, ServerUnreachable, document_of, is_loopback, refusal_of
-from loramux.admin.client.push import FILE_NAMES, PushedVersion, adapter_files
+from loramux.admin.client.given_files import has_tokenizer
+from loramux.admin.client.push import FILE_NAMES, PushedVersion, PushRefused, version_files
+from loramux.admin.client.sharded_source import joined_directory
 
 MAX_TRIES = 5
 """Maximum number of times that a push is sent while the server is busy with other pushes of the tenant."""
@@ -61,7 +64,10 @@ class _Pusher:
         running: Running,
         untrained: bool,
     ) -> _Steps:
-        files = _files(weights, config)
+        if isinstance(weights, str | Path):
+            files = yield from self._directory_files(Path(weights), config)
+        else:
+            files = _memory_files(weights, config)
         params: dict[str, Any] = {"wait": wait, "running": running, "untrained": untrained}
         if alias is not None:
             params["alias"] = alias
@@ -79,6 +85,19 @@ class _Pusher:
                 raise error
             yield min(MAX_PAUSE_S, error.retry_after_s or 1.0)
         raise AssertionError("unreachable")
+
+    def _directory_files(self, directory: Path, config: object) -> Generator[_Call, httpx.Response | None, _Files]:
+        """Read the files with which `loramux adapters push` makes a version of a directory."""
+        if config is not None:
+            raise ValueError("a directory has its own configuration: omit config")
+        facts: Document = {}
+        if has_tokenizer(directory):
+            facts = _document((yield {"method": "GET", "url": "server/vocabulary"}))
+        try:
+            with joined_directory(directory) as joined, version_files(joined, lambda: facts) as paths:
+                return _files({path.name: path.read_bytes() for path in paths})
+        except AdapterRejected as error:
+            raise PushRefused(error.message, error.code, error.param) from None
 
     def _find(self) -> Generator[_Call, httpx.Response | None, str]:
         """Find the adapter, or create it."""
@@ -103,7 +122,7 @@ class WeightsPush(_Pusher):
     """
 
     def __init__(self, url: str, key: str, adapter: str, timeout_s: float = 120.0) -> None:
-        """`timeout_s` limits each call, in seconds. Raises ValueError if `adapter` is not TENANT/NAME."""
+        """`timeout_s` limits each wait for the server, in seconds. Raises ValueError if `adapter` is not TENANT/NAME."""
         super().__init__(adapter)
         self._http = httpx.Client(**_options(url, key, timeout_s))
 
@@ -131,7 +150,7 @@ class WeightsPush(_Pusher):
         """Create a version and return when it is ready, or, with `wait="resident"`, when the engine has loaded it.
 
         `config` is a `peft.LoraConfig` or the content of `adapter_config.json`, and is needed unless `weights` is a
-        directory. `alias` then stands for the version. `running="stop"` cancels requests that still run on the alias's
+        directory, which becomes the same version as with `loramux adapters push`. `alias` then stands for the version. `running="stop"` cancels requests that still run on the alias's
         earlier versions. `untrained` accepts weights whose products B A are all zero.
 
         Raises ValueError or PushRefused for weights that cannot be sent, AdminError if the server refuses the push or
@@ -182,7 +201,7 @@ class AsyncWeightsPush(_Pusher):
         running: Running = "finish",
         untrained: bool = False,
     ) -> PushedVersion:
-        """`WeightsPush.push` as a coroutine. The weights are copied before its first suspension."""
+        """`WeightsPush.push` as a coroutine. Weights from memory are copied before its first suspension."""
         steps = self._steps(weights, config, alias, wait, running, untrained)
         response: httpx.Response | None = None
         while True:
@@ -210,13 +229,13 @@ def _options(url: str, key: str, timeout_s: float) -> dict[str, Any]:
     }
 
 
-def _files(weights: Weights, config: object) -> _Files:
-    if isinstance(weights, str | Path):
-        contents = {path.name: path.read_bytes() for path in adapter_files(Path(weights))}
-    elif config is None:
+def _memory_files(weights: Mapping[str, Any], config: object) -> _Files:
+    if config is None:
         raise ValueError("weights from memory need their configuration")
-    else:
-        contents = {_CONFIG: _config_bytes(config), _TENSORS: _tensor_bytes(weights)}
+    return _files({_CONFIG: _config_bytes(config), _TENSORS: _tensor_bytes(weights)})
+
+
+def _files(contents: Mapping[str, bytes]) -> _Files:
     # httpx sends a file in small chunks. It would pass bytes on as one chunk, and httpcore copies the rest of a chunk
     # after each call to the socket.
     return {name: (name, io.BytesIO(content)) for name, content in contents.items()}
@@ -251,13 +270,24 @@ def _tensor_bytes(weights: Mapping[str, Any]) -> bytes:
         if torch is not None and any(isinstance(weight, torch.Tensor) for weight in weights.values()):
             from safetensors.torch import save
 
-            return save({name: weight.detach().cpu().contiguous() for name, weight in weights.items()})
+            return save(_separate({name: weight.detach().cpu().contiguous() for name, weight in weights.items()}))
         import numpy as np
         from safetensors.numpy import save as save_arrays
 
         return save_arrays({name: np.ascontiguousarray(weight) for name, weight in weights.items()})
     except (SafetensorError, AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"the weights cannot be written as safetensors: {error}") from error
+
+
+def _separate(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Copy tensors that share memory with earlier ones, such as tied weights, because safetensors refuses them."""
+    seen = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in seen:
+            tensors[name] = tensor.clone()
+        seen.add(storage)
+    return tensors
 
 
 def _document(response: httpx.Response | None) -> Document:
@@ -272,5 +302,11 @@ def _result(end: StopIteration) -> PushedVersion:
 
 
 def _unreachable(url: httpx.URL, error: httpx.TransportError) -> ServerUnreachable:
+    place = url.netloc.decode()
+    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+        return ServerUnreachable(
+            f"the loramux server at {place} took too long to answer: push again, which makes no second version of the "
+            "same files"
+        )
     reason = str(error) or type(error).__name__
-    return ServerUnreachable(f"no loramux server answers at {url.host}:{url.port} ({reason})")
+    return ServerUnreachable(f"no loramux server answers at {place} ({reason})")

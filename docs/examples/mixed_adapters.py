@@ -6,15 +6,13 @@ python docs/examples/mixed_adapters.py BASE ADAPTER...
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from loramux.engine.llm import LLM, SamplingParams
 
 QUESTION = "What is the capital of France?"
 
 base, *directories = sys.argv[1:]
-adapters = {Path(directory).name: directory for directory in directories}
-with LLM(base, adapters) as llm:
+with LLM(base, {directory: directory for directory in directories}) as llm:
     names = [None, *llm.adapters]
     sampling = SamplingParams(temperature=0.0)
     for answer in llm.generate([QUESTION] * len(names), adapter=names, max_tokens=32, sampling=sampling):

@@ -20,4 +20,4 @@ with LLM(base, {directory: directory for directory in directories}) as llm:
         num_tokens = sum(len(score.token_ids) - 1 for score in scores)
         perplexity = math.exp(-sum(score.total for score in scores) / num_tokens)
         rank = "" if adapter is None else json.loads((Path(adapter) / "adapter_config.json").read_text())["r"]
-        print(f"{Path(adapter).name if adapter else 'base':24} rank {rank or '-':>4}  perplexity {perplexity:.3f}")
+        print(f"{adapter or 'base':24} rank {rank or '-':>4}  perplexity {perplexity:.3f}")

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import runpy
+import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -43,25 +44,26 @@ def test_every_example_is_tested() -> None:
     assert sorted(tested) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
-def test_mixed_adapters(run: Run) -> None:
-    lines = run("mixed_adapters.py", DEMO_BASE, ADAPTERS / "pirate", ADAPTERS / "json").splitlines()
-    assert [line.partition(":")[0] for line in lines if re.match(r"(base|pirate|json):", line)] == [
-        "base",
-        "pirate",
-        "json",
-    ]
+def test_mixed_adapters(run: Run, tmp_path: Path) -> None:
+    # Directories of checkpoints often have equal names.
+    directories = [tmp_path / run_name / "checkpoint-500" for run_name in ("a", "b")]
+    for directory, name in zip(directories, ("pirate", "json"), strict=True):
+        shutil.copytree(ADAPTERS / name, directory)
+    output = run("mixed_adapters.py", DEMO_BASE, *directories)
+    names = ["base", *map(str, directories)]
+    assert re.findall(rf"^({'|'.join(map(re.escape, names))}): ", output, re.MULTILINE) == names
 
 
 def test_rank_sweep(run: Run, tmp_path: Path) -> None:
     lines = ["Arr, matey! The capital o' France be Paris.", "The capital of Italy is Rome."]
     (tmp_path / "texts").write_text("\n".join(lines))
     output = run("rank_sweep.py", DEMO_BASE, tmp_path / "texts", ADAPTERS / "pirate", ADAPTERS / "formal")
-    found = re.findall(r"^(\w+) +rank +(\S+) +perplexity ([0-9.]+)$", output, re.MULTILINE)
+    found = re.findall(r"^(\S+) +rank +(\S+) +perplexity ([0-9.]+)$", output, re.MULTILINE)
     with LLM(DEMO_BASE, {name: ADAPTERS / name for name in ("pirate", "formal")}) as llm:
         for adapter, (name, rank, perplexity) in zip((None, *llm.adapters), found, strict=True):
             scores = llm.score(lines, adapter=adapter)
             logprobs = [one for score in scores for one in score.logprobs if one is not None]
-            assert name == (adapter or "base")
+            assert name == (str(ADAPTERS / adapter) if adapter else "base")
             assert rank == {None: "-", "pirate": "8", "formal": "4"}[adapter]
             assert float(perplexity) == pytest.approx(math.exp(-statistics.mean(logprobs)), abs=2e-3)
 

@@ -107,6 +107,22 @@ def test_failing_source_is_tried_again_later(call: Callable[[AdapterSources], ob
         call(AdapterSources(("failing://x",)))
 
 
+def test_a_name_with_each_allowed_character_is_a_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/extending.md lists the characters."""
+    name = "a9+._-z"
+    site = write_distribution(
+        tmp_path / "other",
+        "named-dist",
+        {"loramux.adapter_sources": {name: "named_source:Failing"}},
+        named_source=FAILING,
+    )
+    monkeypatch.syspath_prepend(site)
+    kind = ExtensionKind[AdapterSource]("adapter_sources", "adapter source", AdapterSource, read=read_entries)
+    monkeypatch.setattr(sources, "ADAPTER_SOURCES", kind)
+    assert is_allowable(f"{name}://team")
+    assert AdapterSources((f"{name}://team",)).check(f"{name}://team/support") == f"{name}://team/support"
+
+
 def test_prefixes_of_extensions_can_be_allowed() -> None:
     assert is_allowable("share://team")
     assert is_allowable("share://team/support/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.admin.client import weights_push
 from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
+from loramux.admin.client.push import push_adapter
 from loramux.admin.client.weights_push import AsyncWeightsPush, WeightsPush
 from tests.admin.admin_side import ADMIN_KEY
 from tests.docs.write import DOCS
@@ -111,13 +113,58 @@ def test_a_busy_server_gets_the_push_again(
 
 def test_a_push_is_sent_in_small_chunks_as_often_as_needed() -> None:
     """httpcore copies the rest of a chunk after each call to the socket, which may take a small part of it."""
-    files = weights_push._files({"a": np.zeros(1 << 20, np.float32)}, CONFIG)
+    files = weights_push._memory_files({"a": np.zeros(1 << 20, np.float32)}, CONFIG)
     request = httpx.Request("PUT", "http://host/", files=files)
     assert isinstance(request.stream, httpx.SyncByteStream)
     chunks, again = list(request.stream), list(request.stream)
     assert max(map(len, chunks)) <= 1 << 20
     assert sum(map(len, chunks)) == int(request.headers["content-length"]) > 4 << 20
     assert chunks == again
+
+
+def test_a_directory_becomes_the_version_that_the_command_makes(
+    client: AdminClient, admin_url: str, make_adapter: Callable[..., Path]
+) -> None:
+    directory = make_adapter()
+    modules = [{"type": f"models.{name}", "path": "1_Pooling"} for name in ("Transformer", "Pooling")]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<|user|>", "chat_template": "{{ messages }}"}')
+    tensors = directory / "adapter_model.safetensors"
+    by_command = push_adapter(client, directory, "acme", "command")
+    # The shards of the tensors are joined, too.
+    tensors.rename(directory / "adapter_model-00001-of-00001.safetensors")
+    with WeightsPush(admin_url, ADMIN_KEY, "acme/program") as policy:
+        by_program = policy.push(directory)
+        with pytest.raises(ValueError, match="a directory has its own configuration"):
+            policy.push(directory, CONFIG)
+    assert by_program.version_digest == by_command.version_digest
+
+
+def test_tied_weights_are_sent_twice(tmp_path: Path) -> None:
+    tied = torch.arange(6.0).reshape(2, 3)
+    (tmp_path / "file").write_bytes(weights_push._tensor_bytes({"head": tied, "embedding": tied, "row": tied[1]}))
+    found = load_tensors(tmp_path / "file")
+    assert torch.equal(found["head"], found["embedding"])
+    assert torch.equal(found["row"], tied[1])
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (httpx.ReadTimeout("timed out"), "the loramux server at llm.example took too long to answer: push again"),
+        (httpx.ConnectTimeout("timed out"), r"no loramux server answers at llm.example \(timed out\)"),
+    ],
+)
+def test_a_slow_server_is_not_taken_for_an_absent_one(error: httpx.TransportError, message: str) -> None:
+    def fail(request: httpx.Request) -> httpx.Response:
+        raise error
+
+    with WeightsPush("https://llm.example", ADMIN_KEY, "acme/policy") as policy:
+        policy._http = httpx.Client(base_url=policy._http.base_url, transport=httpx.MockTransport(fail))
+        with pytest.raises(ServerUnreachable, match=message):
+            policy.push({"a": np.zeros((2, 2), np.float32)}, CONFIG)
 
 
 @pytest.mark.parametrize(
