@@ -122,7 +122,7 @@ class WeightsPush(_Pusher):
     """
 
     def __init__(self, url: str, key: str, adapter: str, timeout_s: float = 120.0) -> None:
-        """`timeout_s` limits each wait for the server, in seconds. Raises ValueError if `adapter` is not TENANT/NAME."""
+        """`timeout_s` limits each wait for the server, in seconds. Raises ValueError for another form of `adapter`."""
         super().__init__(adapter)
         self._http = httpx.Client(**_options(url, key, timeout_s))
 
@@ -150,8 +150,9 @@ class WeightsPush(_Pusher):
         """Create a version and return when it is ready, or, with `wait="resident"`, when the engine has loaded it.
 
         `config` is a `peft.LoraConfig` or the content of `adapter_config.json`, and is needed unless `weights` is a
-        directory, which becomes the same version as with `loramux adapters push`. `alias` then stands for the version. `running="stop"` cancels requests that still run on the alias's
-        earlier versions. `untrained` accepts weights whose products B A are all zero.
+        directory, which becomes the same version as with `loramux adapters push`. `alias` then stands for the version.
+        `running="stop"` cancels requests that still run on the alias's earlier versions. `untrained` accepts weights
+        whose products B A are all zero.
 
         Raises ValueError or PushRefused for weights that cannot be sent, AdminError if the server refuses the push or
         rejects the version, ServerUnreachable, or OSError.
