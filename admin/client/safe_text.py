@@ -19,6 +19,8 @@ def safe_text(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(
-        one if one in KEPT or unicodedata.category(one) not in REPLACED else "\ufffd" for one in text if one != "\r"
-    )
+    return "".join(one if is_safe(one) else "\ufffd" for one in text if one != "\r")
+
+
+def is_safe(character: str) -> bool:
+    return character in KEPT or unicodedata.category(character) not in REPLACED

@@ -1,5 +1,8 @@
 """Command output and exit codes.
 
+Commands print only with these functions. Tenants, files and servers choose much of the text, which must not control the
+terminal.
+
 Exit codes: 0 success, 1 refused, 2 wrong usage or settings, 3 no server is configured or reachable, 130 interrupted
 with Ctrl-C.
 """
@@ -7,6 +10,7 @@ with Ctrl-C.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 
+from loramux.admin.client.safe_text import is_safe, safe_text
 from loramux.admin.exit_codes import REFUSED, UNREACHABLE
 
 if TYPE_CHECKING:
@@ -67,7 +72,7 @@ def fail(message: str, exit_code: int, document: Document | None = None) -> NoRe
         print_json(document)
     else:
         for line in message.splitlines():
-            print(f"loramux: {line}", file=sys.stderr)
+            print_text(f"loramux: {line}", file=sys.stderr)
     raise typer.Exit(exit_code)
 
 
@@ -81,19 +86,35 @@ def error_document(message: str, code: str | None, param: str | None = None) -> 
     return {"error": {"message": message, "code": code, "param": param}}
 
 
+def print_text(text: str = "", file: TextIO | None = None, flush: bool = False) -> None:
+    """Print text, by default to standard output. Characters that could control a terminal are replaced."""
+    print(safe_text(text), file=file or sys.stdout, flush=flush)
+
+
+def print_exact(text: str) -> None:
+    """Print a server's document byte for byte, unless standard output is a terminal."""
+    sys.stdout.write(safe_text(text) if sys.stdout.isatty() else text)
+
+
 def print_json(document: object) -> None:
-    print(json_text(document, indent=2))
+    print(json_text(document, indent=2))  # noqa: T201
 
 
 def json_text(document: object, indent: int | None = None) -> str:
-    """Return a document as JSON for standard output. Letters that its encoding may lack are escaped as in JSON."""
+    """Return a document as JSON for standard output.
+
+    Letters that its encoding may lack, and characters that could control a terminal, are escaped as in JSON.
+    """
     is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    return json.dumps(document, indent=indent, ensure_ascii=not is_unicode)
+    text = json.dumps(document, indent=indent, ensure_ascii=not is_unicode)
+    if text.isascii() and "\x7f" not in text:
+        return text
+    return "".join(one if is_safe(one) else json.dumps(one)[1:-1] for one in text)
 
 
 def tell(document: object, sentence: str, as_json: bool) -> None:
     """Print a command's result as a sentence, or as JSON."""
-    print_json(document) if as_json else print(sentence)
+    print_json(document) if as_json else print_text(sentence)
 
 
 def print_list(document: Document, columns: Columns, as_json: bool) -> None:
@@ -108,7 +129,7 @@ def print_warnings(warnings: Iterable[Document], file: TextIO | None = None) -> 
     """Print the warnings of a validation report, by default to standard error."""
     for warning in warnings:
         where = f" ({warning['count']}: {', '.join(warning['params'])})" if warning["params"] else ""
-        print(f"warning: {warning['message']}{where}", file=file or sys.stderr)
+        print_text(f"warning: {warning['message']}{where}", file=file or sys.stderr)
 
 
 def time_in(name: str) -> Callable[[Document], object]:
@@ -126,10 +147,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
     console = Console()
     # Tenants choose the names, so show them literally and never interpret them as markup.
-    cells = [[Text("-" if value is None else str(value)) for value in row] for row in rows]
+    titles = [Text(safe_text(column)) for column in columns]
+    cells = [[Text("-" if value is None else safe_text(str(value))) for value in row] for row in rows]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for at, column in enumerate(columns):
-        table.add_column(column, no_wrap=len(columns) != 2 or at == 0, overflow="fold")
+    for at, title in enumerate(titles):
+        table.add_column(title, no_wrap=len(columns) != 2 or at == 0, overflow="fold")
     for row in cells:
         table.add_row(*row)
     width = console.measure(table, options=console.options.update(max_width=100_000)).maximum
@@ -144,16 +166,18 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
         one = Table(box=None, pad_edge=False, show_header=False)
         one.add_column(style="bold", no_wrap=True)
         one.add_column(overflow="fold")
-        for column, cell in zip(columns, row, strict=True):
-            one.add_row(column, cell)
+        for title, cell in zip(titles, row, strict=True):
+            one.add_row(title, cell)
         console.print(one)
 
 
 def print_csv(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print CSV (RFC 4180). A missing value is an empty cell. Cells must not contain text supplied by tenants."""
-    writer = csv.writer(sys.stdout)
+    text = io.StringIO()
+    writer = csv.writer(text)
     writer.writerow(columns)
     writer.writerows(rows)
+    print_exact(text.getvalue())
 
 
 def shown_time(seconds: int | None) -> str | None:

@@ -15,7 +15,7 @@ def _print_version(is_asked: bool) -> None:
     if is_asked:
         from importlib.metadata import version
 
-        print(f"loramux {version('loramux')}")
+        print(f"loramux {version('loramux')}")  # noqa: T201
         raise typer.Exit
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loramux.admin.client.safe_text import safe_text
 from loramux.admin.demo.server import DemoServer
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def print_answers(console: Console, answers: Sequence[DemoAnswer], ranks: Mappin
             version,
             str(ranks.get(answer.question.model, "-")),
             # The model's output is text, never markup.
-            Text(answer.text.strip()),
+            Text(safe_text(answer.text.strip())),
             str(answer.completion_tokens),
             f"{answer.time_to_first_token_s * 1000:.0f} ms",
         )
@@ -60,10 +61,10 @@ def print_tool_loops(console: Console, asked: Sequence[DemoAnswer], answered: Se
         table.add_row(
             before.question.tenant,
             before.question.model,
-            Text(before.reasoning.strip() or "-"),
-            Text("\n".join(f"{call['name']} {call['arguments']}" for call in calls) or before.text.strip()),
+            Text(safe_text(before.reasoning.strip() or "-")),
+            Text(safe_text("\n".join(f"{call['name']} {call['arguments']}" for call in calls) or before.text.strip())),
             Text("\n".join(m["content"] for m in after.question.messages if m["role"] == "tool") or "-"),
-            Text(after.text.strip()),
+            Text(safe_text(after.text.strip())),
         )
     console.print(table)
 

@@ -13,7 +13,15 @@ import typer
 
 from loramux.admin.commands.administration.adapter_views import shown_targets
 from loramux.admin.commands.options import AsJson, Tenant
-from loramux.admin.commands.output import connected, error_document, fail, located, print_json, print_warnings
+from loramux.admin.commands.output import (
+    connected,
+    error_document,
+    fail,
+    located,
+    print_json,
+    print_text,
+    print_warnings,
+)
 from loramux.admin.commands.transfer_progress import transfer_progress
 from loramux.admin.exit_codes import REFUSED
 
@@ -142,10 +150,12 @@ def push(
         print_json({"model": pushed.model, "version": pushed.version, **digests, "warnings": warnings})
         return
     print_warnings(pushed.warnings)
-    print(f"{pushed.model} version {pushed.version} is ready (rank {pushed.max_rank}, {pushed.version_digest[:12]})")
+    print_text(
+        f"{pushed.model} version {pushed.version} is ready (rank {pushed.max_rank}, {pushed.version_digest[:12]})"
+    )
     if [target["version"] for target in default] != [pushed.version]:
         still = f"its bare name still selects version {shown_targets(default)}" if default else "no alias selects it"
-        print(f"{still}: loramux adapters promote {pushed.model}@{pushed.version}")
+        print_text(f"{still}: loramux adapters promote {pushed.model}@{pushed.version}")
 
 
 def push_source(options: PushOptions, as_json: bool) -> tuple[PushedVersion, Sequence[Document]]:

@@ -10,7 +10,7 @@ import typer
 
 from loramux.admin.commands.administration.adapter_views import shown_divergence, shown_targets
 from loramux.admin.commands.options import Alias, AsJson, Model, NoWarm, VersionedModel
-from loramux.admin.commands.output import connected_to, fail, tell
+from loramux.admin.commands.output import connected_to, fail, print_text, tell
 from loramux.admin.exit_codes import WRONG_CALL
 
 if TYPE_CHECKING:
@@ -218,14 +218,14 @@ def _tell_divergence(client: AdminClient, named: NamedAdapter, num_own: int) -> 
         evals = client.whole_list(f"{named.path}/evals", version=named.version)["data"]
     except (AdminError, ServerUnreachable) as error:
         # The alias has moved.
-        print(f"loramux: the evals cannot be listed: {error}", file=sys.stderr)
+        print_text(f"loramux: the evals cannot be listed: {error}", file=sys.stderr)
         return
     found = next((one for one in evals if one["share_base_cache"] == num_own and one["divergence"] is not None), None)
     if found is not None:
-        print(f"divergence in {found['name']}: {shown_divergence(found)}")
+        print_text(f"divergence in {found['name']}: {shown_divergence(found)}")
         return
     measure = f"loramux eval {named.document['model']}@{named.version} FILE.jsonl --share-base-cache {num_own}"
-    print(f"the divergence is not known: measure it with {measure}")
+    print_text(f"the divergence is not known: measure it with {measure}")
 
 
 def _tell(adapter: Document, alias: Document, as_json: bool) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from loramux.admin.commands.output import print_table, shown_time
+from loramux.admin.commands.output import print_table, print_text, shown_time
 
 if TYPE_CHECKING:
     from loramux.admin.client.client import Document
@@ -45,7 +45,7 @@ _MAX_SHOWN = 12
 def print_versions(adapter: Document, versions: Sequence[Document], evals: Sequence[Document]) -> None:
     """`evals` are finished evals of the versions, newest first."""
     newest = {one["version"]: f"{one['score']:.3f} {one['name']}" for one in reversed(evals)}
-    print(f"{adapter['model']} ({adapter['id']}, {adapter['state']})")
+    print_text(f"{adapter['model']} ({adapter['id']}, {adapter['state']})")
     print_table(
         ("version", "state", "aliases", "rank", "pages", "size", "digest", "files", "eval", "created", "error"),
         [
@@ -69,7 +69,7 @@ def print_versions(adapter: Document, versions: Sequence[Document], evals: Seque
 
 def print_version(adapter: Document, version: Document) -> None:
     """Print one version with the main facts of its validation report."""
-    print(f"{adapter['model']}@{version['number']} ({version['id']}, {version['state']})")
+    print_text(f"{adapter['model']}@{version['number']} ({version['id']}, {version['state']})")
     rows: list[tuple[str, object]] = [
         (name, version[name]) for name in ("digest", "version_digest", "max_rank", "num_pages")
     ]
@@ -83,7 +83,7 @@ def print_version(adapter: Document, version: Document) -> None:
     own = version["report"].get("added_vocabulary", {})
     if "renamed" in own:
         rows.append(("renamed_tokens", _shown_tokens(own["renamed"])))
-    rows += [(f"special_tokens {role}", content) for role, content in own.get("special_tokens", {}).items()]
+    rows += [(f"special_tokens {role}", json.dumps(content)) for role, content in own.get("special_tokens", {}).items()]
     settings = version["generation_config"] or {}
     rows += [(f"generation_config {name}", value) for name, value in settings.items()]
     rows += [(name, version[name]) for name in _PARSERS if version[name] is not None]

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import Columns, connected, error_document, fail, print_list, tell, time_in
+from loramux.admin.commands.output import (
+    Columns,
+    connected,
+    error_document,
+    fail,
+    print_list,
+    print_text,
+    tell,
+    time_in,
+)
 from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 
 if TYPE_CHECKING:
@@ -91,7 +100,9 @@ def weight(
     for base in bases["data"]:
         if base["weight"] is not None and not base["is_shared"]:
             reason = "none of its servers shares requests: see 'loramux serve --peer-address'"
-            print(f"loramux: the weight of base {base['id'][:NUM_SHOWN]} has no effect yet: {reason}", file=sys.stderr)
+            print_text(
+                f"loramux: the weight of base {base['id'][:NUM_SHOWN]} has no effect yet: {reason}", file=sys.stderr
+            )
     shares = {base["id"]: base["weight"] for base in bases["data"] if base["weight"] is not None}
     total = sum(shares.values())
     shown = ", ".join(f"{base_id[:NUM_SHOWN]} {100 * share / total:.3g} %" for base_id, share in shares.items())

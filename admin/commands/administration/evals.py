@@ -20,6 +20,7 @@ from loramux.admin.commands.output import (
     print_json,
     print_list,
     print_table,
+    print_text,
     tell,
     time_in,
 )
@@ -74,7 +75,7 @@ def evaluate(
         if no_wait:
             tell(found, f"{found['id']} is queued: loramux evals show {found['id']}", as_json)
             return
-        print(f"loramux: {found['id']} is queued: loramux evals show|cancel {found['id']}", file=sys.stderr)
+        print_text(f"loramux: {found['id']} is queued: loramux evals show|cancel {found['id']}", file=sys.stderr)
         found = _followed(client, found, as_json)
         _print(found, retry_read(partial(_answers, client, found["id"])), as_json)
     score = found["score"]
@@ -146,7 +147,7 @@ def _followed(client: AdminClient, found: Document, as_json: bool) -> Document:
                 found = retry_read(partial(client.get, path))
                 advance(found["num_answers"])
     except KeyboardInterrupt:
-        print(f"loramux: the eval goes on: loramux evals show|cancel {found['id']}", file=sys.stderr)
+        print_text(f"loramux: the eval goes on: loramux evals show|cancel {found['id']}", file=sys.stderr)
         raise
     return found
 
@@ -164,14 +165,14 @@ def _print(found: Document, answers: list[Document], as_json: bool) -> None:
         rows.append(
             (_compared_form(found), *_result(found, found["version"], "compare_score", "compare_num_passed")[1:])
         )
-    print(f"{found['id']} {found['state']}: {found['name']}")
+    print_text(f"{found['id']} {found['state']}: {found['name']}")
     print_table(("model", "score", "passed"), rows)
     if found["num_measured"] is not None:
-        print(f"divergence: {shown_divergence(found)}")
+        print_text(f"divergence: {shown_divergence(found)}")
     missed = [one for one in answers if not one["passed"]]
     if missed:
         shown = missed[:MAX_SHOWN]
-        print()
+        print_text()
         print_table(
             ("line", "version", "score", "answer", "why"),
             [
@@ -180,7 +181,7 @@ def _print(found: Document, answers: list[Document], as_json: bool) -> None:
             ],
         )
     if len(missed) > MAX_SHOWN:
-        print(f"and {len(missed) - MAX_SHOWN} more: loramux evals show {found['id']} --json")
+        print_text(f"and {len(missed) - MAX_SHOWN} more: loramux evals show {found['id']} --json")
 
 
 def _compared_form(found: Document) -> str:

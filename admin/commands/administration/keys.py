@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import Columns, connected, fail, print_list, shown_time, tell, time_in
+from loramux.admin.commands.output import Columns, connected, fail, print_list, print_text, shown_time, tell, time_in
 from loramux.admin.exit_codes import WRONG_CALL
 
 if TYPE_CHECKING:
@@ -167,4 +168,4 @@ def _show_secret(key: Document, sentence: str, as_json: bool) -> None:
     """Print only the secret to standard output, so that a script can capture it."""
     tell(key, key["secret"], as_json)
     if not as_json:
-        typer.echo(sentence, err=True)
+        print_text(sentence, file=sys.stderr)

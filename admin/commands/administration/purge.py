@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import connected, connected_to, error_document, fail, print_json, print_table
+from loramux.admin.commands.output import (
+    connected,
+    connected_to,
+    error_document,
+    fail,
+    print_json,
+    print_table,
+    print_text,
+)
 from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 
 if TYPE_CHECKING:
@@ -82,9 +90,9 @@ def _purge(client: AdminClient, path: str, dry_run: bool, yes: bool, as_json: bo
     if as_json:
         print_json(purged)
         return
-    print(f"purged {name}: {_size(purged)}")
+    print_text(f"purged {name}: {_size(purged)}")
     if purged["files_pending"]:
-        print("loramux: some files are deleted later, once the object store answers", file=sys.stderr)
+        print_text("loramux: some files are deleted later, once the object store answers", file=sys.stderr)
 
 
 def _is_interactive() -> bool:
@@ -97,7 +105,7 @@ def _show(found: Document) -> None:
         rows.append(("aliases", " ".join(found["aliases"])))
     print_table((f"purge of {found['name']}", "deletes"), [("stored files", _size(found)), *rows])
     if found["blocked_by"] is not None:
-        print(f"it would be refused now: {found['blocked_by']}")
+        print_text(f"it would be refused now: {found['blocked_by']}")
 
 
 def _size(found: Document) -> str:

@@ -15,6 +15,7 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from loramux.admin.client.safe_text import safe_text
     from loramux.platform.amounts import amount_text
 
     console = Console()
@@ -29,8 +30,8 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
         whose = f"{limit['scope']} (inherited)" if limit["is_inherited"] else limit["scope"]
         color = "red" if limit["is_exceeded"] else "yellow" if limit["num_exceeded"] else "green"
         amounts = [amount_text(limit[name], limit["unit"]) for name in ("used", "reserved", "limit")]
-        texts = (limit["metric"], whose, limit["mode"])
-        table.add_row(*(Text(str(text)) for text in texts), Text(bar(limit), style=color), *amounts, _reset(limit))
+        texts = [Text(safe_text(str(text))) for text in (limit["metric"], whose, limit["mode"])]
+        table.add_row(*texts, Text(bar(limit), style=color), *amounts, _reset(limit))
     console.print(table)
 
 

@@ -17,6 +17,7 @@ from loramux.admin.commands.output import (
     print_json,
     print_list,
     print_table,
+    print_text,
     tell,
     time_in,
 )
@@ -154,7 +155,7 @@ def effective(
     elif as_csv:
         print_csv(SHOWN, [_csv_row(limit, SHOWN) for limit in found["data"]])
     elif not found["data"]:
-        print("no limits apply")
+        print_text("no limits apply")
     else:
         print_plot(found["data"])
 
@@ -206,7 +207,7 @@ def check(
             ],
         )
         error = answer["error"]
-        print(
+        print_text(
             "the request would be admitted"
             if error is None
             else f"{answer['status']} {error['code']}: {error['message']}"

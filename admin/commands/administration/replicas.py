@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loramux.admin.commands.administration.bases import NUM_SHOWN
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import connected, print_json, print_table
+from loramux.admin.commands.output import connected, print_json, print_table, print_text
 
 
 def replicas(as_json: AsJson = False) -> None:
@@ -17,7 +17,7 @@ def replicas(as_json: AsJson = False) -> None:
         print_json(document)
         return
     if not document["data"]:
-        print(
+        print_text(
             "this server has one engine and does not share requests with others: see --data-parallel-size and "
             "--peer-address of 'loramux serve'"
         )
@@ -42,4 +42,4 @@ def replicas(as_json: AsJson = False) -> None:
     )
     for one in document["data"]:
         if one["reason"] is not None:
-            print(f"{one['id']} is {one['state']}: {one['reason']}")
+            print_text(f"{one['id']} is {one['state']}: {one['reason']}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, fail, print_json, print_table, shown_time
+from loramux.admin.commands.output import connected, fail, print_json, print_table, print_text, shown_time
 from loramux.admin.exit_codes import REFUSED
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def residency(
     )
     for server, document in documents.items():
         if every:
-            print(f"\nserver {server}")
+            print_text(f"\nserver {server}")
         if document["has_more"]:
-            print(f"and more: only the most recently used adapters of the {tier.value} tier are listed")
+            print_text(f"and more: only the most recently used adapters of the {tier.value} tier are listed")
         if document["tiers"] is not None:
             _print_fill(document)
 
@@ -94,7 +94,7 @@ def _ids(client: AdminClient) -> list[str]:
 
 
 def _print_fill(document: Document) -> None:
-    print()
+    print_text()
     print_table(
         ("tier", "adapters", "used MiB", "of MiB", "evictions"),
         [
@@ -110,9 +110,9 @@ def _print_fill(document: Document) -> None:
     )
     pages = document["pages"]
     if pages is not None:
-        print(
+        print_text(
             f"{pages['free']} of {pages['total']} pages are free; {pages['adapters']} contain adapters "
             f"({pages['pinned']} pinned), {pages['kv']} contain keys and values ({pages['prefix']} cached prefixes)"
         )
         if pages["host_total"]:
-            print(f"{pages['host_prefix']} of {pages['host_total']} pages in main memory contain evicted prefixes")
+            print_text(f"{pages['host_prefix']} of {pages['host_total']} pages in main memory contain evicted prefixes")

@@ -23,7 +23,7 @@ from loramux.admin.commands.administration.usage_options import (
     start_of,
 )
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, print_json, print_table, shown_time
+from loramux.admin.commands.output import connected, print_exact, print_json, print_table, shown_time
 
 if TYPE_CHECKING:
     from loramux.admin.client.client import Document
@@ -73,7 +73,7 @@ def _report(path: str, chosen: Format, **params: Any) -> Document | None:
     """Fetch a report. Return it if it will be shown as a table. Otherwise, print it and return None."""
     with connected(chosen is Format.JSON) as client:
         if chosen in (Format.CSV, Format.NDJSON):
-            print(client.get_text(path, **params, format=chosen.value), end="")
+            print_exact(client.get_text(path, **params, format=chosen.value))
             return None
         report = client.get(path, **params)
     if chosen is Format.JSON:

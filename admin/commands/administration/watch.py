@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, json_text, shown_time
+from loramux.admin.commands.output import connected, json_text, print_text, shown_time
 
 if TYPE_CHECKING:
     from loramux.admin.client.client import Document
@@ -32,7 +32,7 @@ def watch(
     from loramux.admin.client.named_adapter import find_named
 
     def note_broken(reason: str) -> None:
-        print(f"loramux: {reason}; trying again", file=sys.stderr)
+        print_text(f"loramux: {reason}; trying again", file=sys.stderr)
 
     with connected(as_json) as client:
         adapter_id = None if model is None else find_named(client, model).document["id"]
@@ -40,15 +40,14 @@ def watch(
             tenant = model.partition("/")[0]
         wanted: dict[str, Any] = {"tenant": tenant, "adapter": adapter_id, "types": ",".join(types) if types else None}
         for event in islice(follow(client, after, note_broken, **wanted), count):
-            print(json_text(event) if as_json else _line(event), flush=True)
+            print_text(json_text(event) if as_json else _line(event), flush=True)
 
 
 def _line(event: Document) -> str:
     from loramux.admin.client.event_text import event_text
-    from loramux.admin.client.safe_text import safe_text
 
     if event["type"] == "events.expired":
         return f"the events after number {event['after']} are no longer kept"
     subject = event["model"] or event["tenant"] or event["tenant_id"]
     words = (shown_time(event["created_at"]), event["sequence"], event["type"], subject, event_text(event))
-    return safe_text("  ".join(str(word) for word in words)).replace("\n", " ")
+    return "  ".join(str(word) for word in words).replace("\n", " ")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import Columns, connected, fail, print_json, print_list, tell, time_in
+from loramux.admin.commands.output import Columns, connected, fail, print_json, print_list, print_text, tell, time_in
 from loramux.admin.exit_codes import REFUSED
 
 app = typer.Typer(no_args_is_help=True, help="Deliver events to URLs: create, list, delete and test webhooks.")
@@ -30,8 +30,8 @@ def create(
     if as_json:
         print_json(webhook)
         return
-    print(f"{webhook['id']} delivers the events of {webhook['tenant']}")
-    print(f"secret  {webhook['secret']}  (shown this once)")
+    print_text(f"{webhook['id']} delivers the events of {webhook['tenant']}")
+    print_text(f"secret  {webhook['secret']}  (shown this once)")
 
 
 @app.command("list")

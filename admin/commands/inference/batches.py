@@ -23,6 +23,7 @@ from loramux.admin.commands.output import (
     print_json,
     print_list,
     print_table,
+    print_text,
     tell,
     time_in,
 )
@@ -68,7 +69,7 @@ def run(
             tell(found, f"{found['id']} is queued: loramux batches show {found['id']}", as_json)
             return
         # Whatever happens to this command, the batch can be found by its identifier.
-        print(f"loramux: {found['id']} is queued: loramux batches show|cancel {found['id']}", file=sys.stderr)
+        print_text(f"loramux: {found['id']} is queued: loramux batches show|cancel {found['id']}", file=sys.stderr)
         found = _followed(client, found, as_json)
         written = [path for name, path in outputs.items() if found[name] is not None]
         for name, path in outputs.items():
@@ -82,7 +83,7 @@ def run(
     else:
         _print(found)
         for path in written:
-            print(f"wrote {path}")
+            print_text(f"wrote {path}")
     if found["status"] != "completed" or found["request_counts"]["failed"]:
         raise typer.Exit(REFUSED)
 
@@ -195,7 +196,7 @@ def _followed(client: BatchClient, found: Document, as_json: bool) -> Document:
                 counts = found["request_counts"]
                 advance(counts["completed"] + counts["failed"], counts["total"] or None)
     except KeyboardInterrupt:
-        print(f"loramux: the batch goes on: loramux batches show|cancel {found['id']}", file=sys.stderr)
+        print_text(f"loramux: the batch goes on: loramux batches show|cancel {found['id']}", file=sys.stderr)
         raise
     return found
 
@@ -221,7 +222,7 @@ def _as_openai(found: Document) -> Document:
 def _print(found: Document) -> None:
     counts = found["request_counts"]
     done = f"{counts['completed']} completed, {counts['failed']} failed of {counts['total']}"
-    print(f"{found['id']} {found['status']}: {done}")
+    print_text(f"{found['id']} {found['status']}: {done}")
     errors = (found["errors"] or {"data": []})["data"]
     if errors:
         print_table(("line", "code", "error"), [(one["line"], one["code"], _shown(one["message"])) for one in errors])

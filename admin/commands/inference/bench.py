@@ -37,7 +37,7 @@ from loramux.admin.commands.inference.bench_options import (
 )
 from loramux.admin.commands.inference.openai_options import ApiKey, OpenAIUrl, openai_server
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import error_document, fail, print_json, print_table
+from loramux.admin.commands.output import error_document, fail, print_json, print_table, print_text
 from loramux.admin.commands.progress import counted_progress
 from loramux.admin.exit_codes import REFUSED, UNREACHABLE, WRONG_CALL
 
@@ -173,15 +173,15 @@ def _report(
         _draw(plot, [Result(name, workload.models[0], summary["date"], summary)])
     # What makes the figures doubtful comes before the figures.
     for warning in warnings_of(figures):
-        print(f"warning: {warning}", file=sys.stderr)
+        print_text(f"warning: {warning}", file=sys.stderr)
     if as_json:
         print_json(summary)
     else:
         print_table(("", ""), total_rows(summary))
-        print()
+        print_text()
         print_table(("", *STATISTICS), time_rows(figures))
         if figures.failed:
-            print()
+            print_text()
             print_table(("requests", "error"), error_rows(run.answers))
     if figures.completed == 0:
         raise typer.Exit(REFUSED)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loramux.admin.commands.inference.openai_options import ApiKey, OpenAIUrl, openai_server
-from loramux.admin.commands.output import fail
+from loramux.admin.commands.output import fail, print_text
 from loramux.admin.exit_codes import REFUSED, UNREACHABLE
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Terminal:
             sys.stdout.write(PLAIN)
             self._is_dim = False
         sys.stdout.flush()
-        print(text, file=sys.stderr)
+        print_text(text, file=sys.stderr)
 
 
 def _first(models: list[str]) -> str:

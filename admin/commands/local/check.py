@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loramux.admin.commands.options import AsJson, DataDir
-from loramux.admin.commands.output import error_document, fail, print_json, print_table, print_warnings
+from loramux.admin.commands.output import error_document, fail, print_json, print_table, print_text, print_warnings
 from loramux.admin.exit_codes import REFUSED
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def _show(verdict: CheckVerdict) -> None:
     print_warnings([warning.document() for warning in verdict.warnings], sys.stdout)
     for problem in verdict.problems:
         where = "" if problem.param is None else f" [{problem.param}]"
-        print(f"problem: {problem.message} ({problem.code}){where}")
-    print(f"{verdict.path} {'would be served' if verdict.is_served else 'would not be served'}")
+        print_text(f"problem: {problem.message} ({problem.code}){where}")
+    print_text(f"{verdict.path} {'would be served' if verdict.is_served else 'would not be served'}")
 
 
 def _rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

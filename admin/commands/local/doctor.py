@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson, ConfigFile, DatabaseUrl, DataDir, given_amount
-from loramux.admin.commands.output import error_document, fail, print_json
+from loramux.admin.commands.output import error_document, fail, print_json, print_text
 from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 
 if TYPE_CHECKING:
@@ -135,12 +135,14 @@ def _show(finding: Finding) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from loramux.admin.client.safe_text import safe_text
+
     console = Console(highlight=False, soft_wrap=True)
     mark = Text.from_markup(MARKS[finding.grade.value])
     mark.pad_right(8 - len(mark))
-    console.print(Text.assemble(mark, f" {finding.check}: {finding.message}"))
+    console.print(Text.assemble(mark, f" {finding.check}: {safe_text(finding.message)}"))
     if finding.mend is not None:
-        console.print(Text(f"         to fix it: {finding.mend}"))
+        console.print(Text(f"         to fix it: {safe_text(finding.mend)}"))
 
 
 def _plan(
@@ -190,28 +192,32 @@ def _plan(
         print_json({**about, "data": data})
         return
     size = "its default size (set pool_bytes to change it)" if pool_bytes is None else in_gib(pool_bytes)
-    print(f"{model} on {device}; the pool has {size}")
+    print_text(f"{model} on {device}; the pool has {size}")
     if num_engines > 1:
         place = ", on a GPU of its own" if device == "cuda" else ""
-        print(f"each of the {num_engines} engines has the weights and a pool{place}; the total is that of all engines")
+        print_text(
+            f"each of the {num_engines} engines has the weights and a pool{place}; the total is that of all engines"
+        )
     if num_workers > 1:
-        print(f"weights: those of each of the {num_workers} workers; worker: its weights and its share of the pool")
+        print_text(
+            f"weights: those of each of the {num_workers} workers; worker: its weights and its share of the pool"
+        )
     worker, host = (("worker",) if num_workers > 1 else ()), (("host K/V",) if kv_host_bytes else ())
     columns = ("weights", *worker, "pool", *host, "process", "total")
-    print(f"{'format':<28}{''.join(f'{name:>12}' for name in columns)}")
+    print_text(f"{'format':<28}{''.join(f'{name:>12}' for name in columns)}")
     for plan in plans:
         of_worker = (plan.worker,) if num_workers > 1 else ()
         in_host = (plan.kv_host,) if kv_host_bytes else ()
         total = plan.total_of(num_engines)
         figures = (plan.weights, *of_worker, plan.pool, *in_host, plan.process, total)
         row = "".join(f"{in_gib(size):>12}" for size in figures)
-        print(f"{plan.format:<28}{row if plan.problem is None else f'  {plan.problem}'}")
+        print_text(f"{plan.format:<28}{row if plan.problem is None else f'  {plan.problem}'}")
     room = ", ".join(f"{number:,} with --kv-dtype {name}" for name, number in tokens.items())
-    print(f"tokens that fit into a pool without adapters: {room}")
+    print_text(f"tokens that fit into a pool without adapters: {room}")
     if available is not None:
         needed = {plan.format: plan.main_memory(device, num_engines) for plan in plans if plan.problem is None}
         if sums := [f"{in_gib(size)} for {name}" for name, size in needed.items() if size > available]:
-            print(
+            print_text(
                 f"too little main memory: this machine has {in_gib(available)} available, and with a host tier of "
                 f"{in_gib(DEFAULT_HOST_TIER_BYTES)} in each engine, the sum is {', '.join(sums)}"
             )
@@ -223,15 +229,15 @@ def _show_workers(plan: WorkersPlan, device: str) -> None:
     from loramux.admin.doctor.memory_plan import ADAPTER_RANK, NUM_ADAPTERS
     from loramux.engine.pages.pool_size import in_gib
 
-    print(f"each worker has the whole embedding, {in_gib(plan.embedding_bytes)}")
-    print(
+    print_text(f"each worker has the whole embedding, {in_gib(plan.embedding_bytes)}")
+    print_text(
         f"a decode step adds up outputs {plan.num_sums} times, {plan.sum_bytes / 1024:.1f} KiB for each sequence, and "
         f"joins the logits once, {plan.join_bytes / 1024:.1f} KiB for each sequence"
     )
-    print(
+    print_text(
         f"{NUM_ADAPTERS} adapters of rank {ADAPTER_RANK} on all linear layers add no exchange; they take "
         f"{in_gib(plan.adapter_bytes)} in each worker's share of the pool, or {in_gib(plan.whole_adapter_bytes)} in a "
         "pool that is not divided"
     )
     if device == "cuda":
-        print("tensor parallelism does not run on GPUs so far, so this is a plan only")
+        print_text("tensor parallelism does not run on GPUs so far, so this is a plan only")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson, ConfigFile, DataDir
-from loramux.admin.commands.output import error_document, fail, print_json, tell
+from loramux.admin.commands.output import error_document, fail, print_json, print_text, tell
 from loramux.admin.exit_codes import REFUSED
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def pull(
             return
         plan = puller.plan(name)
         if not as_json:
-            print("\n".join(plan_lines(plan)), flush=True)
+            print_text("\n".join(plan_lines(plan)), flush=True)
         if dry_run:
             if as_json:
                 print_json(_document(plan))
@@ -68,7 +68,7 @@ def pull(
         print_json({**_document(plan), "path": str(pulled.path)})
         return
     data = "" if data_dir is None else f" --data-dir {data_dir}"
-    print(f"{name.url} is {pulled.path}\nserve it without a network: loramux serve --model {name.url}{data}")
+    print_text(f"{name.url} is {pulled.path}\nserve it without a network: loramux serve --model {name.url}{data}")
 
 
 def _document(plan: PullPlan) -> dict[str, object]:

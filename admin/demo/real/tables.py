@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loramux.admin.client.safe_text import safe_text
+
 if TYPE_CHECKING:
     from loramux.admin.demo.mixed_batch import DemoAnswer
 
@@ -37,7 +39,8 @@ def print_side_by_side(console: Console, graded: Sequence[Graded]) -> None:
     for adapter in _adapters(graded):
         before, after = (_of(graded, adapter, is_by_base)[0].answer for is_by_base in (True, False))
         # The model's output is text, never markup.
-        table.add_row(adapter, *(Text(text.strip()) for text in (after.question.text, before.text, after.text)))
+        texts = (after.question.text, before.text, after.text)
+        table.add_row(adapter, *(Text(safe_text(text.strip())) for text in texts))
     console.print(table)
 
 

@@ -223,7 +223,7 @@ def test_facts_of_a_tokenizer_and_warnings_are_shown(loramux: Run, make_adapter:
     assert "settings tokens" in loramux("adapters", "show", "acme/support").stdout
     shown = loramux("adapters", "show", "acme/support@1").stdout
     assert re.search(r'renamed_tokens +4="<\|tool\|>"', shown), shown
-    assert re.search(r"special_tokens eos_token +<\|reserved_1\|>", shown)
+    assert re.search(r'special_tokens eos_token +"<\|reserved_1\|>"', shown)
     assert re.search(r"generation_config eos_token_id +\[5\]", shown)
 
 
