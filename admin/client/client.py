@@ -128,11 +128,15 @@ class AdminClient:
         return self._document(self._send("DELETE", path))
 
     def put_bytes(self, url: str, size: int, chunks: Iterable[bytes]) -> None:
-        """Upload one file to the URL that the server returned for it. Raises the same errors as every other call."""
+        """Upload one file to the URL that the server returned for it. Raises the same errors as every other call.
+
+        Only the part after `/admin/v1/` is used, because earlier servers leave out the prefix under which a proxy
+        publishes them.
+        """
         headers = {"content-length": str(size), "content-type": "application/octet-stream"}
         # The server answers only after it has stored the whole file.
         timeout = httpx.Timeout(300.0, connect=5.0)
-        self._send("PUT", str(self._http.base_url.join(url)), content=chunks, headers=headers, timeout=timeout)
+        self._send("PUT", url.rpartition("/admin/v1/")[2], content=chunks, headers=headers, timeout=timeout)
 
     def put_presigned(self, request: Mapping[str, Any], chunks: Iterable[bytes]) -> None:
         """Send bytes to the blob store with the server's presigned request. The API key is not sent."""

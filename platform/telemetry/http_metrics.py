@@ -42,7 +42,8 @@ class HttpMetrics:
         self._unmeasured = unmeasured
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._unmeasured:
+        # ASGI's path includes the prefix under which a proxy publishes the app.
+        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) in self._unmeasured:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()

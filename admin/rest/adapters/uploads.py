@@ -90,7 +90,7 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
     if presigned:
         # Anyone who has a presigned URL can use it until it expires, so do not store it for longer.
         keep_answer_until(request, upload.expires_us)
-    return _describe_upload(upload, presigned)
+    return _describe_upload(upload, presigned, request.scope["root_path"])
 
 
 @router.put("/{upload_id}/files/{name}", status_code=204, openapi_extra=takes_bytes(), responses=errors(503))
@@ -116,12 +116,12 @@ async def put_file(
 @router.get("")
 @paged
 async def list_uploads(
-    adapter_id: str, services: Services, caller: Reader, paging: Paging
+    adapter_id: str, request: Request, services: Services, caller: Reader, paging: Paging
 ) -> ListDocument[UploadDocument]:
     """List an adapter's open uploads."""
     adapter = await find_adapter(services, caller, adapter_id)
     page = await services.call(services.adapters.ingest.list_open_uploads, adapter.id, *paging)
-    return list_document(page, lambda upload: _describe_upload(upload, {}))
+    return list_document(page, lambda upload: _describe_upload(upload, {}, request.scope["root_path"]))
 
 
 @router.delete("/{upload_id}", status_code=204)
@@ -180,8 +180,11 @@ async def _next_bytes(body: AsyncIterator[bytes], deadline_s: float) -> bytes:
     return b"".join(parts)
 
 
-def _describe_upload(upload: Upload, presigned: Mapping[str, PresignedPut | PresignedParts]) -> UploadDocument:
-    base = f"/admin/v1/adapters/{upload.adapter_id}/uploads/{upload.id}/files"
+def _describe_upload(
+    upload: Upload, presigned: Mapping[str, PresignedPut | PresignedParts], root_path: str
+) -> UploadDocument:
+    """`root_path` is the prefix under which a proxy publishes the server."""
+    base = f"{root_path}/admin/v1/adapters/{upload.adapter_id}/uploads/{upload.id}/files"
     return {
         "id": upload.id,
         "object": "upload",

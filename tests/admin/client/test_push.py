@@ -7,11 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
-from loramux.admin.client.push import PushRefused, push_adapter
-from tests.admin.admin_side import ADMIN_KEY
+from loramux.admin.client.push import FILE_NAMES, PushRefused, push_adapter
+from loramux.admin.serving.app import create_admin_app
+from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.failing_calls import fail_first
+from tests.admin.running_server import SharedServer
 
 
 @pytest.fixture
@@ -71,6 +75,50 @@ def test_linked_files_are_pushed(client: AdminClient, make_adapter: Callable[...
         (tmp_path / f"blob{number}").hardlink_to(path)
         (linked / path.name).symlink_to(Path("..") / f"blob{number}")
     assert push_adapter(client, linked, "acme", "support").version == 1
+
+
+class PrefixProxy:
+    """Publishes an app under `/loramux` only, with or without stripping this prefix."""
+
+    def __init__(self, app: ASGIApp, *, strips: bool) -> None:
+        self._app = app
+        self._strips = strips
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if not path.startswith("/loramux/"):
+            await Response(status_code=404)(scope, receive, send)
+            return
+        if self._strips:
+            path = path.removeprefix("/loramux")
+        await self._app({**scope, "path": path, "raw_path": path.encode()}, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("root_path", "strips"),
+    [
+        pytest.param("/loramux", True, id="prefix-is-stripped"),
+        pytest.param("/loramux", False, id="prefix-is-kept"),
+        pytest.param("", True, id="server-without-root-path"),
+    ],
+)
+def test_files_are_pushed_through_a_proxy_that_adds_a_prefix(
+    admin_side: AdminSide,
+    shared_server: SharedServer,
+    make_adapter: Callable[..., Path],
+    root_path: str,
+    strips: bool,
+) -> None:
+    shared_server.app = PrefixProxy(create_admin_app(admin_side.services, root_path), strips=strips)
+    with AdminClient(f"{shared_server.url}/loramux", ADMIN_KEY) as client:
+        client.post("tenants", {"slug": "acme"})
+        assert push_adapter(client, make_adapter(), "acme", "support").version == 1
+        [adapter] = client.items("adapters")
+        uploads = f"adapters/{adapter['id']}/uploads"
+        files = [{"name": name, "size": 1, "sha256": "0" * 64} for name in FILE_NAMES]
+        client.post(uploads, {"files": files})
+        [upload] = client.items(uploads)
+        assert {file["url"].partition("/admin/v1/")[0] for file in upload["files"]} == {root_path}
 
 
 class BusyServer(AdminClient):

@@ -16,6 +16,7 @@ from loramux.admin.serving.app import create_admin_app
 from loramux.engine.protocol.messages import Load, Pin, Stats, StatsRequest
 from loramux.platform.admission.records import LoadCharge
 from loramux.platform.telemetry.routing_metrics import FRESH_S, ResidentNames
+from tests.admin.admin_side import AdminSide
 from tests.admin.rest.tenants_and_keys import bearer, new_key
 from tests.platform.ready_adapters import add_ready_adapter
 
@@ -67,6 +68,17 @@ async def test_metrics_without_token_are_local_only(
         assert response.status_code == status
         assert ("loramux_running_requests" in response.text) == (status == 200)
         assert ("set metrics_token" in response.text) == (token is None and status == 401)
+
+
+@pytest.mark.parametrize("root_path", ["", "/ops"])
+async def test_scrapes_are_not_admin_calls(admin_side: AdminSide, root_path: str) -> None:
+    transport = httpx.ASGITransport(create_admin_app(admin_side.services, root_path))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        for _ in range(2):
+            scraped = await http.get("/metrics")
+    assert scraped.status_code == 200
+    assert "loramux_admin_requests_total{" not in scraped.text
+    assert "loramux_admin_request_seconds_count 0.0" in scraped.text
 
 
 async def test_adapter_loading_metrics_need_a_responding_engine(admin_side: Any) -> None:
