@@ -60,10 +60,10 @@ class BatchClient:
             after = page["last_id"]
 
     def download(self, file_id: str, destination: Path) -> None:
-        """Write a file. It appears under its name only when it is complete."""
-        partial = destination.with_name(f".{destination.name}.partial")
+        """Write a file. It appears under its name only when it is complete. Raises OSError if it cannot be written."""
+        partial = partial_path(destination)
         try:
-            with self._http.stream("GET", f"files/{file_id}/content") as response, partial.open("wb") as file:
+            with self._http.stream("GET", self._content(file_id)) as response, partial.open("wb") as file:
                 if not response.is_success:
                     response.read()
                     raise refusal_of(response)
@@ -75,6 +75,13 @@ class BatchClient:
         finally:
             partial.unlink(missing_ok=True)
 
+    def content_url(self, file_id: str) -> str:
+        return f"{self._url}/{self._content(file_id)}"
+
+    @staticmethod
+    def _content(file_id: str) -> str:
+        return AdminClient.path("files", file_id, "content")
+
     def _call(self, method: str, path: str, **arguments: Any) -> Document:
         try:
             response = self._http.request(method, path, **arguments)
@@ -85,3 +92,8 @@ class BatchClient:
     def _unreachable(self, error: httpx.TransportError) -> ServerUnreachable:
         reason = str(error) or type(error).__name__
         return ServerUnreachable(f"no server answers at {self._url} ({reason}): start one or fix {URL_VARIABLE}")
+
+
+def partial_path(destination: Path) -> Path:
+    """Return where the bytes of a download are until it is complete."""
+    return destination.with_name(f".{destination.name}.partial")

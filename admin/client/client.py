@@ -42,6 +42,13 @@ class AdminError(Exception):
         return {"error": {"message": self.message, "code": self.code, "param": self.param}}
 
 
+class WrongCall(AdminError):
+    """A name or a file is wrong, and nothing was sent. The server would refuse it, too."""
+
+    def __init__(self, message: str, code: str, param: str) -> None:
+        super().__init__(400, message, code, param)
+
+
 class ServerUnreachable(Exception):
     """No server is configured, no loramux server answers at the admin URL, its blob store does not answer, or the
     connection broke.

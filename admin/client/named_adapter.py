@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from loramux.admin.client.client import AdminClient, AdminError, Document
+from loramux.admin.client.client import AdminClient, AdminError, Document, WrongCall
 from loramux.admin.client.suggestions import did_you_mean
 
 _NAME = re.compile(r"([^/@:]+)/([^/@:]+)(?:@([1-9][0-9]{0,9}))?")
@@ -28,11 +28,13 @@ class NamedAdapter:
 
 
 def find_named(client: AdminClient, name: str, *, needs_version: bool = False) -> NamedAdapter:
-    """Find an adapter. Raises AdminError for an unknown or malformed name, or a name without a required version."""
+    """Find an adapter. Raises AdminError for an unknown name, or WrongCall for a malformed name or one without a
+    required version.
+    """
     match = _NAME.fullmatch(name)
     if match is None or (needs_version and match[3] is None):
         form = "tenant/adapter@version" if needs_version else "tenant/adapter or tenant/adapter@version"
-        raise AdminError(400, f"{name!r} is not a name of the form {form}", "invalid_model_name", "model")
+        raise WrongCall(f"{name!r} is not a name of the form {form}", "invalid_model_name", "model")
     tenant, adapter, version = match.groups()
     found = client.get("adapters", tenant=tenant, name=adapter)["data"]
     if not found:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 import typer
 
 from loramux.admin.client.safe_text import is_safe, safe_text
-from loramux.admin.exit_codes import REFUSED, UNREACHABLE
+from loramux.admin.exit_codes import REFUSED, UNREACHABLE, WRONG_CALL
 
 if TYPE_CHECKING:
     from loramux.admin.client.client import AdminClient, Document
@@ -40,7 +40,7 @@ _ADVICE: Mapping[str, str] = {
 @contextmanager
 def connected(as_json: bool) -> Iterator[AdminClient]:
     """Connect to the configured server. If a call fails, print a message and exit with an error code."""
-    from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
+    from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable, WrongCall
     from loramux.admin.commands.root import chosen_profile
 
     try:
@@ -50,7 +50,8 @@ def connected(as_json: bool) -> Iterator[AdminClient]:
         is_limit = error.status == 429 and error.retry_after_s is not None
         again = f": try again in {error.retry_after_s} s" if is_limit else ""
         advice = _ADVICE.get(error.code or "", "")
-        fail(error.message + again + advice, REFUSED, error.envelope() if as_json else None)
+        exit_code = WRONG_CALL if isinstance(error, WrongCall) else REFUSED
+        fail(error.message + again + advice, exit_code, error.envelope() if as_json else None)
     except ServerUnreachable as error:
         fail(str(error), UNREACHABLE, error_document(str(error), "server_unreachable") if as_json else None)
 
@@ -74,6 +75,14 @@ def fail(message: str, exit_code: int, document: Document | None = None) -> NoRe
         for line in message.splitlines():
             print_text(f"loramux: {line}", file=sys.stderr)
     raise typer.Exit(exit_code)
+
+
+def ask(question: str, *, hides_answer: bool = False) -> str:
+    """Ask on standard error, and return the line that is typed. Ctrl-C and Ctrl-D interrupt the command."""
+    try:
+        return str(typer.prompt(safe_text(question), hide_input=hides_answer, err=True))
+    except typer.Abort:
+        raise KeyboardInterrupt from None
 
 
 def located(message: str, param: str | None) -> str:

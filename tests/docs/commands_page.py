@@ -29,10 +29,21 @@ one of them is given, then a profile that `--profile` or `LORAMUX_PROFILE` names
 | exit code | meaning |
 |---:|---|
 | 0 | done |
-| 1 | the server refused the call, a `doctor` check failed, `check` found a problem, or all requests of `bench` failed |
+| 1 | the server refused the call, or the command refused an adapter, a merge or a download; see also the next table |
 | 2 | the command or the settings are wrong; nothing was sent |
 | 3 | the server does not answer, or no server is configured |
-| 130 | Ctrl-C |
+| 130 | Ctrl-C, or Ctrl-D at a question |
+
+| command | also exits with 1 if |
+|---|---|
+| `bench` | all requests failed, or a file can no longer be written |
+| `check` | it found a problem |
+| `cluster status` | an engine does not run |
+| `doctor` | a check failed |
+| `eval` | the eval did not end, or its score is below `--min-score` |
+| `quotas check` | the request would be refused |
+| `run` | the batch did not complete, a request failed, or the answers can no longer be written |
+| `webhooks test` | the event was not delivered |
 
 `--json` prints one JSON document to standard output. For a failure, this is
 `{"error": {"message": ..., "code": ..., "param": ...}}`. Without `--json`, a failure is a sentence on standard error.

@@ -10,7 +10,7 @@ import typer
 
 from loramux.admin.commands.administration.adapter_views import shown_divergence, shown_targets
 from loramux.admin.commands.options import Alias, AsJson, Model, NoWarm, VersionedModel
-from loramux.admin.commands.output import connected_to, fail, print_text, tell
+from loramux.admin.commands.output import connected, connected_to, fail, print_text, tell
 from loramux.admin.exit_codes import WRONG_CALL
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def promote(
     """Point an alias at a version, or send a share of the alias's requests to it. Running requests are not affected."""
     from loramux.admin.client.client import AdminError, loading_timeout_s
     from loramux.admin.client.eval_file import read_eval_file
+    from loramux.admin.client.named_adapter import find_named
 
     if require_eval is not None and no_require_eval:
         fail("--require-eval and --no-require-eval contradict each other", WRONG_CALL)
@@ -115,7 +116,15 @@ def promote(
     if share_base_cache is not None or no_share_base_cache:
         body["share_base_cache"] = share_base_cache
 
-    with connected_to(model, as_json, needs_version=True) as (client, named):
+    with connected(as_json) as client:
+        if require_eval is not None:
+            given = read_eval_file(require_eval)
+            demanded = DEFAULT_SCORE if min_score is None else min_score
+            body["require_eval"] = {"sha256": given.sha256, "name": given.name, "min_score": demanded}
+            if judge is not None:
+                # A server from before judges were part of a demand refuses the field.
+                body["require_eval"]["judge"] = judge
+        named = find_named(client, model, needs_version=True)
         assert named.version is not None
         path = f"{named.path}/{client.path('aliases', alias)}"
         targets = [{"version": named.version, "weight": FULL_SHARE}]
@@ -130,13 +139,6 @@ def promote(
             targets = _share_out(present["targets"], named.version, percent)
             # If the alias moves in between, such as by a rollback, these targets would undo that.
             if_match = f'"{present["revision"]}"'
-        if require_eval is not None:
-            given = read_eval_file(require_eval)
-            demanded = DEFAULT_SCORE if min_score is None else min_score
-            body["require_eval"] = {"sha256": given.sha256, "name": given.name, "min_score": demanded}
-            if judge is not None:
-                # A server from before judges were part of a demand refuses the field.
-                body["require_eval"]["judge"] = judge
         body["targets"] = targets
         _tell(named.document, client.put(path, body, loading_timeout_s(len(targets)), if_match=if_match), as_json)
         if share_base_cache is not None and not as_json:

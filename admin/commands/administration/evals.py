@@ -65,10 +65,12 @@ def evaluate(
 ) -> None:
     """Run a version on a file of prompts with expected answers, behind all other requests, and store the scores."""
     from loramux.admin.client.eval_file import read_eval_file
+    from loramux.admin.client.named_adapter import find_named
     from loramux.admin.client.retries import retry_read
 
-    with connected_to(model, as_json, needs_version=True) as (client, named):
+    with connected(as_json) as client:
         given = read_eval_file(file)
+        named = find_named(client, model, needs_version=True)
         body: Document = {"name": given.name, "file": given.text, "compare": compare, "judge": judge}
         body["share_base_cache"] = share_base_cache
         found = client.post(f"{named.version_path()}/evals", body)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import fail, print_json, print_table, tell
+from loramux.admin.commands.output import ask, fail, print_json, print_table, tell
 from loramux.admin.exit_codes import WRONG_CALL
 
 app = typer.Typer(no_args_is_help=True, help="Manage named servers, and choose the server that commands call.")
@@ -98,9 +98,9 @@ def _read_key(prompt: str) -> str:
     """Read a key from the terminal, or from the next line of standard input. Raises NoServerNamed."""
     from loramux.admin.client.server_address import check_key
 
-    key = typer.prompt(prompt, hide_input=True, err=True) if sys.stdin.isatty() else sys.stdin.readline()
+    key = ask(prompt, hides_answer=True) if sys.stdin.isatty() else sys.stdin.readline()
     check_key(key.strip(), "the input")
-    return str(key.strip())
+    return key.strip()
 
 
 def _named(name: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ import typer
 
 from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import (
+    ask,
     connected,
     connected_to,
     error_document,
@@ -84,7 +85,7 @@ def _purge(client: AdminClient, path: str, dry_run: bool, yes: bool, as_json: bo
             message = "a purge cannot be undone: add --yes, or --dry-run to see what it would delete"
             fail(message, WRONG_CALL, error_document(message, "not_confirmed") if as_json else None)
         _show(found)
-        if typer.prompt(f"This cannot be undone. Type {name} to purge it", err=True) != name:
+        if ask(f"This cannot be undone. Type {name} to purge it") != name:
             fail("nothing was purged", REFUSED)
     purged = client.post(f"{path}/purge", {"confirm": name}, PURGE_TIMEOUT_S)
     if as_json:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, fail, print_json, print_table, print_text, shown_time
+from loramux.admin.commands.output import (
+    connected,
+    error_document,
+    fail,
+    print_json,
+    print_table,
+    print_text,
+    shown_time,
+)
 from loramux.admin.exit_codes import REFUSED
 
 if TYPE_CHECKING:
@@ -47,7 +55,8 @@ def residency(
         documents: dict[str | None, Document]
         if every:
             documents = {
-                one: client.get("residency", tier=tier.value, tenant=tenant, replica=one) for one in _ids(client)
+                one: client.get("residency", tier=tier.value, tenant=tenant, replica=one)
+                for one in _ids(client, as_json)
             }
         else:
             documents = {replica: client.get("residency", tier=tier.value, tenant=tenant, replica=replica)}
@@ -81,15 +90,15 @@ def residency(
             _print_fill(document)
 
 
-def _ids(client: AdminClient) -> list[str]:
+def _ids(client: AdminClient, as_json: bool) -> list[str]:
     """Return the IDs of the servers or engines that can list their adapters. Exit if there is only this server."""
     found = [one["id"] for one in client.get("replicas")["data"] if one["state"] in ("serving", "draining")]
     if not found:
-        fail(
+        message = (
             "this server has one engine and does not share requests with others: start it with --data-parallel-size or "
-            "--peer-address, or omit --all",
-            REFUSED,
+            "--peer-address, or omit --all"
         )
+        fail(message, REFUSED, error_document(message, "replica_not_found") if as_json else None)
     return found
 
 

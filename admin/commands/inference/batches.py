@@ -60,9 +60,9 @@ def run(
 
     endpoint = _endpoint(file)
     outputs = {"output_file_id": file.with_suffix(".output.jsonl"), "error_file_id": file.with_suffix(".errors.jsonl")}
-    taken = [str(path) for path in outputs.values() if path.exists()]
-    if taken and not overwrite and not no_wait:
-        fail(f"{taken[0]} exists already: move it, or use --overwrite", WRONG_CALL)
+    if not no_wait:
+        for path in outputs.values():
+            _check_output(path, overwrite)
     with _connected(url, api_key, as_json) as client:
         found = client.create(client.upload(file)["id"], endpoint)
         if no_wait:
@@ -72,12 +72,17 @@ def run(
         print_text(f"loramux: {found['id']} is queued: loramux batches show|cancel {found['id']}", file=sys.stderr)
         found = _followed(client, found, as_json)
         written = [path for name, path in outputs.items() if found[name] is not None]
-        for name, path in outputs.items():
-            if found[name] is not None:
-                retry_read(partial(client.download, found[name], path))
-            elif overwrite and written:
-                # A file of an earlier run would be taken for one of this run. A run without any keeps it.
-                path.unlink(missing_ok=True)
+        try:
+            for name, path in outputs.items():
+                if found[name] is not None:
+                    retry_read(partial(client.download, found[name], path))
+                elif overwrite and written:
+                    # A file of an earlier run would be taken for one of this run. A run without any keeps it.
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            kept = " and ".join(client.content_url(found[name]) for name in outputs if found[name] is not None)
+            message = f"{path} cannot be written: {error.strerror}. With the same key, get the answers from {kept}"
+            fail(message, REFUSED, error_document(message, "output_not_written") if as_json else None)
     if as_json:
         print_json({**found, "written": [str(path) for path in written]})
     else:
@@ -168,6 +173,20 @@ def _connected(url: str | None, api_key: str | None, as_json: bool) -> Iterator[
         fail(error.message, REFUSED, error.envelope() if as_json else None)
     except ServerUnreachable as error:
         fail(str(error), UNREACHABLE, error_document(str(error), "server_unreachable") if as_json else None)
+
+
+def _check_output(path: Path, may_replace: bool) -> None:
+    """Exit unless the answers can be written to `path` once they have been paid for."""
+    from loramux.admin.client.batch_client import partial_path
+    from loramux.admin.commands.written_files import check_writable
+
+    try:
+        is_taken = path.exists()
+        check_writable(partial_path(path))
+    except OSError as error:
+        fail(f"{path} cannot be written: {error.strerror}", WRONG_CALL)
+    if is_taken and not may_replace:
+        fail(f"{path} exists already: move it, or use --overwrite", WRONG_CALL)
 
 
 def _endpoint(file: Path) -> str:

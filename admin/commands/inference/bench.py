@@ -82,6 +82,8 @@ def bench(
     from loramux.admin.bench.workload import Workload
 
     try:
+        for path in filter(None, (out, plot)):
+            _check_writable(path)
         if compare is not None:
             _compare(compare, plot, as_json)
             return
@@ -165,12 +167,6 @@ def _report(
     )
     now = datetime.now()
     summary = summary_document(figures, conditions, len(run.answers), now)
-    out, plot = files
-    if out is not None:
-        _write(out, json.dumps(result_document(figures, run.answers, conditions, now)))
-    if plot is not None:
-        name = out.stem if out is not None else workload.models[0]
-        _draw(plot, [Result(name, workload.models[0], summary["date"], summary)])
     # What makes the figures doubtful comes before the figures.
     for warning in warnings_of(figures):
         print_text(f"warning: {warning}", file=sys.stderr)
@@ -183,6 +179,13 @@ def _report(
         if figures.failed:
             print_text()
             print_table(("requests", "error"), error_rows(run.answers))
+    # A file that cannot be written must not cost the figures.
+    out, plot = files
+    if out is not None:
+        _write(out, json.dumps(result_document(figures, run.answers, conditions, now)))
+    if plot is not None:
+        name = out.stem if out is not None else workload.models[0]
+        _draw(plot, [Result(name, workload.models[0], summary["date"], summary)])
     if figures.completed == 0:
         raise typer.Exit(REFUSED)
 
@@ -209,6 +212,16 @@ def _draw(path: Path, results: Sequence[Result]) -> None:
     from loramux.admin.bench.tables import draw_times
 
     _write(path, draw_times(results, "Times of requests"))
+
+
+def _check_writable(path: Path) -> None:
+    from loramux.admin.bench.asks import WorkloadError
+    from loramux.admin.commands.written_files import check_writable
+
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise WorkloadError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -54,8 +54,8 @@ def as_developer(loramux: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return use
 
 
-def refusal(result: Any) -> tuple[str, str]:
-    assert result.exit_code == 1, result.output
+def refusal(result: Any, exit_code: int = 1) -> tuple[str, str]:
+    assert result.exit_code == exit_code, result.output
     error = json.loads(result.stdout)["error"]
     return error["code"], error["param"]
 
@@ -126,7 +126,6 @@ UNUSABLE = [
     (("acme/one", "acme/two=1e999", "--into", "acme/both"), "invalid_weight"),
     (("acme/one", "acme/two=heavy", "--into", "acme/both"), "invalid_sources"),
     (("acme/one", "acme/two=1=2", "--into", "acme/both"), "invalid_sources"),
-    (("acme/one", "two", "--into", "acme/both"), "invalid_model_name"),
     (("acme/one", "acme/two", "--into", "both"), "invalid_model_name"),
     (("acme/one", "acme/two", "--into", "acme/both@2"), "invalid_model_name"),
     (("acme/one", "acme/two@9", "--into", "acme/both"), "version_not_found"),
@@ -145,6 +144,8 @@ def test_unusable_merges_are_refused(loramux: Run, push: Push, scratch: Path) ->
     for arguments, code in UNUSABLE:
         assert refusal(loramux("adapters", "merge", *arguments, "--json"))[0] == code, arguments
         assert list(scratch.iterdir()) == []
+    unnamed = loramux("adapters", "merge", "acme/one", "two", "--into", "acme/both", "--json")
+    assert refusal(unnamed, exit_code=2) == ("invalid_model_name", "model")
     adapters = printed_json(loramux("adapters", "list", "--json"))["data"]
     # The server refused only the merge without an effect, and keeps its report.
     assert {adapter["name"]: adapter["aliases"] for adapter in adapters}["both"] == {}

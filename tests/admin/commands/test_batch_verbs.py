@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Iterator
@@ -114,6 +115,31 @@ def test_run_writes_the_answers(
     assert {one.name for one in tmp_path.glob("requests.*.jsonl")} == {
         f"requests.{'errors' if written == 'output' else 'output'}.jsonl"
     }
+
+
+def test_run_into_a_directory_that_cannot_be_written_sends_nothing(
+    kept: BatchServices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The names of the answers are too long, but that of the file is not.
+    file = tmp_path / f"{'x' * 240}.jsonl"
+    file.write_text(json.dumps(LINE))
+    done = invoke("run", file)
+    assert (done.exit_code, "cannot be written: File name too long" in done.stderr) == (2, True), done.output
+    assert printed_json(invoke("batches", "list", "--json"))["data"] == []
+    assert [path.name for path in tmp_path.glob("x*")] == [file.name]
+
+
+def test_answers_that_cannot_be_written_are_named(
+    admin_side: AdminSide, kept: BatchServices, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_first(monkeypatch, BatchClient, "download", OSError(errno.ENOSPC, "No space left on device"))
+    thread = answer_in_background(admin_side, kept, tmp_path, 200)
+    done = invoke("run", file, "--json")
+    thread.join()
+    message = json.loads(done.stdout)["error"]["message"]
+    assert (done.exit_code, "requests.output.jsonl cannot be written: No space left on device" in message) == (1, True)
+    (listed,) = printed_json(invoke("batches", "list", "--json"))["data"]
+    assert message.endswith(f"/v1/files/{listed['output_file_id']}/content")
 
 
 def test_run_survives_a_restart_of_the_server(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import socket
@@ -115,11 +116,28 @@ def test_refusals_are_explained(tmp_path: Path) -> None:
     assert "--slo" in refused(2, "--model", MODEL, "--slo", "fast")
     assert "cannot be read" in refused(2, "--model", MODEL, "--trace", tmp_path / "none")
     assert "cannot be read" in refused(2, "--compare", tmp_path / "none", tmp_path / "none")
-    assert "'unknown'" in refused(1, "--model", "unknown")
+    nowhere = tmp_path / "none" / "file"
+    outputs = (("--out", nowhere), ("--plot", nowhere), ("--out", tmp_path))
+    for arguments in (*outputs, ("--compare", "a", "b", "--plot", nowhere)):
+        assert "cannot be written" in refused(2, "--model", "unknown", *arguments)
+    assert "'unknown'" in refused(1, "--model", "unknown", "--out", tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
     assert "API key" in refused(1, "--model", MODEL, "--api-key", "sk-lmx-wrong")
     assert "refused" in refused(3, "--model", MODEL, "--url", "http://127.0.0.1:9/v1").lower()
     without = {"OPENAI_BASE_URL": None, "OPENAI_API_KEY": None}
     assert "OPENAI_BASE_URL" in refused(3, "--model", MODEL, env=without)
+
+
+def test_figures_are_shown_even_if_a_file_can_no_longer_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    done = invoke("bench", "--model", MODEL, *SMALL, "--out", tmp_path / "a.json")
+    assert (done.exit_code, "requests completed" in done.stdout) == (1, True)
+    assert "a.json cannot be written: No space left on device" in done.stderr
 
 
 def test_a_server_that_does_not_know_ignore_eos_is_explained() -> None:

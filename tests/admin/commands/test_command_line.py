@@ -147,6 +147,7 @@ def test_preloaded_version_appears_in_residency_and_jobs(
     assert loramux("bases", "forget", "aaaa").stdout == "forgot base aaaaaaaaaaaaaaaa\n"
     alone = loramux("residency", "--all")
     assert (alone.exit_code, "--peer-address" in alone.stderr) == (1, True)
+    assert json.loads(loramux("residency", "--all", "--json").stdout)["error"]["code"] == "replica_not_found"
     assert printed_json(loramux("residency", "--tenant", "acme", "--json"))["data"][0]["is_pinned"] is True
     assert printed_json(loramux("adapters", "unpin", "acme/support@1", "--json"))["pinned"] is False
     assert printed_json(loramux("jobs", "list", "--json"))["data"] == []
@@ -259,7 +260,7 @@ def test_parsers_are_pushed_shown_and_pulled(loramux: Run, make_adapter: Callabl
 )
 def test_version_must_be_named_in_full(loramux: Run, name: str) -> None:
     refused = loramux("adapters", "archive", name)
-    assert (refused.exit_code, "tenant/adapter@version" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "tenant/adapter@version" in refused.stderr) == (2, True)
 
 
 def test_usage_table_has_a_column_for_each_group(loramux: Run, admin_side: Any) -> None:

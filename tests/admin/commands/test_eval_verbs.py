@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -168,9 +169,21 @@ def test_unusable_file_is_not_sent(loramux: Run, adapter_id: str, tmp_path: Path
     path = tmp_path / "sk-lmx-secret.jsonl"
     if content is not None:
         path.write_bytes(content)
-    done = loramux("eval", "acme/support@1", path)
-    assert done.exit_code == 1, done.output
-    assert "sk-lmx-secret" not in done.output
+    for command in (("eval", "acme/support@1"), ("adapters", "promote", "acme/support@1", "--require-eval")):
+        done = loramux(*command, path)
+        assert done.exit_code == 2, done.output
+        assert "sk-lmx-secret" not in done.output
+
+
+def test_unreadable_file_is_refused_with_the_reason(
+    loramux: Run, adapter_id: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    done = loramux("eval", "acme/support@1", file)
+    assert (done.exit_code, done.stderr) == (2, "loramux: the eval file cannot be read: Permission denied\n")
 
 
 def test_pipe_and_gigabyte_are_refused_at_once(loramux: Run, adapter_id: str, tmp_path: Path) -> None:

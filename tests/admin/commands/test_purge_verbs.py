@@ -34,6 +34,7 @@ def test_purge_shows_its_effect_and_needs_a_confirmation(
     monkeypatch.setattr(purge, "_is_interactive", lambda: True)
     mistyped = loramux("adapters", "purge", "acme/support@2", input="acme/support\n")
     assert (mistyped.exit_code, "nothing was purged" in mistyped.stderr) == (1, True)
+    assert loramux("adapters", "purge", "acme/support@2", input="").exit_code == 130, "interrupted at the question"
     typed = loramux("adapters", "purge", "acme/support@2", input="acme/support@2\n")
     assert typed.exit_code == 0, typed.output
     assert "purged acme/support@2: " in typed.stdout
