@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import structlog
 
+from loramux.admin.client.safe_text import safe_text
+
 LogFormat = Literal["console", "json"]
 
 _SECRET = re.compile(r"sk-lmx-[0-9A-Za-z]{16}-[0-9A-Za-z]+|(?i:bearer)\s+\S+")
@@ -38,11 +40,11 @@ def configure_logs(log_format: LogFormat = "console") -> None:
         structlog.processors.format_exc_info,
         hide_secrets,
     ]
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer()
-        if log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    )
+    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
+    if log_format == "console":
+        # JSON escapes these characters itself.
+        shared.append(replace_control_characters)
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     structlog.configure(processors=[*shared, renderer], logger_factory=_LossyLogger)
     # Libraries log through the standard logging module. Their warnings go to the same stream in the same format.
     handler = logging.StreamHandler(sys.stderr)
@@ -60,4 +62,12 @@ def hide_secrets(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMap
     for name, value in event.items():
         if isinstance(value, str):
             event[name] = _SECRET.sub("[hidden]", value)
+    return event
+
+
+def replace_control_characters(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Keep text of requests and files from controlling the terminal."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = safe_text(value)
     return event
