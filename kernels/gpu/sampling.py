@@ -58,13 +58,13 @@ def sample_tokens(
 
     - `temperature == 0`: the first index of the largest logit; the other settings are ignored.
     - otherwise, tokens with `d <= t` and `weight >= min_p` are kept, where `t` is the smallest distance within which
-      there are at least `top_k` tokens or at least the share `top_p` of the total weight. The choice is the first
-      index, in vocabulary order, at which the running sum of the kept weights exceeds `uniform` times their sum. The
-      chosen token's weight is never 0.
+      there are at least `top_k` tokens or at least the share `top_p` of the total weight of the tokens that `top_k`
+      keeps. The choice is the first index, in vocabulary order, at which the running sum of the kept weights exceeds
+      `uniform` times their sum. The chosen token's weight is never 0.
 
     All tokens at distance `t` are kept, so top_k can keep more than k tokens if logits are equal. The CPU's sampler
-    sorts instead, and when it truncates, it draws in order of likelihood. A seed therefore reproduces its tokens only
-    on the same kind of device. A row's choice depends on that row alone.
+    keeps k, and if they are few, it draws in order of likelihood. A seed therefore reproduces its tokens only on the
+    same kind of device. A row's choice depends on that row alone.
 
     `logits` `[S, V]` float32, float16 or bfloat16, rows at any stride, columns contiguous; `temperature`, `top_p` (1:
     off, 0: only the most likely), `min_p` (0: off, at most 1), `uniform` (in [0, 1)) float32 `[S]`; `top_k` (0: off)
@@ -288,31 +288,35 @@ def find_threshold(
     BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> tl.tensor:
-    """The smallest key that covers `top_k` tokens or a share `top_p` of the total weight.
+    """The smallest key that covers `top_k` tokens, or a share `top_p` of the total weight of the tokens up to that key.
 
-    Three steps narrow the half-open range `(low, high]` that contains the answer: bounds from the group maxima, passes
-    over the row that halve the range until it contains only a few tokens, and a search among those tokens.
+    For each of the two, three steps narrow the half-open range `(low, high]` that contains the answer: bounds from the
+    group maxima, passes over the row that halve the range until it contains only a few tokens, and a search among those
+    tokens.
     """
-    low, count_low, mass_low = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32)
     # 2^-151 is 0 in float32, so it does not matter whether tokens beyond this bound are kept.
     high = (151.0 / sharpness).to(tl.int32, bitcast=True)
-    k = tl.where(top_k > 0, top_k, _NO_KEY)
-    mass = tl.full((), float("inf"), tl.float32)
-    if top_p < 1:
-        _, total = tally(logits_ptr, largest, sharpness, high, V, BLOCK)
-        mass = top_p * total
-        # The total weight of all tokens lighter than `share` is less than half of the weight that top_p excludes, so
-        # the bound excludes them. The half and the factor 1.001 leave far more room than rounding errors need.
-        share = (1 - tl.maximum(top_p, 0.0)) * total / (2 * V)
-        high = (-tl.log2(share) / sharpness * 1.001).to(tl.int32, bitcast=True)
-    # A bound covers at least one token of each group whose maximum is within the bound.
     is_group = tl.arange(0, GROUPS) < NUM_GROUPS
     group_keys = distance_keys(maxima, largest, is_group)
     group_weights = tl.where(is_group, weights_of(group_keys, sharpness), 0.0)
-    high = search(group_keys, group_weights, low, high, k, mass)
-
-    if high > 0:
-        count_high, _ = tally(logits_ptr, largest, sharpness, high, V, BLOCK)
+    # A loop, because the code would be twice as long without it.
+    for is_share in tl.range(tl.where(top_k > 0, 0, 1), tl.where(top_p < 1, 2, 1)):
+        low, count_low, mass_low = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32)
+        k, mass = top_k, tl.full((), float("inf"), tl.float32)
+        # An upper bound on the number of tokens with keys up to `high`.
+        count_high = tl.full((), V, tl.int32)
+        if is_share == 1:
+            count_high, total = tally(logits_ptr, largest, sharpness, high, V, BLOCK)
+            k, mass = tl.full((), _NO_KEY, tl.int32), top_p * total
+            # The total weight of all tokens lighter than `share` is less than half of the weight that top_p excludes,
+            # so the bound excludes them. The half and the factor 1.001 leave far more room than rounding errors need.
+            share = (1 - tl.maximum(top_p, 0.0)) * total / (2 * V)
+            high = tl.minimum(high, (-tl.log2(share) / sharpness * 1.001).to(tl.int32, bitcast=True))
+        if count_high > CANDIDATES:
+            # A bound covers at least one token of each group whose maximum is within the bound.
+            high = search(group_keys, group_weights, low, high, k, mass)
+            if high > 0:
+                count_high, _ = tally(logits_ptr, largest, sharpness, high, V, BLOCK)
         num_passes = 0
         while (count_high - count_low > CANDIDATES) & (low + 1 < high):
             middle = low + (high - low) // 2
@@ -329,11 +333,13 @@ def find_threshold(
             mass_low = tl.where(is_enough, mass_low, mass_within)
             num_passes += 1
         if low + 1 < high:
-            collect(logits_ptr, candidates_ptr, largest, low, high, V, BLOCK)
-            # After a barrier, each thread can read what the program's other threads have stored.
+            # The first barrier keeps candidates of the loop's first round until all threads have read them. After the
+            # second, each thread can read what the program's other threads have stored.
+            tl.debug_barrier()
+            num_candidates = collect(logits_ptr, candidates_ptr, largest, low, high, V, BLOCK)
             tl.debug_barrier()
             candidate = tl.arange(0, CANDIDATES)
-            is_candidate = candidate < count_high - count_low
+            is_candidate = candidate < num_candidates
             distances = tl.load(candidates_ptr + candidate, mask=is_candidate, other=0.0)
             keys = tl.where(is_candidate, distances.to(tl.int32, bitcast=True), _NO_KEY)
             weights = tl.where(is_candidate, weights_of(keys, sharpness), 0.0)
@@ -350,8 +356,8 @@ def collect(
     high: tl.tensor,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
-    """Store all distances with keys in `(low, high]` contiguously."""
+) -> tl.tensor:
+    """Store all distances with keys in `(low, high]` contiguously, and return their number."""
     num_stored = tl.full((), 0, tl.int32)
     for block in tl.range(0, (V + BLOCK - 1) // BLOCK, num_stages=4):
         keys = read_keys(logits_ptr, largest, block, V, BLOCK)
@@ -359,6 +365,7 @@ def collect(
         place = num_stored + tl.cumsum(is_inside.to(tl.int32), 0) - 1
         tl.store(candidates_ptr + place, keys.to(tl.float32, bitcast=True), mask=is_inside)
         num_stored += tl.sum(is_inside.to(tl.int32), 0)
+    return num_stored
 
 
 @triton.jit

@@ -12,8 +12,8 @@ def kept_weights(
 
     With `d = max(logits) - logits` in float32 and `weight = exp(-d / temperature)`, a token is kept if `weight >=
     min_p`, fewer than `top_k` tokens (0: off) have a smaller `d`, and those tokens together have less than the share
-    `top_p` of the total weight. The most likely tokens are always kept, and equally likely tokens are kept or excluded
-    together.
+    `top_p` of the total weight of the tokens that `top_k` keeps. The most likely tokens are always kept, and equally
+    likely tokens are kept or excluded together.
 
     Shapes and dtypes are as for `sample_tokens`. Logits are finite, and every temperature is above 0.
     """
@@ -26,8 +26,10 @@ def kept_weights(
     running = weights.gather(1, order).cumsum(1)
     mass_nearer = torch.where(num_nearer > 0, running.gather(1, (num_nearer - 1).clamp(min=0)), 0.0)
     k = torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
-    mass = torch.where(top_p < 1, top_p.double() * running[:, -1], torch.inf)[:, None]
-    is_kept = (num_nearer < k) & (mass_nearer < mass) | (num_nearer == 0)
+    is_among_k = num_nearer < k
+    total = running.gather(1, is_among_k.sum(1, keepdim=True) - 1)
+    mass = torch.where(top_p[:, None] < 1, top_p.double()[:, None] * total, torch.inf)
+    is_kept = is_among_k & (mass_nearer < mass) | (num_nearer == 0)
     is_kept = torch.empty_like(is_kept).scatter_(1, order, is_kept)
     return torch.where(is_kept & (weights >= min_p.double()[:, None]), weights, 0.0)
 

@@ -218,7 +218,7 @@ MEANINGS = {
     "tools": "functions, or in responses custom tools, that the answer can call, if the chat template supports tools",
     "top_k": "samples from this many of the most likely tokens",
     "top_logprobs": "the number of alternatives reported for each token",
-    "top_p": "samples from the most likely tokens that together have this probability",
+    "top_p": "samples from the most likely tokens that together have this share of the probability that `top_k` leaves",
     "truncate_prompt_tokens": "keeps this many tokens at the end of each prompt; -1 keeps as many as fit the context",
     "truncation": "`auto`: the oldest messages of a conversation that is too long are dropped",
     "truncation_side": "`right`: `truncate_prompt_tokens` keeps the beginning of each prompt instead of its end",

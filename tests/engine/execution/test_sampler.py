@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.engine.execution.sampler import sample
+from loramux.engine.execution import sampler
+from loramux.engine.execution.sampler import NUM_LIKELIEST, sample
 from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.sequences.batch import SamplingRow
+from loramux.kernels.reference.sampling import kept_weights
 
 
 def sampling_row(params: SamplingParams, seed: int = 0, num_chosen: int = 0) -> SamplingRow:
@@ -35,6 +37,7 @@ LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
         (SamplingParams(top_p=0.5), [1, 0, 0, 0]),
         (SamplingParams(top_p=0.0), [1, 0, 0, 0]),
         (SamplingParams(top_k=3, top_p=0.7), [0.5, 0.25, 0, 0]),
+        (SamplingParams(top_k=2, top_p=0.6), [1, 0, 0, 0]),
         (SamplingParams(min_p=0.29), [0.5, 0.25, 0.15, 0]),
         (SamplingParams(min_p=0.31), [0.5, 0.25, 0, 0]),
         (SamplingParams(min_p=1.0), [1, 0, 0, 0]),
@@ -45,7 +48,7 @@ LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
         (SamplingParams(temperature=0.0), [1, 0, 0, 0]),
     ],
     ids=[
-        "plain", "cold", "top 2", "nucleus 0.8", "nucleus 0.5", "nucleus 0", "both",
+        "plain", "cold", "top 2", "nucleus 0.8", "nucleus 0.5", "nucleus 0", "both", "nucleus of the top 2",
         "min_p below a share", "min_p above it", "min_p of all", "min_p after the temperature", "min_p below it",
         "all three", "nearly greedy", "greedy",
     ],
@@ -78,6 +81,47 @@ def test_row_does_not_depend_on_its_neighbours(params: SamplingParams) -> None:
     together = [one.token_id for one in sample(logits, rows, ())]
     alone = [sample(logits[row : row + 1], [rows[row]], ())[0].token_id for row in range(5)]
     assert together == alone
+
+
+NEED_MANY = [
+    SamplingParams(top_p=0.9),
+    SamplingParams(min_p=1e-9),
+    SamplingParams(top_k=1100),
+    SamplingParams(top_k=1100, top_p=0.9),
+    SamplingParams(top_k=1100, top_p=0.9, min_p=1.0),
+]
+
+
+@pytest.mark.parametrize("params", NEED_MANY, ids=["top_p", "min_p", "top_k", "both", "all three"])
+def test_row_with_many_likely_tokens_changes_no_neighbour(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Integer logits, because equal ones are at the borders of what is kept."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 3, (6, 70_000), generator=generator).float()
+    rows = [sampling_row(SamplingParams(top_k=20, top_p=0.8) if row % 2 else params, seed=row) for row in range(6)]
+    sizes: list[tuple[int, ...]] = []
+    sort, topk = np.sort, torch.topk
+    monkeypatch.setattr(np, "sort", lambda a, axis: sizes.append(a.shape) or sort(a, axis))
+    monkeypatch.setattr(torch, "topk", lambda a, k, dim: sizes.append((len(a), k)) or topk(a, k, dim))
+    together = [one.token_id for one in sample(logits, rows, ())]
+    is_large = params.min_p < 1
+    assert sizes == [(6, NUM_LIKELIEST), (3, 70_000)][: 2 if is_large else None]
+    assert together == [sample(logits[row : row + 1], [rows[row]], ())[0].token_id for row in range(6)]
+
+
+@pytest.mark.parametrize("params", NEED_MANY, ids=["top_p", "min_p", "top_k", "both", "all three"])
+def test_tokens_drawn_from_many_follow_the_specification(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each logit is unique, because the specification keeps equal ones together. Shares are at least 1 / 2000."""
+    logits = (torch.randperm(1200, generator=torch.Generator().manual_seed(1)) / 6000)[None]
+    settings = (params.temperature, params.top_k, params.top_p, params.min_p)
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
+    columns = [torch.tensor([value], dtype=dtype) for value, dtype in zip(settings, dtypes, strict=True)]
+    kept = set(kept_weights(logits, *columns)[0].nonzero().squeeze(1).tolist())
+    monkeypatch.setattr(sampler, "uniforms_of", lambda rows: ((np.arange(2000) + 0.5) / 2000).astype(np.float32))
+    assert set(draw(logits[0], params, 2000)) == kept
 
 
 def test_seed_gives_a_new_number_for_each_token() -> None:

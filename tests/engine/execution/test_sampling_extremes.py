@@ -88,7 +88,8 @@ class Definition:
         values, counts = np.unique(distances, return_counts=True)
         with np.errstate(over="ignore"):
             weights = np.exp(-values / used_temperature(self.params.temperature))
-        total = float((weights * counts).sum())
+        among_k = np.clip((self.params.top_k or len(distances)) - (counts.cumsum() - counts), 0, counts)
+        total = float((weights * (np.where(among_k > 0, counts, 0) if self.keeps_ties else among_k)).sum())
         nearer, kept = 0, np.zeros(len(values))
         for place, (weight, count) in enumerate(zip(weights, counts, strict=True)):
             limit = self.params.top_k or len(distances)

@@ -165,7 +165,7 @@ def test_kept_tokens_with_real_tiles_match_the_specification(name: str, real_til
     [
         pytest.param(Settings(top_p=0.9), 500, id="top-p"),
         pytest.param(Settings(top_k=700), 700, id="top-k"),
-        pytest.param(Settings(top_k=650, top_p=0.97), 650, id="both"),
+        pytest.param(Settings(top_k=700, top_p=0.98), 650, id="both"),
     ],
 )
 def test_flat_row_is_narrowed_in_passes(
@@ -227,6 +227,8 @@ def test_rows_inside_wider_rows_match_the_specification() -> None:
         pytest.param(Settings(top_p=0.0), {7, 200, 299}, id="top-p-0"),
         pytest.param(Settings(top_p=0.3), {7, 200, 299}, id="top-p-of-the-likeliest"),
         pytest.param(Settings(top_p=0.9), {7, 200, 299, 0, 100}, id="top-p-in-the-second"),
+        pytest.param(Settings(top_k=4, top_p=0.78), {7, 200, 299}, id="top-p-of-the-top-k"),
+        pytest.param(Settings(top_k=4, top_p=0.83), {7, 200, 299, 0, 100}, id="top-p-in-the-second-of-the-top-k"),
         pytest.param(Settings(min_p=0.9), {7, 200, 299}, id="min-p-of-the-likeliest"),
         pytest.param(Settings(min_p=0.3), {7, 200, 299, 0, 100}, id="min-p-in-the-second"),
     ],
