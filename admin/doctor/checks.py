@@ -21,7 +21,7 @@ from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK, PRIVILEGES
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.doctor.findings import Finding, Grade
-from loramux.engine.quantizing.messages import QUALITY_FILE, Quality
+from loramux.engine.quantizing.messages import QUALITY_FILES, Quality
 from loramux.kernels.cpu.instructions.capability import bfloat16_products, byte_products, integer_products
 from loramux.migrations.database import Database, DatabaseError, NoDatabase, WrongSchema
 from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
@@ -204,7 +204,7 @@ def check_data_directory(directory: Path) -> Finding:
 
 def check_quantized(directory: Path) -> Iterator[Finding]:
     """Report bases that were quantised here and predict much worse than their float models."""
-    for path in sorted(directory.glob(f"*/{QUALITY_FILE}")):
+    for path in sorted(path for name in QUALITY_FILES.values() for path in directory.glob(f"*/{name}")):
         try:
             quality = msgspec.json.decode(path.read_bytes(), type=Quality)
         except (OSError, msgspec.MsgspecError) as error:
@@ -218,7 +218,7 @@ def check_quantized(directory: Path) -> Iterator[Finding]:
         yield Finding(
             check="quantised base",
             grade=Grade.WARNING if quality.is_poor else Grade.OK,
-            message=quality.problem if quality.is_poor else f"{quality.method}: {quality.sentence}",
+            message=quality.problem if quality.is_poor else f"{quality.format}: {quality.sentence}",
             mend=quality.advice if quality.is_poor else None,
         )
 

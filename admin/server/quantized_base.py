@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,11 @@ import structlog
 from rich.console import Console
 from rich.progress import Progress
 
-from loramux.adapter_store.formats.files.mapped_tensors import map_directory
 from loramux.admin.errors import StartRefused
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.architectures.weight_shapes import weight_shapes
 from loramux.engine.device.machine_limits import free_memory
-from loramux.engine.loop.config import EngineConfig
+from loramux.engine.loop.config import ITEMSIZE, EngineConfig, resolve_dtype
 from loramux.engine.quantizing.messages import (
     QuantizeJob,
     QuantizeLine,
@@ -49,13 +51,12 @@ def quantize_base(config: EngineConfig, root: Path, method: str) -> QuantizedBas
     why_not = "it is measured only on CPUs"
     if config.device == "cpu":
         why_not = "the float model does not fit into the free memory"
-        if float_bytes(Path(config.model_dir)) * _WORKING_SPACE < free_memory():
+        if float_bytes(config) * _WORKING_SPACE < free_memory():
             text = _encode(Path(config.model_dir), reading_text())
-            why_not = "the model's predictions are not finite"
     result = _run(QuantizeJob(config=config, root=str(root), method=method, text=text))
     directory, quality = Path(result.directory), result.quality
     if quality is None:
-        return QuantizedBase(directory, f"the quality was not measured: {why_not}")
+        return QuantizedBase(directory, f"the quality was not measured: {result.why_not or why_not}")
     if not quality.is_poor:
         return QuantizedBase(directory, quality.sentence)
     warning = f"{quality.problem}: {quality.advice}"
@@ -64,11 +65,17 @@ def quantize_base(config: EngineConfig, root: Path, method: str) -> QuantizedBas
 
 
 _WORKING_SPACE = 1.25
-"""Memory needed to load the float model, as a multiple of the size of its files."""
+"""Memory needed to load the float model, as a multiple of the size of its weights."""
 
 
-def float_bytes(model_dir: Path) -> int:
-    return sum(tensor.nbytes for tensor in map_directory(model_dir).values())
+def float_bytes(config: EngineConfig) -> int:
+    """The size of the float model's weights on a CPU, in the dtype in which they are loaded."""
+    model = ModelConfig.load(Path(config.model_dir))
+    count = sum(map(math.prod, weight_shapes(model).values()))
+    if model.tied_embeddings:
+        # The head is a copy of the embedding in another layout.
+        count += model.vocab_size * model.hidden_size
+    return count * ITEMSIZE[resolve_dtype(config.dtype, model, config.device)]
 
 
 def _encode(model_dir: Path, text: str) -> tuple[int, ...]:
@@ -93,9 +100,17 @@ def _run(job: QuantizeJob) -> QuantizeResult:
             raise
     if isinstance(result, QuantizeRefused):
         raise StartRefused(result.message)
-    if result is None:
+    if result is not None:
+        return result
+    # Imported here because only this failure needs it, and each start takes the time.
+    from loramux.engine.quantizing.quantize import quantized_directory
+
+    finished = quantized_directory(Path(job.root), Path(job.config.model_dir), job.method)
+    if not job.text or not finished.is_dir():
         raise StartRefused(f"the process that quantises the model ended with status {process.returncode}")
-    return result
+    # The weights are complete, so only the measurement failed, for example because memory ran out.
+    why_not = f"the process that measures it ended with status {process.returncode}"
+    return QuantizeResult(directory=str(finished), quality=None, why_not=why_not)
 
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[QuantizeLine]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from loramux.engine.loop.config import EngineConfig
 
-QUALITY_FILE = "predictions.json"
+QUALITY_FILES = {None: "predictions.json", "int8": "predictions-int8-activations.json"}
+"""Names of the files with a Quality, by the format of 8 bits to which inputs are rounded."""
 
 
 MAX_DIVERGENCE = 0.1
@@ -17,12 +20,14 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
     """How well the model quantised by `method` predicts a text, compared with the float model.
 
     `divergence` is the mean KL divergence of the next token's distribution from the float model's, in nats.
+    `activations` is the format of 8 bits to which inputs of linear layers were rounded, or None.
     """
 
     method: str
     divergence: float
     perplexity: float
     float_perplexity: float
+    activations: Literal["int8"] | None = None
 
     @property
     def sentence(self) -> str:
@@ -32,6 +37,10 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def format(self) -> str:
+        return self.method if self.activations is None else f"{self.method} with activations in {self.activations}"
+
+    @property
     def is_poor(self) -> bool:
         return self.divergence > MAX_DIVERGENCE
 
@@ -39,14 +48,14 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
     def problem(self) -> str:
         """What is wrong if the quality is poor."""
         return (
-            f"{self.method} changes this model's predictions by {self.divergence:.2g} nats per token, "
+            f"{self.format} changes this model's predictions by {self.divergence:.2g} nats per token, "
             f"which is more than {MAX_DIVERGENCE} and shows in answers"
         )
 
     @property
     def advice(self) -> str:
         """What to do if the quality is poor."""
-        return _BETTER.get(self.method, "omit --quantization")
+        return "omit --activations" if self.activations else _BETTER.get(self.method, "omit --quantization")
 
 
 _BETTER = {
@@ -81,10 +90,11 @@ class QuantizeProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class QuantizeResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """`quality` is None if it was not measured."""
+    """`quality` is None if it was not measured. `why_not` says why, unless no text was given."""
 
     directory: str
     quality: Quality | None
+    why_not: str | None = None
 
 
 class QuantizeRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):

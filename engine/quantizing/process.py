@@ -18,7 +18,7 @@ import msgspec
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.errors import EngineError
 from loramux.engine.quantizing.messages import (
-    QUALITY_FILE,
+    QUALITY_FILES,
     Quality,
     QuantizeJob,
     QuantizeLine,
@@ -53,7 +53,10 @@ def run(job: QuantizeJob) -> QuantizeResult:
 
         quantize(Path(job.config.model_dir), destination, job.method, progress)
     config = msgspec.structs.replace(job.config, quantized_dir=str(destination))
-    return QuantizeResult(directory=str(destination), quality=_quality(job, config, destination / QUALITY_FILE))
+    rounded = "int8" if job.config.activations == "int8" else None
+    quality = _quality(job, config, destination / QUALITY_FILES[rounded])
+    why_not = "the model's predictions are not finite" if quality is None and job.text else None
+    return QuantizeResult(directory=str(destination), quality=quality, why_not=why_not)
 
 
 def _quality(job: QuantizeJob, config: EngineConfig, path: Path) -> Quality | None:

@@ -14,8 +14,9 @@ from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.backend import Backend, open_backend
+from loramux.engine.device.machine_limits import num_cpus
 from loramux.engine.execution.direct_executor import DirectExecutor
-from loramux.engine.loop.config import EngineConfig, pack_target
+from loramux.engine.loop.config import EngineConfig, activation_bits, pack_target
 from loramux.engine.loop.loaded_base import load_decoder, pool_dtypes
 from loramux.engine.pages.pool_memory import allocate_pool
 from loramux.engine.protocol.messages import Add, SamplingParams
@@ -32,19 +33,30 @@ MAX_LOGITS = 1 << 26
 def measure_quality(config: EngineConfig, method: str, text: tuple[int, ...]) -> Quality | None:
     """Compare how the quantised model and the float model predict each token of a text, on a CPU.
 
-    The two models are loaded one after the other. Returns None if the text has fewer than two tokens, or if a
-    prediction is not finite.
+    The two models are loaded one after the other. Inputs are rounded as configured, but K and V are not, because the
+    float model's would be, too. Returns None if the text has fewer than two tokens, or if a prediction is not finite.
     """
     model = ModelConfig.load(Path(config.model_dir))
+    bits = activation_bits(config, model)
+    # The number of threads may be meant for several engines, on other machines.
+    config = msgspec.structs.replace(
+        config, kv_dtype="auto", activations=None, num_threads=min(config.num_threads, num_cpus())
+    )
     text = text[: longest_text(model)]
     if len(text) < 2:
         return None
     floats = log_probabilities(msgspec.structs.replace(config, quantized_dir=None), text)
-    quantized = log_probabilities(config, text)
+    quantized = log_probabilities(config, text, backend=open_backend("cpu", activation_bits=bits))
     figures = (divergence(floats, quantized), perplexity(quantized, text), perplexity(floats, text))
     if not all(map(math.isfinite, figures)):
         return None
-    return Quality(method=method, divergence=figures[0], perplexity=figures[1], float_perplexity=figures[2])
+    return Quality(
+        method=method,
+        divergence=figures[0],
+        perplexity=figures[1],
+        float_perplexity=figures[2],
+        activations="int8" if bits == 8 else None,
+    )
 
 
 def longest_text(model: ModelConfig) -> int:

@@ -20,7 +20,7 @@ from loramux.admin.doctor import checks, doctor
 from loramux.admin.doctor.doctor import HostSettings, check_host, check_server
 from loramux.admin.doctor.findings import Finding, Grade
 from loramux.engine.protocol.messages import DecodeReads
-from loramux.engine.quantizing.messages import QUALITY_FILE, Quality
+from loramux.engine.quantizing.messages import QUALITY_FILES, Quality
 from loramux.migrations.database import Database
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.command_line import Run
@@ -323,20 +323,24 @@ def test_instructions_of_the_cpu_are_named(features: set[str], message: str) -> 
 
 
 def test_a_quantised_base_that_predicts_much_worse_is_a_warning_with_advice(tmp_path: Path) -> None:
-    def store(name: str, content: bytes) -> None:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / QUALITY_FILE).write_bytes(content)
+    def store(name: str, content: bytes, activations: str | None = None) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / QUALITY_FILES[activations]).write_bytes(content)
 
     assert list(checks.check_quantized(tmp_path / "missing")) == []
     good = Quality(method="int8", divergence=0.003, perplexity=25, float_perplexity=24.7)
     store("a", msgspec.json.encode(good))
     store("b", msgspec.json.encode(msgspec.structs.replace(good, method="int4", divergence=0.41)))
+    rounded = msgspec.structs.replace(good, divergence=0.2, activations="int8")
+    store("b", msgspec.json.encode(rounded), "int8")
     store("c", b"not JSON")
     (tmp_path / "unmeasured").mkdir()
-    first, second, third = checks.check_quantized(tmp_path)
+    first, fourth, second, third = checks.check_quantized(tmp_path)
     assert (first.grade, first.mend) == (Grade.OK, None)
     assert "perplexity of a plain text: 25 (float model: 24.7)" in first.message
     assert (second.grade, second.mend) == (Grade.WARNING, "use --quantization int8")
     assert second.message.startswith("int4 changes this model's predictions by 0.41 nats per token")
+    assert (fourth.grade, fourth.mend) == (Grade.WARNING, "omit --activations")
+    assert fourth.message.startswith("int8 with activations in int8 changes this model's predictions by 0.2 nats")
     assert third.grade is Grade.WARNING
     assert "delete the file" in str(third.mend)

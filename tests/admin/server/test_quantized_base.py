@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from loramux.admin.errors import StartRefused
@@ -19,7 +22,8 @@ from loramux.admin.serving.serve import read_model
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.config import EngineConfig, activation_bits, check_activations
 from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable
-from loramux.engine.quantizing.messages import QUALITY_FILE, Quality, QuantizeResult
+from loramux.engine.quantizing.messages import QUALITY_FILES, Quality, QuantizeJob, QuantizeResult
+from loramux.engine.quantizing.quantize import quantized_directory
 from loramux.kernels.cpu.instructions import capability
 from tests.conformance.tiny_models import SMALL_SHAPE
 from tests.engine.device.fake_gpu import LLAMA
@@ -38,7 +42,7 @@ def test_weights_are_made_once_by_another_process(
     assert sorted(path.name for path in base.directory.iterdir()) == ["config.json", "model.safetensors"]
     assert "the float model does not fit into the free memory" in base.quality
     quality = Quality(method="int8", divergence=0.0123, perplexity=14.25, float_perplexity=14)
-    (base.directory / QUALITY_FILE).write_bytes(msgspec.json.encode(quality))
+    (base.directory / QUALITY_FILES[None]).write_bytes(msgspec.json.encode(quality))
     written = (base.directory / "model.safetensors").stat()
     again = quantize_base(config, tmp_path / "quantized", "int8")
     assert again.directory == base.directory
@@ -73,6 +77,54 @@ def test_a_large_divergence_is_a_warning_that_names_a_better_format(
         f"which is more than 0.1 and shows in answers: {advice}"
     )
     assert [(line["log_level"], line["event"]) for line in logs] == [("warning", base.warning)]
+
+
+def test_the_float_model_must_fit_in_the_dtype_in_which_it_is_loaded(
+    demo_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo's base is tied and in float16 here: its files have less than half of the bytes that a CPU loads."""
+    model = tmp_path / "model"
+    shutil.copytree(demo_base, model)
+    tensors = load_file(demo_base / "model.safetensors")
+    save_file({name: tensor.half() for name, tensor in tensors.items()}, model / "model.safetensors")
+    described = json.loads((demo_base / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**described, "dtype": "float16", "torch_dtype": "float16"}))
+    file_bytes = sum(2 * tensor.numel() for tensor in tensors.values())
+    jobs: list[QuantizeJob] = []
+
+    def run(job: QuantizeJob) -> QuantizeResult:
+        jobs.append(job)
+        return QuantizeResult(directory=str(tmp_path), quality=None)
+
+    monkeypatch.setattr(quantized_base, "_run", run)
+    for factor in (1.5, 2.4, 4.0):
+        monkeypatch.setattr(quantized_base, "free_memory", lambda factor=factor: factor * file_bytes)
+        for dtype in ("auto", "bfloat16"):
+            config = EngineConfig(model_dir=str(model), blob_url="", cache_dir="", dtype=dtype)
+            quantize_base(config, tmp_path, "int8")
+    assert [bool(job.text) for job in jobs] == [False, True, False, True, True, True]
+
+
+@pytest.mark.parametrize("is_complete", [True, False], ids=["measuring", "quantising"])
+def test_a_process_that_dies_stops_the_start_only_without_weights(
+    demo_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_complete: bool
+) -> None:
+    """A script takes the place of the process."""
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\ncat > /dev/null\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(quantized_base, "free_memory", lambda: 1 << 40)
+    monkeypatch.setattr(sys, "executable", str(script))
+    directory = quantized_directory(tmp_path, demo_base, "int8")
+    config = EngineConfig(model_dir=str(demo_base), blob_url="", cache_dir="")
+    if is_complete:
+        directory.mkdir()
+        base = quantize_base(config, tmp_path, "int8")
+        assert base.directory == directory
+        assert base.quality == "the quality was not measured: the process that measures it ended with status 1"
+    else:
+        with pytest.raises(StartRefused, match="the process that quantises the model ended with status 1"):
+            quantize_base(config, tmp_path, "int8")
 
 
 def test_refusals_of_the_process_stop_the_start(demo_base: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
 from loramux.engine.quantizing import quality
 from loramux.engine.quantizing import quantize as quantizing
-from loramux.engine.quantizing.messages import QUALITY_FILE, Quality, QuantizeJob
+from loramux.engine.quantizing.messages import QUALITY_FILES, Quality, QuantizeJob
 from loramux.engine.quantizing.process import run
 from loramux.engine.quantizing.quality import measure_quality
 from loramux.engine.quantizing.quantize import quantize, quantized_directory, quantized_names
@@ -199,7 +199,7 @@ def test_kept_weights_and_their_quality_are_used_again(model: Path, tmp_path: Pa
         result = run(job)
         assert result.quality is not None
         found[method] = result.quality
-        stored = Path(result.directory) / QUALITY_FILE
+        stored = Path(result.directory) / QUALITY_FILES[None]
         assert msgspec.json.decode(stored.read_bytes(), type=Quality) == result.quality
         changed = structs.replace(result.quality, divergence=0.5)
         stored.write_bytes(msgspec.json.encode(changed))
@@ -232,6 +232,22 @@ def test_quality_equals_that_of_transformers(model: Path, tmp_path: Path) -> Non
         assert found == pytest.approx(float(expected), rel=1e-4)
 
 
+def test_activations_in_int8_have_a_quality_of_their_own(model: Path, tmp_path: Path) -> None:
+    """The other settings of K and V do not matter, nor do more threads than this machine has."""
+    config = EngineConfig(model_dir=str(model), blob_url="", cache_dir="", dtype="float32", num_threads=4096)
+    text = tuple(range(2, 60))
+    usual = QuantizeJob(config=config, root=str(tmp_path), method="int4", text=text)
+    first = run(usual)
+    rounded = run(structs.replace(usual, config=structs.replace(config, activations="int8", kv_dtype="int8")))
+    assert rounded.directory == first.directory
+    assert rounded.quality is not None
+    assert first.quality is not None
+    assert (first.quality.activations, rounded.quality.activations) == (None, "int8")
+    assert rounded.quality.divergence != first.quality.divergence
+    assert rounded.quality.float_perplexity == first.quality.float_perplexity
+    assert run(usual).quality == first.quality
+
+
 def test_predictions_that_are_not_finite_have_no_quality(model: Path, tmp_path: Path) -> None:
     name = "lm_head.weight"
     head = load_file(model / "model.safetensors")[name]
@@ -240,7 +256,7 @@ def test_predictions_that_are_not_finite_have_no_quality(model: Path, tmp_path: 
     config = EngineConfig(model_dir=str(base), blob_url="", cache_dir="", dtype="float32", num_threads=1)
     result = run(QuantizeJob(config=config, root=str(tmp_path / "kept"), method="int8", text=(5, 6, 7)))
     assert result.quality is None
-    assert not (Path(result.directory) / QUALITY_FILE).exists()
+    assert not (Path(result.directory) / QUALITY_FILES[None]).exists()
 
 
 def test_a_long_text_is_cut_off_at_the_context_and_at_the_logits(
