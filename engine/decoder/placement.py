@@ -16,6 +16,7 @@ from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.backend import Backend, Linear, MakeQuantizedLinear
 from loramux.engine.device.worker_group import WorkerGroup
 from loramux.engine.protocol.errors import ModelNotSupported
+from loramux.kernels.composed_linear import JoinedLinear, ReorderedLinear
 from loramux.kernels.layout import LinearShape
 from loramux.kernels.quantized import QuantizedWeight, concatenate
 from loramux.kernels.routing import ExpertWeights
@@ -25,30 +26,6 @@ _BLOCK_ELEMENTS = 1 << 22
 
 
 ExpertWeight = torch.Tensor | QuantizedWeight
-
-
-class ReorderedLinear:
-    """A linear layer with reordered inputs. Input `i` is element `inputs[i]` of each row of `x`."""
-
-    def __init__(self, linear: Linear, inputs: torch.Tensor) -> None:
-        self._linear = linear
-        self._inputs = inputs
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(x.index_select(1, self._inputs))
-
-
-class JoinedLinear:
-    """Linear layers that share an input, as one that concatenates their outputs.
-
-    Fusing them would be faster, but the codes of different formats cannot be concatenated.
-    """
-
-    def __init__(self, linears: Sequence[Linear]) -> None:
-        self._linears = linears
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([linear(x) for linear in self._linears], dim=1)
 
 
 class DividedHead:

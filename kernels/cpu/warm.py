@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from loramux.kernels.composed_linear import ReorderedLinear
 from loramux.kernels.cpu.instructions.compiled import cache_directory
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear.coded_experts import make_coded_experts
@@ -132,7 +133,7 @@ def warm_program(pool: _TinyPool, linears: list[Linear]) -> None:
     recorder.silu_and_mul(x)
     recorder.gelu_and_mul(x)
     recorder.clamped_silu_and_mul(x, 1.0, 1.0)
-    for linear in linears:
+    for linear in (*linears, ReorderedLinear(linears[-1], torch.arange(WIDTH))):
         # Products with AMX have no operation.
         with suppress(NotRecordable):
             recorder.multiply(linear, x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,36 @@ def test_a_row_does_not_depend_on_the_other_rows(make_poisoned_pool: Callable[..
     whole = run(slice(0, 60))
     for row in range(60):
         assert torch.equal(run(slice(row, row + 1))[0], whole[row])
+
+
+TINY_SCALE = np.float32(2.0**-127)
+"""What MXFP4 stores for a block of zeros. float16 does not represent it."""
+
+
+@needs_codes
+@pytest.mark.parametrize("wide", [0, 1, 2])
+@pytest.mark.parametrize("name", ["int8", "uint4-halves", "mxfp4"])
+def test_scales_and_minima_of_one_expert_can_need_32_bits(
+    name: str, wide: int, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    kernels = CpuKernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
+    weights = random_experts(name, 3, 40, 64, 32)
+    for weight in weights:
+        weight.scales[:] = weight.scales.astype(np.float16)
+    weights[wide].scales[0, 0] = TINY_SCALE
+    if wide == 1 and weights[2].minima is not None:
+        weights[2].minima[:] += 1e-7
+    y, expected = multiply(kernels, weights, torch.randn(3, 40), torch.randn(5, 64), RoutingSpec(3, 3, True))
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=2e-4)
+
+
+@needs_codes
+def test_some_experts_can_have_minima(make_poisoned_pool: Callable[..., PoolViews]) -> None:
+    kernels = CpuKernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
+    shifted = random_experts("uint4-zeros", 3, 40, 64, 32)
+    weights = [shifted[0], replace(shifted[1], zeros=None), shifted[2]]
+    y, expected = multiply(kernels, weights, torch.randn(3, 40), torch.randn(5, 64), RoutingSpec(3, 3, True))
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=2e-4)
 
 
 @needs_codes

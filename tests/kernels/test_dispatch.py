@@ -21,7 +21,7 @@ from loramux.kernels.cpu import kv as cpu_kv
 from loramux.kernels.cpu import routing as cpu_routing
 from loramux.kernels.cpu import warm as cpu_warm
 from loramux.kernels.cpu.instructions import amx, avx512_bf16, rounded_rows
-from loramux.kernels.cpu.instructions.compiled import cache_directory
+from loramux.kernels.cpu.instructions.compiled import cache_directory, code_directory
 from loramux.kernels.cpu.instructions.threads import set_num_threads
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear import coded_experts, expert_panels, quantized_amx, quantized_linear
@@ -251,6 +251,17 @@ def test_warm_reports_its_duration(capsys: pytest.CaptureFixture[str], monkeypat
     assert {*warmed} == {*cpu_warm.DTYPES, "adapters"}
     said = r"compiling the CPU kernels, .* \.\.\.\nthe CPU kernels are compiled \(\d+\.\d s\)\n"
     assert re.fullmatch(said, capsys.readouterr().out)
+
+
+def test_directory_of_compiled_code_is_always_named_after_the_sources(tmp_path: Path) -> None:
+    """Otherwise, a kernel whose helper changed in another file would run as an earlier version compiled it."""
+    file = tmp_path / "file"
+    file.touch()
+    own, unwritable, caches = tmp_path / "package" / "numba-0f", file / "numba-0f", tmp_path / "caches"
+    assert code_directory(own, None, caches) == own
+    assert code_directory(unwritable, None, caches) == caches / "numba-0f"
+    for chosen in (tmp_path / "chosen", tmp_path / "chosen" / "numba-0f"):
+        assert code_directory(own, str(chosen), caches) == tmp_path / "chosen" / "numba-0f"
 
 
 def test_compiled_code_is_stored_in_the_cache_directory() -> None:

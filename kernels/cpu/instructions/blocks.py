@@ -11,7 +11,7 @@ stores only a short contiguous run for each layer: 32 KiB with 8 KV heads of dim
 read memory sequentially at 32 GB/s, read such runs at 12 GB/s without prefetching and at 23 GB/s with it.
 
 Rows are float32, passed as a tuple of addresses or as a first address and a step. Weights are a flat array of float32,
-or of bfloat16 bits as uint16. Bounds are not checked.
+or of bfloat16 bits as uint16. K and V can also be int8 codes, and adapters FP8 codes as uint8. Bounds are not checked.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 numba compiles a kernel once for each combination of argument types. `CpuKernels` rejects unexpected dtypes and layouts,
 because they would trigger a compilation in the middle of a step. `python -m loramux.kernels.cpu.warm` compiles
-everything in advance, in one or two minutes, and later processes load the result from `__pycache__`. If neither that
-folder nor the home directory is writable, set `NUMBA_CACHE_DIR`.
+everything in advance, in one or two minutes, and later processes load the result from `__pycache__`. If that folder is
+not writable, they use `~/.cache/loramux` (or `loramux` below `XDG_CACHE_HOME`). `NUMBA_CACHE_DIR` chooses another.
 
 Helpers are compiled for each combination of types, too, and a large one takes seconds. A literal such as 0 has a type
 of its own, and the index of a parallel loop is unsigned. Large helpers therefore receive `np.int64(0)` and
@@ -17,6 +17,8 @@ depends on the order of its operations, such as `exponentials`, must therefore b
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +53,24 @@ def cpu_features() -> frozenset[str]:
     return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
 
 
-# If the folder is not writable, numba falls back to its own locations.
-_config.CACHE_DIR = _config.CACHE_DIR or str(cache_directory())
+def code_directory(own: Path, chosen: str | None, caches: Path) -> Path:
+    """Directory of the compiled code, which always has the name of `own`, the directory in the package.
+
+    `chosen` is the value of NUMBA_CACHE_DIR, which may end in that name. `caches` is used if `own` is not writable:
+    numba's own choice would be a directory whose code of earlier versions it would load.
+    """
+    if chosen:
+        return Path(chosen) if Path(chosen).name == own.name else Path(chosen) / own.name
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=own).close()
+    except OSError:
+        return caches / own.name
+    return own
+
+
+_caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+_config.CACHE_DIR = str(code_directory(cache_directory(), _config.CACHE_DIR, Path(_caches) / "loramux"))
 
 _FLAGS = {"contract", "reassoc", "nsz", "arcp"}
 """Sums may be reordered, but NaN and infinity keep their meaning, so that non-finite rows show up in the logits."""

@@ -17,7 +17,7 @@ from loramux.kernels.cpu.instructions.compiled import kernel
 from loramux.kernels.cpu.instructions.integer_blocks import OUTPUTS
 from loramux.kernels.cpu.instructions.rounded_rows import bytes_of, round_row
 from loramux.kernels.cpu.linear.expert_panels import ROWS_TO_SPREAD, place_task, scatter
-from loramux.kernels.cpu.linear.quantized_layout import CodePanels
+from loramux.kernels.cpu.linear.quantized_layout import CodePanels, widened
 from loramux.kernels.cpu.linear.quantized_linear import (
     LARGEST_BYTE,
     ROW_PAD,
@@ -34,8 +34,8 @@ def make_coded_experts(
 ) -> CodedExperts | None:
     """Lay out one weight for each expert, or return None if this CPU cannot multiply by the codes of every weight.
 
-    None is also returned if the panels of the weights differ in layout, table or limit. `x_bits` is as in
-    `make_quantized_linear`.
+    None is also returned if the panels of the weights differ in layout, table or limit. Scales and minima of all
+    experts become as wide as the widest. `x_bits` is as in `make_quantized_linear`.
     """
     first: CodePanels | None = None
     panels = np.empty((0, 0), np.uint8)
@@ -48,18 +48,32 @@ def make_coded_experts(
             first, out_features = replace(packed, panels=panels.reshape(-1)), weight.shape[0]
             # Stacking the panels at the end would hold every expert in memory twice.
             panels = np.empty((num_experts, packed.panels.size), np.uint8)
-        if packed.panels.size != panels.shape[1] or _traits(packed) != _traits(first):
+        if _traits(packed) != _traits(first):
             return None
-        panels[expert] = packed.panels
+        sizes = max(packed.scale_bytes, first.scale_bytes), max(packed.minimum_bytes, first.minimum_bytes)
+        if sizes != (first.scale_bytes, first.minimum_bytes):
+            # float16 represents the scales of the experts so far, but not this expert's.
+            panels = _wider_stack(panels, expert, first, sizes)
+            first = replace(first, scale_bytes=sizes[0], minimum_bytes=sizes[1])
+        panels[expert] = widened(packed, *sizes).panels
     assert first is not None
     packed = replace(first, panels=panels.reshape(-1))
     return CodedExperts(packed, num_experts, out_features, bias, x_bits if takes_bytes(packed) else 16)
 
 
+def _wider_stack(
+    panels: npt.NDArray[np.uint8], count: int, packed: CodePanels, sizes: tuple[int, int]
+) -> npt.NDArray[np.uint8]:
+    """The stack with wider scales and minima. Its first `count` experts are filled, and `packed` describes them."""
+    filled = widened(replace(packed, panels=panels[:count].reshape(-1)), *sizes).panels.reshape(count, -1)
+    wider = np.empty((len(panels), filled.shape[1]), np.uint8)
+    wider[:count] = filled
+    return wider
+
+
 def _traits(packed: CodePanels) -> tuple[Any, ...]:
     table = None if packed.table is None else packed.table.tobytes()
-    shape = packed.num_groups, packed.group, packed.block
-    return *shape, packed.scale_bytes, packed.minimum_bytes, packed.limit, table
+    return packed.num_panels, packed.num_groups, packed.group, packed.block, packed.limit, table
 
 
 class CodedExperts:

@@ -13,7 +13,7 @@ A product therefore reads a panel sequentially, and the weight is kept only once
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,32 @@ def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
         limit=limits[block],
         fits_tiles=weight.bits == 8 or bool(np.abs(integers).max() <= 127),
     )
+
+
+def widened(packed: CodePanels, scale_bytes: int, minimum_bytes: int) -> CodePanels:
+    """The same weight with scales and minima of at least their sizes so far. Minima that it lacks become 0.
+
+    `packed.panels` may contain the panels of several weights.
+    """
+    if (packed.scale_bytes, packed.minimum_bytes) == (scale_bytes, minimum_bytes):
+        return packed
+    code_bytes = OUTPUTS * packed.group // (1 if packed.table is None else 2)
+    begin = OUTPUTS * packed.scale_bytes
+    end = begin + OUTPUTS * packed.minimum_bytes
+    groups = packed.panels.reshape(-1, end + code_bytes)
+    scales = _widened(groups[:, :begin], packed.scale_bytes, scale_bytes)
+    minima = _widened(groups[:, begin:end], packed.minimum_bytes, minimum_bytes)
+    panels = np.concatenate([scales, minima, groups[:, end:]], axis=1).reshape(-1)
+    return replace(packed, panels=panels, scale_bytes=scale_bytes, minimum_bytes=minimum_bytes)
+
+
+def _widened(values: npt.NDArray[np.uint8], itemsize: int, wanted: int) -> npt.NDArray[np.uint8]:
+    """The bytes of each group's 32 values in another size."""
+    if itemsize == wanted:
+        return values
+    if itemsize == 0:
+        return np.zeros((len(values), OUTPUTS * wanted), np.uint8)
+    return np.ascontiguousarray(values).view(np.float16).astype(np.float32).view(np.uint8)
 
 
 def _table(integers: npt.NDArray[np.int16]) -> npt.NDArray[Any]:

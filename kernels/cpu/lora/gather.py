@@ -30,7 +30,7 @@ def gather(
     """`planes[t, 0, :rank] = A[slot, module][:, tokens[t]]`. See `ReferenceKernels.lora_gather`.
 
     `tokens` is int32 `[T]`. `planes` is float32, passed by address and row stride in elements. `pool` is `[P, L, E]`,
-    float32 or bfloat16 bits as uint16. Tables and segments have the dtypes given in `tables.py`.
+    float32, bfloat16 bits as uint16, or FP8 codes as uint8. Tables and segments have the dtypes given in `tables.py`.
     """
     for s in prange(slots.shape[0]):
         planes, flat_pool = floats_at(planes_address), pool.reshape(-1)

@@ -157,10 +157,10 @@ def low_rank(
 
     The first product is computed only if `shrinks` is true, and the second only if `expands` is true. See
     `ReferenceKernels`. Unless there is little work, it is divided into `num_threads` shares. `x`, `planes` and `y` are
-    float32, passed by address and strides in elements. `pool` is `[P, L, E]`, float32 or bfloat16 bits as uint16.
-    `plan` comes from `group_plan`. Tables and segments have the dtypes given in `tables.py`. `x_rows`, int32
-    `[num_lora_rows]`, contains the row of `x` for each element of `rows`. `shifts`, int32 `[num_segments]`, is added to
-    the module indices of the plan for the segment.
+    float32, passed by address and strides in elements. `pool` is `[P, L, E]`: float32, bfloat16 bits as uint16, or FP8
+    codes as uint8. `plan` comes from `group_plan`. Tables and segments have the dtypes given in `tables.py`. `x_rows`,
+    int32 `[num_lora_rows]`, contains the row of `x` for each element of `rows`. `shifts`, int32 `[num_segments]`, is
+    added to the module indices of the plan for the segment.
     """
     work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots, shifts)
     shares = _shares(work, num_threads, shrinks, expands)

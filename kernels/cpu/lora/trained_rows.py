@@ -72,7 +72,8 @@ def replace_rows(
     """`y[t] = row of tokens[t]` where the adapter replaces the row; see `ReferenceLora.replace_rows`.
 
     `tokens` is int32 `[T]`, and `y` is `[T, row_len]` in the dtype of `pool` `[P, 1, E]`: float32, or bfloat16 bits as
-    uint16. `ids` is the same memory as int32. Rows are `padded_len` elements apart.
+    uint16. Adapters stored as FP8 codes have no trained rows. `ids` is the same memory as int32. Rows are `padded_len`
+    elements apart.
     """
     if rows.shape[0] * y.shape[1] < SERIAL_COPIES:
         for s in range(slots.shape[0]):

@@ -7,12 +7,14 @@ order are the same, so the results are bitwise equal.
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 
+from loramux.kernels.composed_linear import JoinedLinear, ReorderedLinear
 from loramux.kernels.cpu.instructions import avx512_bf16
 from loramux.kernels.cpu.instructions.arrays import rows_of
 from loramux.kernels.cpu.instructions.avx512_bf16 import Avx512Bf16Panels
@@ -34,7 +36,11 @@ _UNLIMITED = 1 << 48
 def record_product(tape: Tape, linear: Any, x: torch.Tensor) -> torch.Tensor:
     """Record `linear(x)`, and return the rows that will contain the result. Raises NotRecordable."""
     product = linear.product if isinstance(linear, PackedLinear) else linear
-    if isinstance(product, QuantizedLinear):
+    if isinstance(product, ReorderedLinear):
+        return record_product(tape, product.linear, _record_order(tape, product.inputs, x))
+    if isinstance(product, JoinedLinear):
+        y = _record_joined(tape, product, x)
+    elif isinstance(product, QuantizedLinear):
         y = _record_codes(tape, product, x)
     elif isinstance(product, Avx512Bf16Panels):
         y = _record_pairs(tape, product, x)
@@ -42,7 +48,38 @@ def record_product(tape: Tape, linear: Any, x: torch.Tensor) -> torch.Tensor:
         y = _record_floats(tape, product, x)
     else:
         raise NotRecordable(f"a product of {type(product).__name__}")
-    tape.count_work(x.numel() * product.out_features)
+    tape.count_work(x.numel() * y.shape[1])
+    return y
+
+
+@Operation
+def _reorder(arguments: Any, step: Any, task: Any) -> None:
+    """Words: x, its step, the input of each output, number of outputs, out, its step."""
+    words = words_at(arguments)
+    row, inputs, out = floats_at(words[0] + task * words[1]), words_at(words[2]), floats_at(words[4] + task * words[5])
+    for i in range(words[3]):
+        out[i] = row[inputs[i]]
+
+
+def _record_order(tape: Tape, inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    assert inputs.dtype is torch.int64
+    assert inputs.is_contiguous()
+    y = tape.rows(len(inputs))
+    (address, stride), (out, out_stride) = rows_of(x), rows_of(y)
+    tape.for_each_row(_reorder, (address, 4 * stride, inputs.data_ptr(), len(inputs), out, 4 * out_stride))
+    tape.own(inputs)
+    return y
+
+
+def _record_joined(tape: Tape, joined: JoinedLinear, x: torch.Tensor) -> torch.Tensor:
+    """Each product writes whole panels, the last of which the next product must not share."""
+    linears = [one for one in joined.linears if isinstance(one, QuantizedLinear) and not one.out_features % OUTPUTS]
+    if len(linears) < len(joined.linears):
+        raise NotRecordable("joined products of other weights, or of parts of panels")
+    ends = list(accumulate(one.out_features for one in linears))
+    y = tape.rows(ends[-1])
+    for linear, end in zip(linears, ends, strict=True):
+        _record_codes(tape, linear, x, y[:, end - linear.out_features : end])
     return y
 
 
@@ -175,7 +212,10 @@ def _multiply_codes(kind_name: str, entry_name: str | None) -> Operation:
     return Operation(multiply_by_table)
 
 
-def _record_codes(tape: Tape, linear: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
+def _record_codes(
+    tape: Tape, linear: QuantizedLinear, x: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`out` has room for whole panels. None means new rows."""
     packed, num_rows, in_features = linear.packed, tape.num_rows, x.shape[1]
     if num_rows > MAX_ROWS and packed.fits_tiles and has_integer_tiles():
         raise NotRecordable("a product with tiles of AMX")
@@ -185,7 +225,7 @@ def _record_codes(tape: Tape, linear: QuantizedLinear, x: torch.Tensor) -> torch
     factors = tape.scratch(8 * num_blocks)
     # The padding of new memory is 0, and no program writes to it.
     whole = tape.new_rows(size) if in_features < size else None
-    y = tape.rows(packed.num_panels * OUTPUTS)
+    y = tape.rows(packed.num_panels * OUTPUTS) if out is None else out
     address, stride = rows_of(x)
     whole_rows = (0, 0) if whole is None else (whole.data_ptr(), 4 * whole.stride(0))
     rounded_rows = rounded.data_ptr(), _step_of(rounded, num_rows)

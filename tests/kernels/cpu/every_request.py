@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from loramux.kernels.composed_linear import JoinedLinear, ReorderedLinear
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear.coded_experts import make_coded_experts
 from loramux.kernels.cpu.linear.experts import PackedExperts
@@ -150,7 +151,7 @@ def record_every_operation(
     recorder.rotate_and_store(q, None, None, angles, angles, 1, batch)
     recorder.paged_attention(q, 1, batch, AttentionSpec(4, 2, 16, 0.5, 4, 30), torch.zeros(2, 4, 16), torch.zeros(4))
     recorder.clamped_silu_and_mul(recorder.gelu_and_mul(recorder.silu_and_mul(x)), 2, 7)
-    for linear in linears:
+    for linear in (*linears, ReorderedLinear(linears[-1], torch.arange(64)), JoinedLinear(linears[-1:])):
         with suppress(NotRecordable):
             recorder.multiply(linear, x)
     segments = build_segments(np.array([2, 0], np.int32), kernels.segment_rows)

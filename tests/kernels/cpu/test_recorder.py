@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from loramux.kernels.composed_linear import JoinedLinear, ReorderedLinear
 from loramux.kernels.cpu.instructions.threads import set_num_threads
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear import linear as cpu_linear
@@ -47,6 +48,8 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 def make_linears(name: str) -> list[Linear]:
     """The products of one layer: q, k and v; o; gate and up; down."""
+    if name == "composed":
+        return make_composed_linears()
     made: list[Linear] = []
     qkv = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     generator = torch.Generator().manual_seed(3)
@@ -62,6 +65,28 @@ def make_linears(name: str) -> list[Linear]:
             pytest.skip("this CPU has no such product")
         made.append(linear)
     return made
+
+
+def make_composed_linears() -> list[Linear]:
+    """The same products as a checkpoint's formats can divide them: q and k apart from v, gate apart from up, and the
+    inputs of the others in another order.
+    """
+    int4 = make_product("int4", (HEADS + KV_HEADS) * HEAD_DIM, HIDDEN)
+    int8 = make_product("int8", KV_HEADS * HEAD_DIM, HIDDEN)
+    gate, up = (make_product(kind, INNER, HIDDEN) for kind in ("uint4-halves", "uint8-zeros"))
+    generator = torch.Generator().manual_seed(4)
+    o, down = (
+        ReorderedLinear(make_product("int4", HIDDEN, size), torch.randperm(size, generator=generator))
+        for size in (HEADS * HEAD_DIM, INNER)
+    )
+    return [JoinedLinear([int4, int8]), o, JoinedLinear([gate, up]), down]
+
+
+def make_product(kind: str, out_features: int, in_features: int) -> Linear:
+    linear = make_quantized_linear(random_weight(*CODEBOOKS[kind], out_features, in_features, 32), None)
+    if linear is None:
+        pytest.skip("this CPU has no such product")
+    return linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,6 +178,7 @@ def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.float32, "int8 8", "plain", "silu", False),
         (torch.float32, "uint4-halves 16", "window and cap", "silu", True),
         (torch.bfloat16, "int4 8", "plain", "gelu", False),
+        (torch.bfloat16, "composed", "plain", "silu", False),
     ],
     ids=str,
 )
@@ -227,9 +253,21 @@ def check_program(
         lambda kernels, x: PackedLinear(torch.zeros(4, HIDDEN))(x),
         lambda kernels, x: kernels.route(x, RoutingSpec(4, 2, True)),
         lambda kernels, x: kernels.multiply(lambda x: x, x),
+        lambda kernels, x: kernels.multiply(JoinedLinear([PackedLinear(torch.zeros(32, HIDDEN))] * 2), x),
+        lambda kernels, x: kernels.multiply(JoinedLinear([make_product("int4", 40, HIDDEN)] * 2), x),
         lambda kernels, x: kernels.lora_affine(None, x),
     ],
-    ids=["product", "in place", "new tensor", "direct linear", "router", "unknown linear", "affine"],
+    ids=[
+        "product",
+        "in place",
+        "new tensor",
+        "direct linear",
+        "router",
+        "unknown linear",
+        "joined floats",
+        "joined panels",
+        "affine",
+    ],
 )
 def test_what_a_program_would_not_repeat_is_refused(compute: Callable[[Any, torch.Tensor], object]) -> None:
     geometry = PageGeometry(1, KV_HEADS, HEAD_DIM, 4, 4)
