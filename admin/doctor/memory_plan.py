@@ -126,9 +126,10 @@ def plan_memory(
     max_model_len: int | None = None,
     num_workers: int = 1,
     kv_host_bytes: int = 0,
+    dtype: str = "auto",
 ) -> list[MemoryPlan]:
-    """Return plans for bfloat16, for the checkpoint's own format and, if the checkpoint is not quantised, for each
-    value of `--quantization`.
+    """Return plans for bfloat16, for the checkpoint's own format in `dtype` and, if the checkpoint is not quantised,
+    for each value of `--quantization`, whose other weights have `dtype`.
 
     Reads the headers and, in a quantised checkpoint, the first weight of each kind. Raises EngineError if the model is
     not supported, or if `num_workers` workers cannot divide it.
@@ -148,6 +149,7 @@ def plan_memory(
         weights = _Sizes(config, dtype, device, num_workers).total(codes)
         return MemoryPlan(name, weights, pool, process, num_workers)
 
+    own = resolve_dtype(dtype, config, device)
     plans = [plan("bfloat16", "bfloat16", {})]
     for method in CHOICES if config.quantization is None else ():
         try:
@@ -155,8 +157,7 @@ def plan_memory(
         except EngineError as error:
             plans.append(MemoryPlan(method, problem=str(error)))
         else:
-            plans.append(plan(method, "bfloat16", codes))
-    own = resolve_dtype("auto", config, device)
+            plans.append(plan(method, own, codes))
     if config.quantization is not None:
         try:
             codes = _coded_bytes(checkpoint, config, device, num_workers) if keeps else {}
@@ -175,14 +176,17 @@ def plan_engine(config: EngineConfig, method: str | None) -> MemoryPlan:
     """
     model_dir, num_workers = Path(config.model_dir), config.tensor_parallel_size
     plans = plan_memory(
-        model_dir, config.device, config.pool_bytes, config.max_model_len, num_workers, config.kv_host_bytes
+        model_dir,
+        config.device,
+        config.pool_bytes,
+        config.max_model_len,
+        num_workers,
+        config.kv_host_bytes,
+        config.dtype,
     )
     model = ModelConfig.load(model_dir)
     name = method or (config.dtype if model.quantization is None else model.quantization.name)
-    found = next((plan for plan in plans if plan.format == name), None)
-    # A model in bfloat16 can also be served in float32.
-    sizes = _Sizes(model, config.dtype, config.device, num_workers)
-    return found or replace(plans[0], format=name, weights=sizes.total({}))
+    return next(plan for plan in plans if plan.format == name)
 
 
 def plan_workers(model_dir: Path, device: str, num_workers: int) -> WorkersPlan:
@@ -301,8 +305,10 @@ def _coded_bytes(checkpoint: CheckpointTensors, config: ModelConfig, device: str
 def _kept_bytes(weight: CodedWeight, device: str) -> int | None:
     """Return the size in bytes of a weight that stays quantised on the device, or None if it is dequantised."""
     if isinstance(weight, Mxfp4Experts):
-        size = _kept_bytes(weight.experts[0], device)
-        return None if size is None else size * len(weight.experts)
+        # A CPU gives the scales of all experts the size that the widest need.
+        sizes = [_kept_bytes(expert, device) for expert in weight.experts]
+        known = [size for size in sizes if size is not None]
+        return max(known) * len(sizes) if len(known) == len(sizes) else None
     if isinstance(weight, ReorderedWeight):
         weight = weight.by_group
     if not isinstance(weight, QuantizedWeight):

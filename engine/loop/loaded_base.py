@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.decoder.decoder import Decoder
 from loramux.engine.decoder.draft_head import DraftHead
 from loramux.engine.decoder.weights import WeightSource, open_weights
-from loramux.engine.device.backend import Backend
+from loramux.engine.device.backend import Backend, MakeQuantizedExperts, MakeQuantizedLinear
 from loramux.engine.drafting.speculation import MAX_ROWS
 from loramux.engine.loop.config import EngineConfig, kv_itemsize, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.parallel.sharded_weights import ShardedWeights
 from loramux.engine.parallel.sharding import worker_config
 from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
+from loramux.kernels.quantized import QuantizedWeight
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -53,12 +55,14 @@ class LoadedBase:
     activations: str | None
     """The format of 8 bits to which inputs of linear layers are rounded, or None."""
     num_dequantized: int
-    """Number of linear layers, without experts, whose quantised weights no kernel supports. They are dequantised."""
+    """Number of linear layers whose quantised weights no kernel supports. They are dequantised. The experts of a layer
+    count once per projection.
+    """
 
 
 class CodedLayers:
     """Counts linear layers with quantised weights: those whose inputs are rounded to 8 bits, and those whose weights
-    are dequantised. The experts of a layer count once per projection, and only for their inputs.
+    are dequantised. The experts of a layer count once per projection.
     """
 
     def __init__(self) -> None:
@@ -70,21 +74,37 @@ class CodedLayers:
         return replace(
             backend,
             make_quantized_linear=self._counted(backend.make_quantized_linear),
-            make_quantized_experts=self._counted(backend.make_quantized_experts, are_experts=True),
+            make_quantized_experts=self._counted_experts(backend.make_quantized_experts),
         )
 
-    def _counted(self, make: Callable[..., Any] | None, are_experts: bool = False) -> Callable[..., Any] | None:
+    def _counted(self, make: MakeQuantizedLinear | None) -> Any:
         if make is None:
             return None
 
-        def count(*arguments: Any) -> Any:
-            made = make(*arguments)
-            # Experts with float weights are offered, too.
-            self.num_dequantized += made is None and not are_experts
-            self.num_with_byte_inputs += getattr(made, "x_bits", None) == 8
-            return made
+        def count(weight: QuantizedWeight, bias: torch.Tensor | None) -> Any:
+            return self._note(make(weight, bias), is_quantized=True)
 
         return count
+
+    def _counted_experts(self, make: MakeQuantizedExperts | None) -> Any:
+        if make is None:
+            return None
+
+        def count(
+            num_experts: int, weights: Iterable[QuantizedWeight | torch.Tensor], bias: torch.Tensor | None
+        ) -> Any:
+            # Experts with float weights are offered, too. The first expert says what the others are.
+            given = iter(weights)
+            first = next(given)
+            made = make(num_experts, itertools.chain([first], given), bias)
+            return self._note(made, is_quantized=isinstance(first, QuantizedWeight))
+
+        return count
+
+    def _note(self, made: Any, *, is_quantized: bool) -> Any:
+        self.num_dequantized += made is None and is_quantized
+        self.num_with_byte_inputs += getattr(made, "x_bits", None) == 8
+        return made
 
 
 def load_base(config: EngineConfig, backend: Backend, weights: WeightSource | None = None) -> LoadedBase:

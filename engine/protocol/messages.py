@@ -563,9 +563,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_host_kv_tokens: int = 0
     """The same for the host memory of `EngineConfig.kv_host_bytes`."""
     num_dequantized: int = 0
-    """Number of linear layers, without experts, whose quantised weights the device has no kernel for. They are
-    dequantised.
-    """
+    """`LoadedBase.num_dequantized`."""
     protocol: int = PROTOCOL
     model_sha256: str = ""
     """SHA-256 of the files that must be identical on the gateway and the engine: see `model_files.py`."""

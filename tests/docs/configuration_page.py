@@ -82,7 +82,8 @@ MEANINGS = {
     "traces_share": "Share of requests that are traced, from 0 to 1.",
     "traces_of_clients": "Whether to ignore a client's `traceparent`, link to it, or continue it as the parent of the "
     "server's trace.",
-    "dtype": "Dtype of weights and arithmetic; `auto` uses the dtype in the model's `config.json`.",
+    "dtype": "Dtype of weights and arithmetic; `auto` uses the dtype in the model's `config.json`. There, "
+    "[float16](quantization.md#models-in-float16) means float32 on a CPU and bfloat16 on a GPU.",
     "device": "Device of the engines; `auto` uses an NVIDIA GPU of compute capability 8.0 or later if there is one.",
     "blob_url": "Store for adapter files: `file://DIR`, `s3://BUCKET/PREFIX`, or the URL of "
     "[an extension](extending.md#blob-stores); by default in the data directory.",

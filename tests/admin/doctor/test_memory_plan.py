@@ -6,10 +6,12 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from loramux.adapter_store.formats.quantization.mxfp4 import Mxfp4Experts
 from loramux.admin.doctor import memory_plan
 from loramux.admin.doctor.memory_plan import (
     GATEWAY_BYTES,
@@ -31,6 +33,7 @@ from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.parallel.sharded_weights import ShardedWeights
 from loramux.engine.parallel.sharding import worker_config
 from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
+from loramux.kernels.quantized import INT4, QuantizedWeight
 from tests.admin.command_line import Run
 from tests.conformance.tiny_models import SMALL_SHAPE
 from tests.quantized_layouts import LAYOUTS, quantize_directory
@@ -85,6 +88,17 @@ def test_formats_of_a_float_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert weights(tmp_path, "cuda")["fp8"] == weights(tmp_path)["int8"]
     monkeypatch.setattr(memory_plan, "host_features", lambda: set())
     assert set(weights(tmp_path).values()) == {OUTER + 2 * NUM_WEIGHTS}
+
+
+def test_the_other_weights_of_a_float16_model_are_float32_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "host_features", lambda: {"avx2"})
+    save(tmp_path).half().save_pretrained(tmp_path)
+    planned = weights(tmp_path)
+    assert planned["int8"] == 2 * OUTER + NUM_WEIGHTS + 4 * NUM_OUTPUTS
+    assert planned["float32"] == 2 * planned["bfloat16"] == 2 * (OUTER + 2 * NUM_WEIGHTS)
+    assert weights(tmp_path, "cuda")["int8"] == OUTER + NUM_WEIGHTS + 4 * NUM_OUTPUTS
 
 
 def test_a_tied_head_is_laid_out_again_on_a_cpu_only(tmp_path: Path) -> None:
@@ -225,7 +239,12 @@ def test_engines_have_weights_and_a_pool_each(loramux: Run, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("dtype", "method", "name"),
-    [("bfloat16", None, "bfloat16"), ("bfloat16", "int8", "int8"), ("float32", None, "float32")],
+    [
+        ("bfloat16", None, "bfloat16"),
+        ("bfloat16", "int8", "int8"),
+        ("float32", None, "float32"),
+        ("float32", "int8", "int8"),
+    ],
 )
 def test_an_engines_own_format_is_planned(tmp_path: Path, dtype: str, method: str | None, name: str) -> None:
     save(tmp_path)
@@ -233,7 +252,17 @@ def test_an_engines_own_format_is_planned(tmp_path: Path, dtype: str, method: st
     plan = plan_engine(config, method)
     assert (plan.format, plan.pool) == (name, 5 << 20)
     sizes = weights(tmp_path)
-    assert plan.weights == sizes.get(name, 2 * sizes["bfloat16"])
+    others = OUTER if (dtype, method) == ("float32", "int8") else 0
+    assert plan.weights == sizes.get(name, 2 * sizes["bfloat16"]) + others
+
+
+def test_experts_are_planned_with_the_widest_scales() -> None:
+    """A scale of 2**-127 needs 32 bits on a CPU."""
+    codes, scales = np.zeros((64, 16), np.uint8), np.ones((2, 64, 1), np.float32)
+    first, second = (QuantizedWeight(codes=codes, codebook=INT4, scales=own) for own in scales)
+    assert memory_plan._kept_bytes(Mxfp4Experts((first, second)), "cpu") == 2 * 64 * (16 + 2)
+    scales[1, 5] = 2.0**-127
+    assert memory_plan._kept_bytes(Mxfp4Experts((first, second)), "cpu") == 2 * 64 * (16 + 4)
 
 
 def worker_bytes(directory: Path, num_workers: int) -> int:
