@@ -13,6 +13,7 @@ from rich.console import Console
 
 from loramux.admin.client.client import AdminClient, AdminError
 from loramux.admin.client.push import PushedVersion, push_adapter
+from loramux.admin.client.weights_push import WeightsPush
 from loramux.admin.demo.server import DemoFailed, DemoServer
 
 if TYPE_CHECKING:
@@ -31,13 +32,15 @@ class Account:
 
 
 def open_accounts(server: DemoServer, client: AdminClient, adapters: Mapping[str, Path]) -> list[Account]:
-    """Open an account for each tenant with an adapter, and wait until the server is ready."""
+    """Open an account for each tenant with an adapter, and wait until the server is ready and has loaded all adapters."""
     with ThreadPoolExecutor(len(adapters) + 1) as threads:
         # Importing the official client takes a second, so import it while the server starts.
         batch = threads.submit(importlib.import_module, "loramux.admin.demo.mixed_batch")
         server.wait_until(client.is_alive, "listening")
         accounts = list(threads.map(lambda tenant: _open_account(client, tenant, adapters[tenant]), adapters))
         server.wait_until(client.is_ready, "ready")
+        # The answers are short: an adapter loaded later than the others would miss the steps that they share.
+        list(threads.map(lambda account: _load(server, account, adapters[account.tenant]), accounts))
         batch.result()
     return accounts
 
@@ -52,6 +55,12 @@ def _open_account(client: AdminClient, tenant: str, adapter: Path) -> Account:
     client.post("quotas", {"tenant": tenant, "metric": "tokens_per_minute", "limit": TOKENS_PER_MINUTE})
     key = client.post("api_keys", {"tenant": tenant, "name": "demo"})
     return Account(tenant, key["secret"], push_adapter(client, adapter, tenant, adapter.name))
+
+
+def _load(server: DemoServer, account: Account, adapter: Path) -> None:
+    """Push the same files again, which creates no version but returns only when the engine has loaded it."""
+    with WeightsPush(server.admin_url, server.admin_key, f"{account.tenant}/{adapter.name}") as push:
+        push.push(adapter, wait="resident")
 
 
 Bill = dict[tuple[str, str], tuple[int, int, int]]

@@ -18,7 +18,7 @@ from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.loop.engine import Engine
 from loramux.engine.protocol.messages import Add, Finished, PromptLogprob, SamplingParams, StatsRequest, StepOutput
 from loramux.engine.sequences.activation import activation
-from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, make_subject, run
+from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, load, make_subject, run
 from tests.conformance.test_gpu_engine import PATHS, gpu_path
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
 
@@ -146,6 +146,7 @@ def test_each_request_alone_equals_peft(subject: Subject, monkeypatch: pytest.Mo
 )
 def test_one_mixed_batch_equals_peft(subject: Subject, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assembled = subject.assemble(max_batch_tokens=STEP_TOKENS[steps])
+    load(assembled.engine, subject.digests.values())
     recorder = Recorder(assembled.engine, monkeypatch)
     asked = requests(subject)
     finished_tokens(assembled.engine, [add for _, add in asked.values()])

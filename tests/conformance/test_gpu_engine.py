@@ -30,7 +30,7 @@ from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.reference.lora import ReferenceLora
 from loramux.kernels.segments import LARGE_SEGMENT_ROWS
 from loramux.kernels.tables import LoraCall, PoolViews
-from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
+from tests.conformance.parity import Recorder, Subject, assert_parity, load, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
 from tests.engine.device.gpu_backend import capture_early, gpu_backend
 from tests.kernels.gpu.interpreted import FOR_GPUS, import_kernels
@@ -148,6 +148,7 @@ def test_a_mixed_batch_equals_transformers_and_peft(
     subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembled = subject.assemble(backend, max_batch_tokens=32)
+    load(assembled.engine, subject.digests.values())
     recorder = Recorder(assembled.engine, monkeypatch)
     asked = requests(subject)
     tokens = tokens_of(assembled.engine, [add for _, add in asked.values()])

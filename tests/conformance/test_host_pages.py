@@ -11,6 +11,7 @@ import torch
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.assembly import AssembledEngine
 from loramux.engine.pages import state_checkpoints
+from loramux.engine.pages.host_pages import HostPages
 from loramux.engine.protocol.messages import (
     Add,
     Finished,
@@ -31,6 +32,12 @@ SAMPLING = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=1)
 PLANS = [AdapterPlan("r2", 2, ["q_proj", "v_proj"])]
 
 Bill = tuple[int, int, int]
+
+
+@pytest.fixture(autouse=True)
+def fast_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are restored whatever copies and steps take on this machine."""
+    monkeypatch.setattr(HostPages, "pays", lambda *_: True)
 
 
 class Conversations:

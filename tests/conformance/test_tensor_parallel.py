@@ -21,7 +21,7 @@ from loramux.engine.parallel.gloo_group import GlooGroup
 from loramux.engine.parallel.workers import WorkerLost
 from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
-from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject, run
+from tests.conformance.parity import Recorder, Subject, assert_parity, load, make_subject, run
 from tests.conformance.test_parity import OUTER_PLANS
 from tests.conformance.tiny_models import PLANS, SHAPE, SMALL_WINDOW, VOCAB_SIZE, pack_peft_directory
 
@@ -121,6 +121,7 @@ def test_mixed_adapters_equal_peft_and_one_worker(subject: Subject, size: int, m
         expected = logits_of(alone, asked, monkeypatch)
     exchanges = Exchanges(monkeypatch)
     with assembled(subject, tensor_parallel_size=size, num_threads=size) as engine:
+        load(engine.engine, subject.digests.values())
         found = logits_of(engine, asked, monkeypatch)
         stats = engine.engine.stats(StatsRequest(call_id=""))
         assert stats.max_adapters_in_step > len(subject.digests) // 2

@@ -55,6 +55,8 @@ class Script:
     tokens_per_output: int = 1
     stall_after: int | None = None
     """Emit this many tokens, then nothing more until aborted."""
+    resume: asyncio.Event | None = None
+    """Once this is set, a stalled sequence goes on."""
     ignores_abort: bool = False
     """Never answer an abort, like an engine that hangs."""
     abort_delay_s: float = 0.0
@@ -259,7 +261,7 @@ class ScriptedEngine:
             if add.sampling.num_prompt_logprobs is not None and len(add.prompt) > 1:
                 scored = tuple(_prompt_logprob(add, token, script.logprob) for token in add.prompt[1:])
                 yield SequenceOutput(sequence_id=add.sequence_id, token_ids=(), prompt_logprobs=scored)
-            while sequence.ending is None and (tokens := sequence.next_tokens() or await sequence.extended_tokens()):
+            while sequence.ending is None and (tokens := sequence.next_tokens() or await sequence.later_tokens()):
                 if await sequence.ends_within(script.delay_s):
                     break
                 sequence.num_committed += len(tokens)
@@ -270,7 +272,7 @@ class ScriptedEngine:
                     if add.sampling.num_logprobs is not None
                     else (),
                 )
-            if script.stall_after is not None and sequence.num_committed >= script.stall_after:
+            if sequence.has_stalled:
                 await sequence.ends_within(None)
             end = sequence.finished()
             if add.pooling is not None and end.reason == "stop":
@@ -290,6 +292,7 @@ class _Sequence:
         self.has_run = True
         self.ending: str | None = None
         self._max_tokens = add.max_tokens
+        self._stall_after = script.stall_after
         self._ended = asyncio.Event()
         self._extended = asyncio.Event()
 
@@ -297,8 +300,22 @@ class _Sequence:
         self._max_tokens = max(self._max_tokens, max_tokens)
         self._extended.set()
 
-    async def extended_tokens(self) -> tuple[int, ...]:
-        """Wait for an extension if the sequence has reached its limit and may pause. Return the next tokens."""
+    @property
+    def has_stalled(self) -> bool:
+        return self._stall_after is not None and self.num_committed >= self._stall_after
+
+    async def later_tokens(self) -> tuple[int, ...]:
+        """Wait until a stalled sequence may go on, or for an extension if the sequence has reached its limit and may
+        pause. Return the next tokens.
+        """
+        resume = self.script.resume
+        if resume is not None and self.has_stalled:
+            while not resume.is_set():
+                if await self.ends_within(0.005):
+                    return ()
+            self._stall_after = None
+            if tokens := self.next_tokens():
+                return tokens
         if self.num_committed < self._max_tokens or self.add.pause_s <= 0:
             return ()
         self._extended.clear()
@@ -324,8 +341,8 @@ class _Sequence:
 
     def next_tokens(self) -> tuple[int, ...]:
         limit = min(self._max_tokens, len(self.script.token_ids))
-        if self.script.stall_after is not None:
-            limit = min(limit, self.script.stall_after)
+        if self._stall_after is not None:
+            limit = min(limit, self._stall_after)
         return self.script.token_ids[
             self.num_committed : min(limit, self.num_committed + self.script.tokens_per_output)
         ]

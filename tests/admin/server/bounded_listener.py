@@ -147,9 +147,11 @@ def answer(connection: socket.socket) -> tuple[int, bytes]:
     return response.status, response.read()
 
 
-def is_open(connection: socket.socket) -> bool:
-    """Discard all data received from the server, and return whether the connection is still open."""
-    connection.settimeout(0.1)
+def is_open(connection: socket.socket, wait_s: float = 0.1) -> bool:
+    """Discard all data received from the server, and return whether the connection is still open after `wait_s`
+    seconds without data.
+    """
+    connection.settimeout(wait_s)
     try:
         while connection.recv(65536):
             pass
@@ -158,3 +160,8 @@ def is_open(connection: socket.socket) -> bool:
     except OSError:
         return False
     return False
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Discard all data received from the server, and return whether it closes the connection. It may be slow."""
+    return not is_open(connection, wait_s=30)

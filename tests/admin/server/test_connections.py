@@ -14,7 +14,7 @@ import pytest
 from loramux.admin.server.bounded_connection import HEAD_TIMEOUT_S, READER_TIMEOUT_S, STALL_S
 from loramux.admin.server.connection_limits import KEEP_ALIVE_S, ConnectionLimits
 from loramux.admin.server.listeners import MAX_UNSENT_BYTES
-from tests.admin.server.bounded_listener import HELLO, PARTS, answer, is_open, listening
+from tests.admin.server.bounded_listener import HELLO, PARTS, answer, is_closed, is_open, listening
 from tests.adversary.socket_flood import Target, flood, idle, request, slow_body, slow_head
 
 
@@ -35,7 +35,7 @@ def test_connection_without_a_complete_request_is_closed(sent: bytes) -> None:
         listener.sweep_later(HEAD_TIMEOUT_S / 2)
         connection.sendall(b"x")
         listener.sweep_later(HEAD_TIMEOUT_S + 1)
-        assert not is_open(connection)
+        assert is_closed(connection)
         assert listener.num_refused("no_request") == 1
 
 
@@ -93,7 +93,7 @@ def test_byte_now_and_then_does_not_prolong_a_request_head() -> None:
         listener.make_older(HEAD_TIMEOUT_S / 2)
         connection.sendall(HELLO[5:6])
         listener.sweep_later(HEAD_TIMEOUT_S / 2 + 1)
-        assert not is_open(connection)
+        assert is_closed(connection)
         assert listener.num_refused("no_request") == 1
 
 
@@ -133,7 +133,7 @@ def test_client_that_reads_nothing_is_cut_off(sent: bytes) -> None:
         listener.sweep_later(READER_TIMEOUT_S + 1)
         listener.wait_until(lambda: not listener.book.connections)
         assert listener.num_refused("slow_reader") == 1
-        assert not is_open(connection)
+        assert is_closed(connection)
         if b"/endless" in sent:
             listener.wait_until(lambda: listener.num_left == 1)
 
@@ -201,7 +201,7 @@ def test_oldest_idle_connection_is_closed_for_a_new_one() -> None:
         first, *others = [stack.enter_context(listener.open()) for _ in range(8)]
         listener.wait_until(lambda: len(listener.book.connections) == 8)
         assert answer(stack.enter_context(listener.open(HELLO)))[0] == 200
-        assert not is_open(first)
+        assert is_closed(first)
         assert all(is_open(one) for one in others)
         assert listener.num_refused("shed") == 1
 
@@ -226,7 +226,7 @@ def test_connections_without_any_request_are_closed_first() -> None:
         listener.wait_until(lambda: len(listener.book.connections) == 4)
         listener.make_older(STALL_S)
         assert answer(stack.enter_context(listener.open(HELLO)))[0] == 200
-        assert not is_open(silent)
+        assert is_closed(silent)
         kept[0].sendall(HELLO)
         assert answer(kept[0])[0] == 200
 

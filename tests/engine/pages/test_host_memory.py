@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.device.accelerator import Fence, HostAccelerator
 from loramux.engine.pages import host_memory
 from loramux.engine.pages.host_memory import PinnedHostMemory
 from loramux.engine.pages.pool_memory import allocate_pool
@@ -85,8 +86,25 @@ def test_only_copies_between_written_pages_are_timed() -> None:
             super().copy(target, source)
 
     memory = PinnedHostMemory([pool_of(FLOAT, has_cache_groups=False)], Noted(), 4 * FLOAT.pool_page_bytes)
-    assert len(timed) == 2 * memory.num_slots
-    assert timed[-memory.num_slots :] == [True] * memory.num_slots
+    num_first = memory.num_slots
+    assert len(timed) == (1 + host_memory.NUM_ROUNDS) * num_first
+    assert all(timed[num_first:])
+
+
+def test_a_pause_while_copies_are_timed_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, one pause at startup would turn the tier off."""
+    now_s, num_fences = [0.0], [0]
+
+    class Paused(HostAccelerator):
+        def fence(self) -> Fence:
+            # The first round also waits for the operating system.
+            now_s[0] += (1.0, 4.0, 9.0, 4.0)[num_fences[0]]
+            num_fences[0] += 1
+            return super().fence()
+
+    monkeypatch.setattr(host_memory, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    memory = PinnedHostMemory([pool_of(FLOAT, has_cache_groups=False)], Paused(), 4 * FLOAT.pool_page_bytes)
+    assert memory.load_s == 1.0
 
 
 def test_memory_without_room_for_a_page_is_refused() -> None:

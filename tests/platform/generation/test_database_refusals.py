@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from tests.platform.generation.troubled_gateway import (
     PATIENCE_S,
     ask,
     assert_all_is_settled,
+    hold_streams,
     is_ready,
     is_refused,
     is_whole,
@@ -68,9 +70,12 @@ def read_only(url: str) -> Iterator[None]:
             while connection.execute("SHOW default_transaction_read_only").fetchone() != (wanted,):
                 time.sleep(0.01)
 
-        set_to("SET default_transaction_read_only = on")
-        yield
-        set_to("RESET default_transaction_read_only")
+        try:
+            set_to("SET default_transaction_read_only = on")
+            yield
+        finally:
+            # The tests share the server.
+            set_to("RESET default_transaction_read_only")
 
 
 @contextmanager
@@ -121,9 +126,11 @@ async def test_postgres_that_refuses_writes(
         gateway.limit("tokens_per_minute", 1_000_000)
         gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.01)
         assert is_whole(await ask(gateway))
+        resume = hold_streams(gateway)
         stream = asyncio.create_task(ask(gateway))
         await until_streaming(gateway, 1)
         with fault:
+            resume.set()
             assert is_whole(await stream)
             spool = gateway.services.run.spool
             assert spool is not None
@@ -147,11 +154,13 @@ async def test_postgres_that_refuses_writes(
 async def full_and_free_again(gateway: Gateway, begin: Callable[[], None], end: Callable[[], None]) -> None:
     """Send requests until the disk is full. Each must get a 503, or its whole stream and a ledger entry."""
     gateway.limit("tokens_per_minute", 1_000_000)
-    gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.05)
+    gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.01)
     assert is_whole(await ask(gateway))
+    resume = hold_streams(gateway)
     streams = [asyncio.create_task(ask(gateway)) for _ in range(4)]
     await until_streaming(gateway, 4)
     await asyncio.to_thread(begin)
+    resume.set()
     answers = await asyncio.gather(*streams)
     while not is_refused(answers[-1]):
         assert len(answers) < MAX_UNTIL_FULL
@@ -204,7 +213,7 @@ class CountedAdmission(Admission):
 
 
 async def test_deadlock_is_retried_transparently(migrated_postgres_url: str, anyio_backend: str) -> None:
-    database = Database(migrated_postgres_url + "&options=-c%20deadlock_timeout%3D1s")
+    database = Database(migrated_postgres_url + "&options=-c%20deadlock_timeout%3D50ms")
     tenant = Tenants(database).create("acme")
     key = ApiKeys(database).create(tenant.id, "test").key.id
     for metric in ("tokens_per_minute", "requests_per_minute"):
@@ -234,18 +243,31 @@ async def test_deadlock_is_retried_transparently(migrated_postgres_url: str, any
         connection.execute(update(counters).where(counters.c.policy_id == policy_id).values(exceeded=0))
 
     def in_the_wrong_order(has_last: threading.Event) -> None:
-        with database.write() as connection:
-            # PostgreSQL must never choose this session as the deadlock's victim.
-            connection.exec_driver_sql("SET LOCAL deadlock_timeout = '10s'")
+        with (
+            psycopg.connect(migrated_postgres_url) as third,
+            ThreadPoolExecutor(1) as threads,
+            database.write() as connection,
+        ):
+            # A session looks for a deadlock once, and gives up if it finds one. This one must not be first.
+            connection.exec_driver_sql("SET LOCAL deadlock_timeout = '60s'")
             touch(connection, last)
+            third.execute("SELECT FROM quota_counters WHERE policy_id = %s FOR UPDATE", (first,))
             has_last.set()
-            # Wait until the committer holds the first counter and is blocked on the last.
             until_wait(migrated_postgres_url, 1)
+
+            def give_first() -> None:
+                until_wait(migrated_postgres_url, 2)
+                third.rollback()
+
+            # The committer waits for the first counter, and then this session. Once the committer gets the counter, it
+            # waits for the last one, and so completes the cycle.
+            giving = threads.submit(give_first)
             touch(connection, first)
+            giving.result()
 
     has_last = threading.Event()
     wrong = asyncio.create_task(asyncio.to_thread(in_the_wrong_order, has_last))
-    await asyncio.to_thread(has_last.wait, 10)
+    assert await asyncio.to_thread(has_last.wait, PATIENCE_S)
     assert isinstance(await committer.submit(request()), Reservation)
     await wrong
     committer.close()

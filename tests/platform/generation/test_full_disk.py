@@ -30,6 +30,7 @@ from tests.platform.generation.troubled_gateway import (
     NUM_TOKENS,
     PATIENCE_S,
     assert_all_is_settled,
+    hold_streams,
     is_ready,
     is_refused,
     is_whole,
@@ -146,9 +147,11 @@ async def after_the_reservation(lab: Lab, _: pytest.MonkeyPatch) -> None:
 
 
 async def while_streaming(lab: Lab, _: pytest.MonkeyPatch) -> None:
+    resume = hold_streams(lab.gateway)
     lab.stream()
     await until_streaming(lab.gateway, NUM_STREAMS)
     lab.disk.fill()
+    resume.set()
 
 
 async def at_a_checkpoint(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,9 +361,11 @@ async def test_postgres_and_spool_both_out_of_space(
         gateway.limit("tokens_per_minute", 1_000_000)
         gateway.engine.script = lambda add: Script(token_ids=(300,) * NUM_TOKENS, delay_s=0.01)
         lab = Lab(gateway, None)  # type: ignore[arg-type]
+        resume = hold_streams(gateway)
         lab.stream()
         await until_streaming(gateway, NUM_STREAMS)
         with refusing(migrated_postgres_url, ("usage_events",), "53100"):
+            resume.set()
             assert all(map(is_whole, await asyncio.gather(*lab.streams)))
             assert gateway.services.run.settler.num_held == NUM_STREAMS
             # The database would accept a reservation, but the gateway refuses to make one.

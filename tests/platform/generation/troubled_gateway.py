@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ def is_refused(answer: Any) -> bool:
         and answer.json()["error"]["code"] == "quota_unavailable"
         and int(answer.headers["retry-after"]) >= 1
     )
+
+
+def hold_streams(gateway: Gateway) -> asyncio.Event:
+    """Let streams stop after a few tokens until the returned event is set, so that a test can act amid all of them."""
+    script, resume = gateway.engine.script, asyncio.Event()
+    gateway.engine.script = lambda add: replace(script(add), stall_after=NUM_TOKENS // 4, resume=resume)
+    return resume
 
 
 async def until_streaming(gateway: Gateway, num_streams: int) -> None:

