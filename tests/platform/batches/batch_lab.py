@@ -11,12 +11,14 @@ from typing import Any
 
 from openai.types import Batch
 
+from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
 from loramux.platform.batches.batch_claims import BatchQueue
 from loramux.platform.batches.room import RoomLimits
 from loramux.platform.batches.runner import BatchPace, BatchRunner
 from loramux.platform.ledger.events import Ledger, UsageEvent
 from tests.platform.gateways import Gateway
+from tests.platform.scripted_engine import Script
 
 CHAT = "/v1/chat/completions"
 PACE = BatchPace(poll_s=0.02, retry_s=0.05, caller_s=0.0)
@@ -70,6 +72,19 @@ class BatchLab:
         client = self.gateway.openai
         file = await client.files.create(file=("in.jsonl", content), purpose="batch")
         return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **options)
+
+    def hold_after(self, num_answers: int) -> asyncio.Event:
+        """Let the engine answer this many lines, and the others only once the returned event is set."""
+        engine, resume = self.gateway.engine, asyncio.Event()
+        num_before = len(engine.adds)
+
+        def script(_: Add) -> Script:
+            # The engine has already counted this line.
+            is_held = len(engine.adds) - num_before > num_answers
+            return Script(token_ids=(5, 6), stall_after=0 if is_held else None, resume=resume)
+
+        engine.script = script
+        return resume
 
     async def finished(self, batch: Batch) -> Batch:
         return await self.until(batch, lambda now: now.status in ("completed", "failed", "expired", "cancelled"))

@@ -333,6 +333,14 @@ async def test_spent_quota_delays_the_lines(lab: BatchLab) -> None:
     assert len(lab.gateway.usage()) == 12
 
 
+@pytest.fixture
+def within_a_day(accounts: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time stands still, so that no day ends during the test, and no counter begins again."""
+    now_us = accounts.now_us()
+    monkeypatch.setattr(Database, "now_us", lambda *_: now_us)
+
+
+@pytest.mark.usefixtures("within_a_day")
 async def test_tokens_of_batches_have_a_quota_of_their_own(lab: BatchLab) -> None:
     async with lab.running():
         await lab.finished(await lab.create([line("a")]))
@@ -354,6 +362,7 @@ async def test_tokens_of_batches_have_a_quota_of_their_own(lab: BatchLab) -> Non
     assert batch.request_counts.completed == 2
 
 
+@pytest.mark.usefixtures("within_a_day")
 async def test_spent_quota_of_an_adapter_delays_only_its_lines(lab: BatchLab) -> None:
     policies, spent = QuotaPolicies(lab.gateway.database), lab.gateway.add_adapter("acme", "a")
     lab.gateway.add_adapter("acme", "b")
@@ -462,12 +471,13 @@ async def test_lines_fill_the_engine(lab: BatchLab) -> None:
 
 
 async def test_cancelled_batch_keeps_its_answers(lab: BatchLab) -> None:
-    lab.gateway.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.02)
+    resume = lab.hold_after(4)
     async with lab.running():
         batch = await lab.create([line(f"{number}") for number in range(100)])
-        await lab.until(batch, lambda now: now.request_counts.completed > 3)
+        await lab.until(batch, lambda now: now.request_counts.completed == 4)
         cancelled = await lab.gateway.openai.batches.cancel(batch.id)
         assert cancelled.status == "cancelling"
+        resume.set()
         batch = await lab.finished(batch)
     assert (batch.status, batch.cancelled_at is None) == ("cancelled", False)
     answers, errors = await lab.outputs(batch)
@@ -510,13 +520,14 @@ async def test_lines_fail_without_their_caller(lab: BatchLab, how: str) -> None:
 @pytest.mark.parametrize("how", ["disabled", "purged"])
 async def test_adapter_that_goes_midway_fails_its_lines(lab: BatchLab, how: str) -> None:
     adapter_id = lab.gateway.add_adapter("acme", "support")
-    lab.gateway.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.02)
+    resume = lab.hold_after(4)
     async with lab.running():
         batch = await lab.create([line(f"{number}", model="acme/support") for number in range(100)])
-        await lab.until(batch, lambda now: now.request_counts.completed > 3)
+        await lab.until(batch, lambda now: now.request_counts.completed == 4)
         if how == "purged":
             # A purge waits for running requests, so the batch must rest.
             policy = QuotaPolicies(lab.gateway.database).set(lab.gateway.tenant.id, "concurrent_requests", 0)
+            resume.set()
             async with asyncio.timeout(20):
                 while True:
                     with suppress(RequestsRunning):
@@ -527,6 +538,7 @@ async def test_adapter_that_goes_midway_fails_its_lines(lab: BatchLab, how: str)
         else:
             with lab.gateway.database.write() as connection:
                 connection.exec_driver_sql(f"UPDATE adapters SET disabled_us = 1 WHERE id = '{adapter_id}'")
+            resume.set()
         batch = await lab.finished(batch)
     answers, errors = await lab.outputs(batch)
     assert len(answers) + len(errors) == 100
@@ -534,12 +546,13 @@ async def test_adapter_that_goes_midway_fails_its_lines(lab: BatchLab, how: str)
 
 
 async def test_tenant_that_is_suspended_midway_keeps_its_answers(lab: BatchLab) -> None:
-    lab.gateway.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.02)
+    resume = lab.hold_after(4)
     owner = Owner(lab.gateway.tenant.id, "", is_limited=False)
     async with lab.running():
         batch = await lab.create([line(f"{number}") for number in range(100)])
-        await lab.until(batch, lambda now: now.request_counts.completed > 3)
+        await lab.until(batch, lambda now: now.request_counts.completed == 4)
         Tenants(lab.gateway.database).update(lab.gateway.tenant.id, TenantChanges(state="suspended"), lambda _: None)
+        resume.set()
         async with asyncio.timeout(20):
             while not (found := lab.gateway.kept.batches.get(owner, batch.id)).is_finished:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -182,10 +182,11 @@ async def test_interrupted_files_are_written_again(gateway_on_each: Gateway, clo
 
 async def test_stopped_server_gives_its_batch_back(gateway: Gateway) -> None:
     lab = BatchLab(gateway)
-    gateway.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.02)
+    resume = lab.hold_after(4)
     batch = await lab.create([line(f"{number}") for number in range(60)])
     async with lab.running():
-        await lab.until(batch, lambda now: now.request_counts.completed > 3)
+        await lab.until(batch, lambda now: now.request_counts.completed == 4)
+        resume.set()
     assert await gateway.services.run.requests.drain(5)
     assert (await gateway.openai.batches.retrieve(batch.id)).status == "in_progress"
     async with lab.running():

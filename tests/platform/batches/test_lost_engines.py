@@ -99,10 +99,13 @@ async def test_the_server_whose_engine_is_gone_ends_a_batch_without_waiting_line
     async with open_gateway(accounts, tokenizer, threads) as gateway:
         lab, engine = BatchLab(gateway, pace=replace(PACE, engine_s=0.0)), gateway.engine
         batch = await lab.create([line("a")])
-        engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.2)
+        resume = lab.hold_after(0)
         async with lab.running():
             await lab.until(batch, lambda now: engine.num_running == 1)
             monkeypatch.setattr(ScriptedEngine, "is_own_ready", False)
+            # Until then, the runner has looked several times.
+            await asyncio.sleep(0.3)
+            resume.set()
             ended = await lab.finished(batch)
     assert (ended.status, given_back) == ("completed", [])
 

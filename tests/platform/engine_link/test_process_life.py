@@ -75,6 +75,11 @@ class Server:
         (base,) = self.http.get(f"{self.admin_url}/admin/v1/bases", headers=operator).json()["data"]
         return [one["address"] for one in base["servers"]]
 
+    def num_requests(self) -> int:
+        """Number of requests in flight."""
+        operator = {"authorization": f"Bearer {ADMIN_KEY}"}
+        return len(self.http.get(f"{self.admin_url}/admin/v1/requests", headers=operator).json()["data"])
+
     def ask(self, *prompts: str) -> Any:
         """The call takes seconds, because its prompts run one after another."""
         body = {"model": "base", "prompt": prompts, "max_tokens": 900, "ignore_eos": True, "stream": True}
@@ -131,9 +136,8 @@ def test_engine_death_restart_and_drain_with_a_hung_engine(server: Server) -> No
             return waiting
 
         waits = pool.submit(wait_in_line)
-        operator = {"authorization": f"Bearer {ADMIN_KEY}"}
-        engine = f"{server.admin_url}/admin/v1/engine"
-        until(lambda: server.http.get(engine, headers=operator).json()["num_waiting"] == 4)
+        # It waits until all prompts of the first request have run, one after another.
+        until(lambda: server.num_requests() == 2)
         os.kill(first, signal.SIGKILL)
         received = events(lines)
         waited = waits.result()
