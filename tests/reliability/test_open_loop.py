@@ -77,7 +77,7 @@ async def loaded(answers: list[bytes], **settings: Any) -> tuple[Counted, Counte
 async def test_answers_refusals_and_lost_connections_are_counted() -> None:
     whole = STREAM + chunk(b'data: {"text": "x"}\n\n') + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
     broken = STREAM + chunk(b'data: {"error": "x"}\n\n') + b"0\r\n\r\n"
-    counted, keys, num_connections = await loaded([whole, REFUSAL, broken, b""], seconds=0.5, rate=200.0)
+    counted, keys, _ = await loaded([whole, REFUSAL, broken, b""], seconds=0.5, rate=200.0)
     assert sum(counted.statuses.values()) == keys.total() > 40
     assert set(counted.statuses) == {"200", "503", "0"}
     fourth = keys.total() / 4
@@ -88,13 +88,13 @@ async def test_answers_refusals_and_lost_connections_are_counted() -> None:
     assert [set(one) for one in times] == [{"p50", "p99", "max"}] * 3
     assert counted.refused_share == counted.num_refused / keys.total()
     assert keys["Bearer a"] > keys["Bearer b"] > 0, "the first tenant sends more"
-    # A connection is used until it is lost.
-    assert num_connections < keys.total() / 2
 
 
 async def test_clients_without_a_rate_send_one_after_another() -> None:
     whole = STREAM + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
-    counted, keys, num_connections = await loaded([whole], seconds=0.2, num_clients=3, skew=0.0)
-    assert counted.num_complete == keys.total() > 3
+    counted, keys, num_connections = await loaded([whole, whole, b""], seconds=0.5, num_clients=3, skew=0.0)
+    num_lost = counted.statuses["0"]
+    assert counted.num_complete + num_lost == keys.total() > 6
     assert counted.lateness_ms == {}, "nothing is due"
-    assert num_connections == 3
+    # A connection is used until it is lost.
+    assert num_lost <= num_connections <= num_lost + 3

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from tests.adapter_store.blobs.radosgw import IS_RADOSGW
 
 DATA = random.Random(1).randbytes(70_000)
 LARGE = random.Random(2).randbytes(3 * MIN_PART_BYTES + 1)
-MARGIN_S = 1.0
-"""Extra time allowed for thread scheduling, in seconds."""
+MARGIN_S = 10.0
+"""Extra time allowed for a busy machine, in seconds."""
 
 PASSING = (
     Fault.SLOW_DOWN,
@@ -84,9 +85,9 @@ def test_persistently_failing_read_ends_before_its_deadline(
     assert "k/one" not in str(caught.value)
 
 
-def test_slow_response_ends_at_the_callers_deadline(
-    fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path
-) -> None:
+def test_slow_response_ends_at_the_callers_deadline(fault_proxy: FaultProxy, s3_bucket: str, tmp_path: Path) -> None:
+    # The store's own limits are longer.
+    s3_blobs = S3BlobStore(s3_bucket, "p", replace(HURRIED, call_s=60.0, body_s=60.0))
     s3_blobs.put("k/one", DATA)
     fault_proxy.plan = always(Fault.DRIP, "GET")
     begin = time.monotonic()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +9,12 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
-from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.claims import LEASE_S, Verdict, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint
 from loramux.adapter_store.registry.records import AdapterVersion
-from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
 from tests.adapter_store.ingest.ingest_world import Clock, DirectValidator, FailingDatabase, IngestWorld
-from tests.adapter_store.memory_blobs import MemoryBlobStore
 
 
 @pytest.fixture
@@ -187,32 +184,32 @@ def test_version_that_cannot_be_released_waits_for_its_claim_to_expire(
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_long_validation_keeps_its_claim(
-    migrated_url: str, make_adapter: Any, target: PackTarget, tmp_path: Path, make_tenant: Callable[[str], str]
+    world: IngestWorld,
+    make_adapter: Any,
+    database: Database,
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Use the host's real clock, and a lease shorter than the validation.
-    database = Database(migrated_url)
-    registry = AdapterRegistry(database)
-    world = IngestWorld(
-        registry,
-        MemoryBlobStore(),
-        target,
-        tmp_path / "scratch",
-        DirectValidator(),
-        registry.create_adapter(make_tenant("acme"), "support").id,
-    )
-    ingest = world.another(tmp_path / "first", lease_s=3)
-    other = VersionClaims(database)
-    version = make_version(world, make_adapter)
-    assert isinstance(world.validator, DirectValidator)
+    lease_s, other, version = 0.15, VersionClaims(database), make_version(world, make_adapter)
+    renew, renewed = VersionClaims.renew, threading.Semaphore(0)
+
+    def noted(claims: VersionClaims, version_id: str) -> None:
+        renew(claims, version_id)
+        renewed.release()
 
     def take_long() -> None:
-        for _ in range(80):
-            threading.Event().wait(0.05)
+        for _ in range(4):
+            clock.advance(0.9 * lease_s)
             assert other.claim_version(version.id) is None
+            # The first renewal may have begun before the clock was advanced.
+            for _ in range(2):
+                assert renewed.acquire(timeout=60)
 
+    monkeypatch.setattr(VersionClaims, "renew", noted)
+    assert isinstance(world.validator, DirectValidator)
     world.validator.meanwhile = take_long
-    assert ingest.process(version.id).state == "ready"
-    database.close()
+    assert world.another(tmp_path / "first", lease_s=lease_s).process(version.id).state == "ready"
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)

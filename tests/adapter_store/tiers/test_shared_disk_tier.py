@@ -13,6 +13,7 @@ import pytest
 from loramux.adapter_store.directory_lock import DirectoryBusy, DirectoryLock
 from loramux.adapter_store.tiers import disk_tier
 from loramux.adapter_store.tiers.disk_tier import DiskTier, purge_files
+from tests.adapter_store.open_files import open_files
 from tests.adapter_store.tiers.disk_tier_process import PACK_KEY, digest_of, put
 
 PROGRAM = Path(__file__).parent / "disk_tier_process.py"
@@ -115,11 +116,11 @@ def test_file_is_closed_if_its_use_cannot_be_recorded(tmp_path: Path, monkeypatc
     def refused(*arguments: object, **options: object) -> None:
         raise PermissionError
 
-    num_open = len(os.listdir("/proc/self/fd"))
+    before = open_files(str(tmp_path))
     monkeypatch.setattr(os, "utime", refused)
     with pytest.raises(PermissionError):
         tier.hold(A)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert open_files(str(tmp_path)) == before
 
 
 def test_use_by_another_engine_affects_eviction_order(directory: Path, start: Start) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -25,9 +26,22 @@ from tests.adapter_store.tiers.open_source import fetch, open_source
 NUM_ON_DISK, NUM_COLD, NUM_THREADS = 3, 8, 6
 # A load reads the packed file once and the canonical file twice, and replaces the packed file.
 DEADLINE_S = 4 * HURRIED.body_s + HURRIED.call_s
-MARGIN_S = 1.0
+MARGIN_S = 10.0
+"""Extra time allowed for a busy machine, in seconds."""
 ON_DISK_S = 0.5
-"""Time limit for reading a small file, in seconds. Most of it allows for thread scheduling."""
+"""Time limit for nine of ten reads of a small file, in seconds. Most of it allows for thread scheduling."""
+
+
+class NotedStore:
+    """A blob store that notes which of its methods are used."""
+
+    def __init__(self, blobs: S3BlobStore) -> None:
+        self._blobs = blobs
+        self.used: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.used.append(name)
+        return getattr(self._blobs, name)
 
 
 @pytest.mark.parametrize(
@@ -56,19 +70,21 @@ def test_store_faults_serve_no_wrong_byte_and_do_not_delay_the_disk(
     cold = [store_adapter(blobs, is_packed=number % 2 == 0, seed=100 + number) for number in range(NUM_COLD)]
     # Without disk space for cold adapters, each fetch reads from the blob store.
     without_disk = open_source(blobs, target, tmp_path / "cold", disk_bytes=0)
-    with_disk = open_source(blobs, target, tmp_path / "warm")
+    noted: Any = NotedStore(blobs)
+    with_disk = open_source(noted, target, tmp_path / "warm")
     for adapter in on_disk:
         fetch(with_disk, adapter.digest)
+    noted.used.clear()
     fault_proxy.hang_s = HURRIED.read_s * 2
     fault_proxy.drip_s = 0.01
     fault_proxy.plan = SeededPlan(seed, rate=0.4)
 
     is_over = threading.Event()
     outcomes: Counter[str] = Counter()
-    slowest_s = {"on disk": 0.0, "cold": 0.0}
+    times_s: dict[str, list[float]] = {"on disk": [], "cold": []}
     trouble: list[str] = []
 
-    def ask(kind: str, source: PackedSource, adapter: StoredAdapter, limit_s: float) -> None:
+    def ask(kind: str, source: PackedSource, adapter: StoredAdapter, limit_s: float = math.inf) -> None:
         begin = time.monotonic()
         try:
             found = fetch(source, adapter.digest)
@@ -81,7 +97,7 @@ def test_store_faults_serve_no_wrong_byte_and_do_not_delay_the_disk(
             outcome = f"{type(error).__name__}: {error}"
         took_s = time.monotonic() - begin
         outcomes[f"{kind} {outcome}"] += 1
-        slowest_s[kind] = max(slowest_s[kind], took_s)
+        times_s[kind].append(took_s)
         if took_s > limit_s or outcome not in ("served", "AdapterUnavailable", "AdapterCorrupt"):
             trouble.append(f"{kind}: {outcome} after {took_s:.2f} s")
         if kind == "on disk" and outcome != "served":
@@ -94,7 +110,7 @@ def test_store_faults_serve_no_wrong_byte_and_do_not_delay_the_disk(
 
     def ask_disk() -> None:
         while not is_over.wait(0.002):
-            ask("on disk", with_disk, random.choice(on_disk), ON_DISK_S)
+            ask("on disk", with_disk, random.choice(on_disk))
 
     threads = [threading.Thread(target=ask_cold, args=(number,)) for number in range(NUM_THREADS)]
     threads.append(threading.Thread(target=ask_disk))
@@ -108,8 +124,11 @@ def test_store_faults_serve_no_wrong_byte_and_do_not_delay_the_disk(
         thread.join(DEADLINE_S + 10)
     faults = dict(sorted((fault.name, number) for fault, number in fault_proxy.num_injected.items()))
     record_property("faults", faults)
+    slowest_s = {kind: max(times) for kind, times in times_s.items()}
     print(f"{time.monotonic() - begin:.1f} s", faults, dict(outcomes), slowest_s)
     assert trouble == []
+    assert noted.used == [], "an adapter on the disk does not need the store"
+    assert np.quantile(times_s["on disk"], 0.9) < ON_DISK_S
     assert sum(faults.values()) >= num_faults
     assert outcomes["cold served"] > 0
     assert outcomes["cold AdapterUnavailable"] > 0

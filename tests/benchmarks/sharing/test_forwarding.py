@@ -16,8 +16,8 @@ from loramux.platform.engine_link.engine_connection import EngineConnection
 
 
 @pytest.mark.campaign
-def test_both_ways_are_measured(tmp_path: Path) -> None:
-    out = tmp_path / "forwarding.json"
+def test_both_ways_are_measured(short_path: Path) -> None:
+    out = short_path / "forwarding.json"
     small = ["--clients", "2", "--requests", "2", "--tokens", "8", "--rounds", "1"]
     assert main([*small, "--allow-busy", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
@@ -28,8 +28,8 @@ def test_both_ways_are_measured(tmp_path: Path) -> None:
     assert all(0 < row[kind]["p50_us"] < 60e6 for row in rows for kind in ("request", "chunk"))
 
 
-def test_a_lost_connection_ends_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "engine.sock"
+def test_a_lost_connection_ends_the_run(short_path: Path) -> None:
+    path = short_path / "engine.sock"
     engine = subprocess.Popen([sys.executable, "-m", "benchmarks.sharing.stamping_engine", "{}", str(path)])
 
     async def lose() -> None:
@@ -47,8 +47,8 @@ def test_a_lost_connection_ends_the_run(tmp_path: Path) -> None:
         engine.wait()
 
 
-def test_a_run_without_an_end_fails(tmp_path: Path) -> None:
-    path = tmp_path / "engine.sock"
+def test_a_run_without_an_end_fails(short_path: Path) -> None:
+    path = short_path / "engine.sock"
     script = '{"interval_s": 1000.0}'
     engine = subprocess.Popen([sys.executable, "-m", "benchmarks.sharing.stamping_engine", script, str(path)])
 

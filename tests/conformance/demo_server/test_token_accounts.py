@@ -35,6 +35,8 @@ METRICS = (
     "loramux_engine_tokens_total",
 )
 LONG = {"ignore_eos": True, "max_tokens": 200}
+LONGEST = {"prompt": PROMPT, "ignore_eos": True, "max_tokens": 950, "n": 8}
+"""The answers fill the context, so that no machine finishes them before a test looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,18 +174,15 @@ def disconnected(stand: Stand) -> None:
 
 def disconnected_whole(stand: Stand) -> None:
     """Leave before a whole answer."""
-    for timeout_s in (0.05, 0.3):
+    for timeout_s in (0.05, 0.2):
         with pytest.raises(httpx.ReadTimeout):
-            stand.call(
-                "completions", {"prompt": PROMPT, "ignore_eos": True, "max_tokens": 400, "n": 8}, timeout=timeout_s
-            )
+            stand.call("completions", LONGEST, timeout=timeout_s)
 
 
 def cancelled(stand: Stand) -> None:
     """An administrator cancels the request."""
     answers: list[httpx.Response] = []
-    body = {"prompt": PROMPT, "ignore_eos": True, "max_tokens": 400, "n": 8}
-    asking = threading.Thread(target=lambda: answers.append(stand.call("completions", body)))
+    asking = threading.Thread(target=lambda: answers.append(stand.call("completions", LONGEST)))
     asking.start()
     with AdminClient(f"http://127.0.0.1:{stand.deployment.admin_port}", stand.deployment.admin_key) as operator:
         deadline = time.monotonic() + 30

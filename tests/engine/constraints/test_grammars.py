@@ -24,6 +24,7 @@ from loramux.engine.constraints.process_link import NOT_RUNNING, UNUSABLE
 from loramux.engine.constraints.time_budgets import TimeBudgets
 from loramux.engine.protocol.messages import Abort, Extend, SamplingParams
 from tests.adapter_store.sandbox import lesser_kernel
+from tests.adapter_store.waiting import wait_until
 from tests.engine.byte_vocabulary import EOS, VOCAB_SIZE, text
 from tests.engine.constraints.test_constrained_sequences import PERSON_GRAMMAR, add, run
 from tests.engine.simulated_engine import GRAMMAR_PROCESS, GREEDY, Simulate, Simulation, simulate_engine, stats_of
@@ -369,8 +370,12 @@ def test_sequences_that_wait_for_masks_leave_their_slots_to_others_of_their_tena
     grammars = simulation.grammars
     for number in range(6):
         simulation.engine.add(b"", add(f"slow {number}", TWENTY, max_tokens=60))
-    while not all(grammar.is_ready for grammar in simulation.engine._constrained):
+
+    def are_ready() -> bool:
         grammars.receive()
+        return all(grammar.is_ready for grammar in simulation.engine._constrained)
+
+    wait_until(are_ready, 60.0)
     # No further mask arrives.
     with monkeypatch.context() as patch:
         patch.setattr(grammars, "receive", lambda: None)
@@ -471,8 +476,7 @@ def test_grammars_are_not_followed_without_a_required_sandbox() -> None:
     command = (sys.executable, lesser_kernel.__file__, FILES, *GRAMMAR_PROCESS[2:], REQUIRED)
     with closing(Grammars(command, os.environ, VOCAB_SIZE)) as grammars:
         grammar = grammars.request(b"", FIFTY)
-        while not grammars.poll():
-            select.select([grammars], [], [], 10)
+        wait_until(lambda: bool(grammars.poll()), 60.0)
         assert (grammar.failure, grammars.counts().num_processes) == (NOT_RUNNING, 0)
 
 
@@ -495,6 +499,5 @@ while message := socket.recv_fds(link, 1, 1):
 def test_a_fork_with_false_answers_ends_only_its_grammar() -> None:
     with closing(Grammars((sys.executable, "-P", "-c", FALSE_ANSWERS), os.environ, VOCAB_SIZE)) as grammars:
         grammar = grammars.request(b"", FIFTY)
-        while not grammars.poll():
-            select.select([grammars], [], [], 10)
+        wait_until(lambda: bool(grammars.poll()), 60.0)
         assert (grammar.failure, grammars.counts().num_processes) == (TOO_COSTLY, 0)

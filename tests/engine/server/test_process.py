@@ -65,11 +65,11 @@ def stager() -> Iterator[Stager]:
 
 
 @pytest.fixture
-def served(simulation: Simulation, stager: Stager, tmp_path: Path) -> Iterator[tuple[Gateway, Gateway]]:
+def served(simulation: Simulation, stager: Stager, short_path: Path) -> Iterator[tuple[Gateway, Gateway]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.bind(f"ipc://{tmp_path / 'engine'}")
+    socket.bind(f"ipc://{short_path / 'engine'}")
     wake_read, wake_write = os.pipe()
     ended = threading.Event()
     record = StepRecord(StepRecord.new_file(max_sequences=4))
@@ -79,7 +79,7 @@ def served(simulation: Simulation, stager: Stager, tmp_path: Path) -> Iterator[t
     server = EngineServer(assembled, socket, wake_read, record, ended)  # type: ignore[arg-type]
     loop = threading.Thread(target=server.serve)
     loop.start()
-    yield Gateway(context, tmp_path / "engine"), Gateway(context, tmp_path / "engine")
+    yield Gateway(context, short_path / "engine"), Gateway(context, short_path / "engine")
     ended.set()
     os.write(wake_write, b"\0")
     loop.join()

@@ -39,8 +39,8 @@ async def ready(cluster: Cluster, number: int) -> None:
     await until(are_known)
 
 
-async def test_a_sequence_runs_on_the_chosen_replica(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_a_sequence_runs_on_the_chosen_replica(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         first, second = cluster.calls.open("first"), cluster.calls.open("second")
         await ready(cluster, 2)
         cluster.router.wanted = ["second"]
@@ -52,8 +52,8 @@ async def test_a_sequence_runs_on_the_chosen_replica(tmp_path: Path) -> None:
         assert cluster.router.in_flight == []
 
 
-async def test_calls_that_arrive_twice_count_once(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_calls_that_arrive_twice_count_once(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         replica = cluster.calls.open("only")
         cluster.calls.sends_twice = True
         await ready(cluster, 1)
@@ -62,8 +62,8 @@ async def test_calls_that_arrive_twice_count_once(tmp_path: Path) -> None:
         assert len(replica.scripted.adds) == 20
 
 
-async def test_without_replicas_requests_are_refused_with_the_reason(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_without_replicas_requests_are_refused_with_the_reason(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         cluster.fleet.beat()
         assert not cluster.engine.is_ready
         assert cluster.engine.trouble == "the cluster runs no replica: start them with 'loramux cluster up'"
@@ -73,8 +73,8 @@ async def test_without_replicas_requests_are_refused_with_the_reason(tmp_path: P
             await cluster.engine.call(StatsRequest(), 1.0)
 
 
-async def test_a_killed_replica_ends_started_sequences_and_moves_the_others(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_a_killed_replica_ends_started_sequences_and_moves_the_others(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         doomed, other = cluster.calls.open("doomed"), cluster.calls.open("other")
         doomed.scripted.script = lambda sequence: Script(
             token_ids=(1,) * 5, stall_after=2 if sequence.sequence_id == "started" else 0
@@ -100,8 +100,8 @@ async def test_a_killed_replica_ends_started_sequences_and_moves_the_others(tmp_
         assert cluster.router.in_flight == []
 
 
-async def test_a_replica_that_is_stopped_still_runs_what_it_has(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_a_replica_that_is_stopped_still_runs_what_it_has(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         stopping, other = cluster.calls.open("stopping"), cluster.calls.open("other")
         stopping.scripted.script = lambda sequence: Script(token_ids=(1,) * 6)
         await ready(cluster, 2)
@@ -125,8 +125,8 @@ async def test_a_replica_that_is_stopped_still_runs_what_it_has(tmp_path: Path) 
         await until(lambda: cluster.calls.kept == {"other"})
 
 
-async def test_a_replica_that_is_stopped_takes_requests_until_another_is_ready(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_a_replica_that_is_stopped_takes_requests_until_another_is_ready(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         old = cluster.calls.open("old")
         await ready(cluster, 1)
         # As in a rolling change: the cluster lists the new replica before the gateway has connected to it.
@@ -144,8 +144,8 @@ async def test_a_replica_that_is_stopped_takes_requests_until_another_is_ready(t
         assert cluster.fleet.reports() == []
 
 
-async def test_a_new_replica_gets_requests_at_once(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_a_new_replica_gets_requests_at_once(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         cluster.calls.open("old")
         await ready(cluster, 1)
         new = cluster.calls.open("new")
@@ -167,9 +167,9 @@ async def test_a_new_replica_gets_requests_at_once(tmp_path: Path) -> None:
     ids=["version", "protocol", "base", "dtype", "malformed"],
 )
 async def test_a_replica_that_would_answer_otherwise_is_refused(
-    tmp_path: Path, identity: dict[str, object], reason: str
+    short_path: Path, identity: dict[str, object], reason: str
 ) -> None:
-    async with open_cluster(tmp_path) as cluster:
+    async with open_cluster(short_path) as cluster:
         cluster.calls.open("good")
         await ready(cluster, 1)
         bad = cluster.calls.open("bad", **identity)
@@ -183,15 +183,15 @@ async def test_a_replica_that_would_answer_otherwise_is_refused(
         assert not bad.scripted.adds
 
 
-async def test_a_replica_whose_engine_is_not_what_it_reports_is_not_used(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_a_replica_whose_engine_is_not_what_it_reports_is_not_used(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         cluster.calls.open("liar", base="other")
         await until(lambda: any("different base" in (cluster.engine.trouble or "") for _ in [cluster.fleet.beat()]))
         assert not cluster.engine.is_ready
 
 
-async def test_a_rolled_out_change_of_dtype_moves_all_requests_to_the_new_replicas(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_a_rolled_out_change_of_dtype_moves_all_requests_to_the_new_replicas(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         cluster.calls.open("old")
         await ready(cluster, 1)
         new = cluster.calls.open("new")
@@ -206,8 +206,8 @@ async def test_a_rolled_out_change_of_dtype_moves_all_requests_to_the_new_replic
         assert len(new.scripted.adds) == 1
 
 
-async def test_the_router_sees_what_replicas_report(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_the_router_sees_what_replicas_report(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         replica = cluster.calls.open("only")
         replica.state = HeldState(holds=summarise([digest_of("a")]), num_sequences=10, num_free_pages=32)
         await ready(cluster, 1)
@@ -222,8 +222,8 @@ async def test_the_router_sees_what_replicas_report(tmp_path: Path) -> None:
         assert cluster.metric("loramux_replica_refusals_total", reason="summary") == 1
 
 
-async def test_statistics_are_added_up_and_never_decrease(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_statistics_are_added_up_and_never_decrease(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         cluster.calls.open("first")
         cluster.calls.open("second")
         await ready(cluster, 2)
@@ -243,8 +243,8 @@ async def test_statistics_are_added_up_and_never_decrease(tmp_path: Path) -> Non
             await cluster.fleet.stats_of("first", 5.0, with_tiers=False)
 
 
-async def test_an_adapter_is_loaded_on_one_replica_and_unloaded_and_pinned_on_all(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_an_adapter_is_loaded_on_one_replica_and_unloaded_and_pinned_on_all(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         replicas = [cluster.calls.open(name) for name in ("first", "second", "third")]
         await ready(cluster, 3)
         digest = digest_of("a")
@@ -263,9 +263,9 @@ async def test_an_adapter_is_loaded_on_one_replica_and_unloaded_and_pinned_on_al
     "purge", [ForgetPrefixes(isolation_keys=(b"x",)), Unload(digest=digest_of("a"), is_purge=True)]
 )
 async def test_a_purge_is_incomplete_while_a_replica_cannot_be_reached(
-    tmp_path: Path, purge: EngineCall[AdapterState]
+    short_path: Path, purge: EngineCall[AdapterState]
 ) -> None:
-    async with open_cluster(tmp_path) as cluster:
+    async with open_cluster(short_path) as cluster:
         first, second = (cluster.calls.open(name) for name in ("first", "second"))
         await ready(cluster, 2)
         second.served.die()
@@ -278,8 +278,8 @@ async def test_a_purge_is_incomplete_while_a_replica_cannot_be_reached(
         assert (await cluster.engine.call(purge, 5.0)).state == "absent", "a replica that ends loses its pages"
 
 
-async def test_an_engine_that_is_restarted_is_joined_again(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_an_engine_that_is_restarted_is_joined_again(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         replica = cluster.calls.open("only")
         await ready(cluster, 1)
         replica.served.die()
@@ -290,8 +290,8 @@ async def test_an_engine_that_is_restarted_is_joined_again(tmp_path: Path) -> No
         assert end.completion_tokens == 3
 
 
-async def test_a_request_that_killed_engines_of_two_replicas_runs_on_no_other(tmp_path: Path) -> None:
-    async with open_cluster(tmp_path) as cluster:
+async def test_a_request_that_killed_engines_of_two_replicas_runs_on_no_other(short_path: Path) -> None:
+    async with open_cluster(short_path) as cluster:
         replicas = {name: cluster.calls.open(name) for name in ("first", "second", "third")}
         await ready(cluster, 3)
 

@@ -15,8 +15,8 @@ from tests.platform.scripted_engine import ScriptedEngine
 pytestmark = pytest.mark.anyio
 
 
-async def test_missing_bytes_end_a_session(tmp_path: Path) -> None:
-    served = ServedEngine(ScriptedEngine(), tmp_path / "engine.sock")
+async def test_missing_bytes_end_a_session(short_path: Path) -> None:
+    served = ServedEngine(ScriptedEngine(), short_path / "engine.sock")
     context = zmq.asyncio.Context()
     sessions = GatewaySessions(served, context)
     async with aclosing(sessions.run("one")) as stream:
@@ -33,8 +33,8 @@ async def test_missing_bytes_end_a_session(tmp_path: Path) -> None:
     served.close()
 
 
-async def test_a_frame_that_is_no_message_ends_only_its_session(tmp_path: Path) -> None:
-    served = ServedEngine(ScriptedEngine(), tmp_path / "engine.sock")
+async def test_a_frame_that_is_no_message_ends_only_its_session(short_path: Path) -> None:
+    served = ServedEngine(ScriptedEngine(), short_path / "engine.sock")
     context = zmq.asyncio.Context()
     sessions = GatewaySessions(served, context)
     async with aclosing(sessions.run("good")) as good, aclosing(sessions.run("bad")) as bad:

@@ -20,15 +20,15 @@ from loramux.platform.engine_link.local_engine import LocalEngine
 
 
 @asynccontextmanager
-async def supervised(model: Path, tmp_path: Path) -> AsyncIterator[LocalEngine]:
+async def supervised(model: Path, short_path: Path) -> AsyncIterator[LocalEngine]:
     config = EngineConfig(
         model_dir=str(model),
-        blob_url=f"file://{tmp_path / 'blobs'}",
-        cache_dir=str(tmp_path / "cache"),
+        blob_url=f"file://{short_path / 'blobs'}",
+        cache_dir=str(short_path / "cache"),
         pool_bytes=64 << 20,
         num_threads=1,
     )
-    engine = LocalEngine(config, socket_directory=tmp_path / "run")
+    engine = LocalEngine(config, socket_directory=short_path / "run")
     await engine.start()
     try:
         yield engine
@@ -67,11 +67,11 @@ async def kill_while_it_runs(local: LocalEngine, *engines: EngineClient) -> list
 
 
 @pytest.mark.campaign
-def test_joined_engine_starts_and_stops_with_its_supervisor(demo_base: Path, tmp_path: Path) -> None:
+def test_joined_engine_starts_and_stops_with_its_supervisor(demo_base: Path, short_path: Path) -> None:
     async def scenario() -> None:
-        async with supervised(demo_base, tmp_path) as local:
-            assert local.socket_path == tmp_path / "run" / "engine.sock"
-            assert (local.socket_path.stat().st_mode & 0o777, (tmp_path / "run").stat().st_mode & 0o777) == (
+        async with supervised(demo_base, short_path) as local:
+            assert local.socket_path == short_path / "run" / "engine.sock"
+            assert (local.socket_path.stat().st_mode & 0o777, (short_path / "run").stat().st_mode & 0o777) == (
                 0o600,
                 0o700,
             )
@@ -119,7 +119,7 @@ def test_joined_engine_starts_and_stops_with_its_supervisor(demo_base: Path, tmp
             with pytest.raises(JoinRefused, match="now serves other weights"):
                 await joined._join()
             await joined.close()
-        assert not (tmp_path / "run" / "engine.sock").exists()
+        assert not (short_path / "run" / "engine.sock").exists()
 
     asyncio.run(scenario())
 
@@ -138,8 +138,8 @@ def _another() -> Add:
         pytest.param("long", "too long", id="a path that no socket has"),
     ],
 )
-def test_joining_without_an_engine_is_refused_with_a_reason(make: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "engine.sock" if make != "long" else tmp_path / ("x" * 100)
+def test_joining_without_an_engine_is_refused_with_a_reason(make: str, said: str, short_path: Path) -> None:
+    path = short_path / "engine.sock" if make != "long" else short_path / ("x" * 100)
     listener = socket.socket(socket.AF_UNIX)
     if make == "file":
         path.write_text("hello")

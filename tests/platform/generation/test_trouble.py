@@ -116,13 +116,15 @@ async def test_tokens_that_are_reported_after_the_settlement_are_counted(
     gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "FINISHED_WAIT_S", 0.05)
-    gateway.engine.script = stalling(4, tokens_per_output=4, abort_delay_s=0.4)
+    gateway.engine.script = stalling(4, tokens_per_output=4, ignores_abort=True)
     stop = gateway.services.prompts.tokenizer.decode([300])
     body = {"model": "base", "prompt": "a", "stop": stop, "max_tokens": 200}
     answer = (await gateway.http.post("/v1/completions", json=body)).json()
     assert answer["usage"]["completion_tokens"] == 1
     assert await gateway.services.run.requests.drain(5)
     assert discarded(gateway) == 0
+    [sequence] = gateway.engine._running.values()
+    sequence.end("abort")
     await engine_is_idle(gateway)
     assert discarded(gateway) == 3
     assert gateway.usage()[0].completion_tokens == 1

@@ -51,9 +51,9 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 async def test_forwarded_requests_have_the_same_answers_and_bills(
-    clocked: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+    clocked: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, short_path: Path
 ) -> None:
-    async with open_pair(clocked, tokenizer, threads, tmp_path) as pair:
+    async with open_pair(clocked, tokenizer, threads, short_path) as pair:
         answers, bills = [], []
         for wanted in ("rep_a", "rep_b"):
             pair.first.router.wanted = [wanted]
@@ -75,9 +75,9 @@ async def test_forwarded_requests_have_the_same_answers_and_bills(
 
 
 async def test_request_that_had_not_started_survives_the_death_of_its_server(
-    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, short_path: Path
 ) -> None:
-    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+    async with open_pair(accounts, tokenizer, threads, short_path) as pair:
         pair.second.scripted.script = lambda add: Script(token_ids=(1,) * 8, stall_after=0)
         asking = asyncio.create_task(pair.complete())
         await until(lambda: len(pair.second.scripted.adds) == 1)
@@ -92,9 +92,9 @@ async def test_request_that_had_not_started_survives_the_death_of_its_server(
 
 
 async def test_request_that_had_started_ends_with_an_error_and_pays_what_it_got(
-    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, short_path: Path
 ) -> None:
-    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+    async with open_pair(accounts, tokenizer, threads, short_path) as pair:
         pair.second.scripted.script = lambda add: Script(token_ids=add.prompt[:1] * 8, stall_after=3)
         body = {"model": "base", "prompt": "abc", "max_tokens": 8, "stream": True}
         lines: list[str] = []
@@ -116,10 +116,10 @@ async def test_request_that_had_started_ends_with_an_error_and_pays_what_it_got(
 
 
 async def test_request_pays_for_its_prompt_if_the_dead_engine_was_between_two_steps(
-    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, short_path: Path
 ) -> None:
     """The other server does not know which sequences its engine had run, but the received tokens prove it."""
-    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+    async with open_pair(accounts, tokenizer, threads, short_path) as pair:
         pair.second.scripted.script = lambda add: Script(token_ids=add.prompt[:1] * 8, stall_after=3)
         asking = asyncio.create_task(pair.complete())
         await until(lambda: sum(pair.gateway.services.run.requests.progress().values()) == 3)
@@ -129,9 +129,9 @@ async def test_request_pays_for_its_prompt_if_the_dead_engine_was_between_two_st
 
 
 async def test_adapter_held_by_another_server_is_no_cold_load(
-    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, short_path: Path
 ) -> None:
-    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+    async with open_pair(accounts, tokenizer, threads, short_path) as pair:
         for name in ("held", "cold"):
             pair.gateway.add_adapter("acme", name)
         pair.gateway.limit("cold_loads_per_minute", 0)
@@ -143,9 +143,9 @@ async def test_adapter_held_by_another_server_is_no_cold_load(
 
 
 async def test_weights_move_requests_to_another_base_and_back(
-    clocked: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+    clocked: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, short_path: Path
 ) -> None:
-    async with open_bases(clocked, tokenizer, threads, tmp_path) as pair:
+    async with open_bases(clocked, tokenizer, threads, short_path) as pair:
         bases, answers, bills = Bases(clocked), [], []
         for weights in ({OLD: 0, NEW: 100}, {OLD: 100, NEW: 0}, {}):
             bases.set_weights(weights)
@@ -163,9 +163,9 @@ async def test_weights_move_requests_to_another_base_and_back(
 
 
 async def test_base_that_cannot_serve_a_request_leaves_it_to_the_other(
-    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, short_path: Path
 ) -> None:
-    async with open_bases(accounts, tokenizer, threads, tmp_path) as pair:
+    async with open_bases(accounts, tokenizer, threads, short_path) as pair:
         first, second = pair.first.scripted.adds, pair.second.scripted.adds
         for name, base_id in (("old", OLD), ("new", NEW), ("none", None)):
             digests = [digest_of(name)]
@@ -189,9 +189,9 @@ async def test_base_that_cannot_serve_a_request_leaves_it_to_the_other(
 
 
 async def test_request_that_kills_the_engines_of_other_servers_is_refused(
-    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, short_path: Path
 ) -> None:
-    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+    async with open_pair(accounts, tokenizer, threads, short_path) as pair:
         first, second = pair.first, pair.second
         peer = first.presence._peers[second.id]
         second.scripted.script = lambda add: Script(token_ids=add.prompt[:1] * 8, stall_after=3)
@@ -214,7 +214,7 @@ async def test_deaths_count_if_the_other_server_has_more_engines(
     accounts: Database,
     tokenizer: ModelTokenizer,
     threads: ThreadPoolExecutor,
-    tmp_path: Path,
+    short_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The connection stays when one of several engines dies."""
@@ -225,7 +225,7 @@ async def test_deaths_count_if_the_other_server_has_more_engines(
             return (structs.replace(message, reason="error", code="engine_unavailable"),)
         return (message,)
 
-    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+    async with open_pair(accounts, tokenizer, threads, short_path) as pair:
         strikes = pair.first.presence._strikes
         pair.second.served.rewrite = died
         assert (await pair.complete())["status"] == 503

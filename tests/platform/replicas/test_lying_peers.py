@@ -47,10 +47,10 @@ async def pair(
     accounts: Database,
     tokenizer: ModelTokenizer,
     threads: ThreadPoolExecutor,
-    tmp_path: Path,
+    short_path: Path,
     anyio_backend: object,
 ) -> AsyncIterator[Pair]:
-    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+    async with open_pair(accounts, tokenizer, threads, short_path) as pair:
         pair.gateway.limit("tokens_per_month", 10**6)
         yield pair
 
@@ -189,7 +189,7 @@ def certificate_for(subject: x509.Name) -> str:
 
 
 async def test_rows_in_the_name_of_other_servers_do_not_separate_honest_servers(
-    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path
+    accounts: Database, threads: ThreadPoolExecutor, short_path: Path
 ) -> None:
     """Rows of liars copy an honest server's certificate and address, take its subject, or break the parser."""
     table = ReplicaTable(accounts)
@@ -216,8 +216,8 @@ async def test_rows_in_the_name_of_other_servers_do_not_separate_honest_servers(
                     table.publish(liar, Summary(version=1, prefixes=b""), has_changed=True)
 
     async with (
-        open_replica("rep_a", accounts, threads, tmp_path) as first,
-        open_replica("rep_b", accounts, threads, tmp_path) as second,
+        open_replica("rep_a", accounts, threads, short_path) as first,
+        open_replica("rep_b", accounts, threads, short_path) as second,
     ):
         await beat(first, second)
         publish_lies()

@@ -106,8 +106,8 @@ async def listening(directory: Path, friend: OwnCertificates | None = None) -> A
         served.close()
 
 
-async def test_peer_runs_what_a_gateway_runs(tmp_path: Path) -> None:
-    async with listening(tmp_path) as side:
+async def test_peer_runs_what_a_gateway_runs(short_path: Path) -> None:
+    async with listening(short_path) as side:
         connection = await side.connect()
         assert connection.info == side.served.engine.info
         assert (await collect(connection.submit(add("one", 200))))[0] == [5, 6, 7] * 66 + [5, 6]
@@ -124,8 +124,8 @@ async def test_peer_runs_what_a_gateway_runs(tmp_path: Path) -> None:
             one.close(frozenset())
 
 
-async def test_next_server_can_bind_the_port_while_old_connections_linger(tmp_path: Path) -> None:
-    async with listening(tmp_path) as side:
+async def test_next_server_can_bind_the_port_while_old_connections_linger(short_path: Path) -> None:
+    async with listening(short_path) as side:
         # The server closes this connection first, so the connection lingers as a killed server's connections do.
         side.listener.accept_from(side.own.in_use, {})
         reader, writer = await asyncio.open_connection("127.0.0.1", side.port)
@@ -137,10 +137,10 @@ async def test_next_server_can_bind_the_port_while_old_connections_linger(tmp_pa
 
 
 @pytest.mark.parametrize("who", ["a stranger", "an expired friend", "plain text"])
-async def test_only_a_valid_certificate_in_the_table_is_accepted(who: str, tmp_path: Path) -> None:
+async def test_only_a_valid_certificate_in_the_table_is_accepted(who: str, short_path: Path) -> None:
     long_ago = datetime.now(UTC) - timedelta(seconds=LIFETIME_S + 60)
     friend = OwnCertificates("rep_b", lambda: long_ago) if who == "an expired friend" else OwnCertificates("rep_b")
-    async with listening(tmp_path, friend) as side:
+    async with listening(short_path, friend) as side:
         if who == "plain text":
             reader, writer = await asyncio.open_connection("127.0.0.1", side.port)
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
@@ -156,8 +156,8 @@ async def test_only_a_valid_certificate_in_the_table_is_accepted(who: str, tmp_p
         assert not side.served.engine.adds
 
 
-async def test_server_that_cannot_prove_its_certificate_is_not_used(tmp_path: Path) -> None:
-    async with listening(tmp_path) as side:
+async def test_server_that_cannot_prove_its_certificate_is_not_used(short_path: Path) -> None:
+    async with listening(short_path) as side:
         other = read_certificates("rep_a", OwnCertificates("rep_a").pem)
         with pytest.raises(EngineUnavailable):
             await PeerConnection.open("127.0.0.1", side.port, side.friend.in_use, other, lambda *_: None, 5.0)
@@ -181,8 +181,8 @@ HOSTILE: Mapping[str, bytes] = {
 
 
 @pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE)
-async def test_hostile_bytes_end_their_connection_and_nothing_else(sent: bytes, tmp_path: Path) -> None:
-    async with listening(tmp_path) as side:
+async def test_hostile_bytes_end_their_connection_and_nothing_else(sent: bytes, short_path: Path) -> None:
+    async with listening(short_path) as side:
         side.served.engine.script = lambda one: Script(token_ids=(7,) * one.max_tokens, delay_s=0.001)
         good = await side.connect()
         stream = good.submit(add("good", 100))
@@ -199,8 +199,8 @@ async def test_hostile_bytes_end_their_connection_and_nothing_else(sent: bytes, 
         good.close(frozenset())
 
 
-async def test_dead_engine_tells_which_sequences_ran(tmp_path: Path) -> None:
-    async with listening(tmp_path) as side:
+async def test_dead_engine_tells_which_sequences_ran(short_path: Path) -> None:
+    async with listening(short_path) as side:
         side.served.engine.script = lambda one: Script(
             token_ids=(7,) * 9, stall_after=1 if "runs" in one.sequence_id else 0
         )
@@ -230,8 +230,8 @@ async def test_dead_engine_tells_which_sequences_ran(tmp_path: Path) -> None:
     ],
     ids=["another dtype", "another base", "no base"],
 )
-async def test_row_that_lies_about_its_base_is_not_joined(tmp_path: Path, claim: dict[str, Any]) -> None:
-    async with listening(tmp_path) as side:
+async def test_row_that_lies_about_its_base_is_not_joined(short_path: Path, claim: dict[str, Any]) -> None:
+    async with listening(short_path) as side:
         engine = side.engine()
         engine.peer = replace(engine.peer, row=msgspec.structs.replace(engine.peer.row, **claim))
         engine.follow()
@@ -241,8 +241,8 @@ async def test_row_that_lies_about_its_base_is_not_joined(tmp_path: Path, claim:
         await engine.close()
 
 
-async def test_flood_before_the_certificate_is_checked_ends_the_connection(tmp_path: Path) -> None:
-    async with listening(tmp_path) as side:
+async def test_flood_before_the_certificate_is_checked_ends_the_connection(short_path: Path) -> None:
+    async with listening(short_path) as side:
         link = PeerRelay(zmq.asyncio.Context.instance(), side.served).link
         link.data_received(framed(Credit(count=1)) * MAX_EARLY_FRAMES)
         assert not link.lost.done()
@@ -250,7 +250,7 @@ async def test_flood_before_the_certificate_is_checked_ends_the_connection(tmp_p
         assert "too much" in link.lost.result()
 
 
-async def test_big_answers_wait_for_a_peer_that_reads_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_big_answers_wait_for_a_peer_that_reads_slowly(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_link, "MAX_UNSENT_BYTES", 1 << 20)
     monkeypatch.setattr(tunnel, "PAUSE_BYTES", 1 << 16)
 
@@ -261,7 +261,7 @@ async def test_big_answers_wait_for_a_peer_that_reads_slowly(tmp_path: Path, mon
             StepOutput(outputs=tuple(msgspec.structs.replace(one, pooled=bytes(1 << 18)) for one in message.outputs)),
         )
 
-    async with listening(tmp_path) as side:
+    async with listening(short_path) as side:
         side.served.rewrite = enlarged
         relay = PeerRelay(zmq.asyncio.Context.instance(), side.served)
         transport = TunnelTransport(relay.link)
@@ -283,8 +283,8 @@ async def test_big_answers_wait_for_a_peer_that_reads_slowly(tmp_path: Path, mon
         await running
 
 
-async def test_deaths_before_a_client_closes_count_at_once(tmp_path: Path) -> None:
-    async with listening(tmp_path) as side:
+async def test_deaths_before_a_client_closes_count_at_once(short_path: Path) -> None:
+    async with listening(short_path) as side:
         engine = side.engine()
         one = add("one")
         code = "engine_unavailable"
@@ -295,11 +295,11 @@ async def test_deaths_before_a_client_closes_count_at_once(tmp_path: Path) -> No
 
 
 async def test_sequences_that_arrive_after_the_engines_loss_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer that reads slowly delays the end of the connection, and the next engine may be running by then."""
     monkeypatch.setattr(tunnel, "PAUSE_BYTES", 1 << 10)
-    async with listening(tmp_path) as side:
+    async with listening(short_path) as side:
         engine = side.served.engine
         engine.script = lambda add: Script(token_ids=(7,) * 4000, tokens_per_output=2000, stall_after=2000)
         relay = PeerRelay(zmq.asyncio.Context.instance(), side.served)
@@ -344,9 +344,9 @@ async def test_requests_that_a_connection_has_no_room_for_are_refused_one_by_one
     connection.close(frozenset())
 
 
-async def test_silent_peer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_peer_is_given_up(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_link, "PULSE_S", 0.005)
-    async with listening(tmp_path) as side:
+    async with listening(short_path) as side:
         context = tls_context(ssl.PROTOCOL_TLS_CLIENT, side.friend.in_use, side.certificates)
         reader, writer = await asyncio.open_connection("127.0.0.1", side.port, ssl=context)
         assert await reader.readexactly(4) == b"\0" * 4, "the other server's pulses arrive"
@@ -357,8 +357,8 @@ async def test_silent_peer_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
         await until(lambda: not side.listener._relays)
 
 
-async def test_deleted_row_ends_the_connection(tmp_path: Path) -> None:
-    async with listening(tmp_path) as side:
+async def test_deleted_row_ends_the_connection(short_path: Path) -> None:
+    async with listening(short_path) as side:
         connection = await side.connect()
         side.listener.end_all_but(frozenset({"rep_b"}))
         assert (await collect(connection.submit(add("still"))))[1].reason == "length"
@@ -368,7 +368,7 @@ async def test_deleted_row_ends_the_connection(tmp_path: Path) -> None:
         connection.close(frozenset())
 
 
-async def test_renewed_certificate_is_used_once_it_is_known(tmp_path: Path) -> None:
+async def test_renewed_certificate_is_used_once_it_is_known(short_path: Path) -> None:
     clock_s = 0.0
     friend = OwnCertificates("rep_b", clock=lambda: clock_s)
     first = friend.in_use
@@ -379,7 +379,7 @@ async def test_renewed_certificate_is_used_once_it_is_known(tmp_path: Path) -> N
     assert friend.in_use == first
     clock_s += SETTLE_S
     assert friend.in_use != first
-    async with listening(tmp_path, friend) as side:
+    async with listening(short_path, friend) as side:
         for presented in (first, friend.in_use):
             connection = await side.connect(presented)
             connection.close(frozenset())

@@ -21,16 +21,16 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def replicas(
-    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path, anyio_backend: object
+    accounts: Database, threads: ThreadPoolExecutor, short_path: Path, anyio_backend: object
 ) -> AsyncIterator[tuple[Replica, Replica]]:
-    async with two_replicas(accounts, threads, tmp_path) as replicas:
+    async with two_replicas(accounts, threads, short_path) as replicas:
         yield replicas
 
 
 async def test_replicas_find_each_other_and_forward(
-    clocked: Database, threads: ThreadPoolExecutor, tmp_path: Path
+    clocked: Database, threads: ThreadPoolExecutor, short_path: Path
 ) -> None:
-    async with two_replicas(clocked, threads, tmp_path) as (first, second):
+    async with two_replicas(clocked, threads, short_path) as (first, second):
         digest = digest_of("acme/one")
         second.scripted.resident[digest] = 1
         await beat(second, first)
@@ -122,11 +122,11 @@ async def test_draining_replica_refuses_sequences_of_servers_that_have_not_heard
 
 
 async def test_without_the_database_known_replicas_stay(
-    replicas: tuple[Replica, Replica], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replicas: tuple[Replica, Replica], short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = replicas
     # Only the first server loses the database.
-    monkeypatch.setattr(first.presence._table, "_database", Database(f"sqlite:///{tmp_path}/nowhere/loramux.db"))
+    monkeypatch.setattr(first.presence._table, "_database", Database(f"sqlite:///{short_path}/nowhere/loramux.db"))
     for _ in range(3):
         await beat(first)
     await collect(first.engine.submit(add("forwarded")))
@@ -167,12 +167,12 @@ async def test_database_that_hangs_holds_one_thread_and_no_request(
 
 
 async def test_row_of_a_killed_server_is_deleted_by_another(
-    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accounts: Database, threads: ThreadPoolExecutor, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_book, "FORGOTTEN_S", 8.0)
     now_s = 0.0
     table = ReplicaTable(accounts)
-    async with open_replica("rep_a", accounts, threads, tmp_path, lambda: now_s) as first:
+    async with open_replica("rep_a", accounts, threads, short_path, lambda: now_s) as first:
         table.publish(own_row("rep_killed", first.scripted), Summary(version=1, prefixes=b""), has_changed=True)
         for _ in range(6):
             assert len(table.read({}).rows) == 1 + (first.presence._own.row.beat > 0)
@@ -222,13 +222,13 @@ async def test_a_server_whose_engine_answers_late_still_shows_its_adapters(
 
 
 async def test_rows_of_crashes_do_not_hide_healthy_servers(
-    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accounts: Database, threads: ThreadPoolExecutor, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that crashes and starts again has a new name each time."""
     monkeypatch.setattr(replica_table, "MAX_REPLICAS", 4)
     async with (
-        two_replicas(accounts, threads, tmp_path) as (first, second),
-        open_replica("rep_z", accounts, threads, tmp_path) as crashing,
+        two_replicas(accounts, threads, short_path) as (first, second),
+        open_replica("rep_z", accounts, threads, short_path) as crashing,
     ):
         address = crashing.presence.reports()[0].address
         for number in range(4):

@@ -29,7 +29,6 @@ from tests.platform.responses_api.test_stored import MISSING, respond, status_of
 from tests.platform.responses_api.transcripts import EVENT, RESPONSES
 from tests.platform.scripted_engine import Script
 from tests.platform.storing import KEY, allow, answers
-from tests.postgres import create_database
 
 pytestmark = pytest.mark.anyio
 
@@ -132,6 +131,12 @@ async def test_response_is_made_without_a_connection(storing: Gateway) -> None:
     found = await finished(storing, other)
     assert (found["status"], found["metadata"]) == ("completed", {"a": "b"})
     assert found["output"][0]["content"][0]["text"] == "Secret answer"
+
+    async def is_charged() -> bool:
+        return bool(storing.usage())
+
+    # The response is stored first.
+    await until(is_charged)
     [event] = storing.usage()
     assert event.completion_tokens == found["usage"]["output_tokens"]
     assert event.prompt_tokens == found["usage"]["input_tokens"]
@@ -502,11 +507,9 @@ async def test_events_are_encrypted_and_deleted_with_their_response(storing: Gat
 
 
 async def test_two_servers_on_postgresql_share_responses(
-    postgres_server: str, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
+    migrated_postgres_url: str, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
 ) -> None:
-    url = create_database(postgres_server, "background_responses")
-    databases = [Database(url) for _ in range(2)]
-    databases[0].upgrade()
+    databases = [Database(migrated_postgres_url) for _ in range(2)]
     settings = GatewaySettings(response_key=KEY)
     async with (
         open_gateway(databases[0], tool_tokenizer, threads, settings, max_model_len=1024) as first,

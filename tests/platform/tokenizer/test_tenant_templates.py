@@ -18,13 +18,13 @@ from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
 from loramux.platform.tokenizer import tenant_templates as templates_module
 from loramux.platform.tokenizer.chat_template import ChatTemplate
 from loramux.platform.tokenizer.content_form import ContentForm, ContentForms
+from loramux.platform.tokenizer.template_worker import TemplateAnswer
 from loramux.platform.tokenizer.tenant_templates import (
     MAX_KEPT_PER_TENANT,
     MAX_TEMPLATE_CHARS,
     NUM_PROCESSES,
     TenantTemplates,
 )
-from loramux.platform.tokenizer.template_worker import TemplateAnswer
 from tests.adapter_store.sandbox import lesser_kernel
 from tests.conformance.chat_templates import BOS, CASES, EOS
 from tests.platform.tokenizer.hostile_templates import COSTLY, ESCAPES, SLOW, UNUSABLE

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import socket
@@ -39,9 +40,12 @@ class _Errors(logging.Handler):
 
 
 @pytest.fixture
-def logged_errors() -> Iterator[list[logging.LogRecord]]:
-    """The errors that libraries log during the test."""
+def logged_errors(admin_server: RunningServer) -> Iterator[list[logging.LogRecord]]:
+    """The errors that libraries log on the server's thread during the test."""
     errors = _Errors()
+    errors.addFilter(lambda record: record.thread == admin_server.thread.ident)
+    # What an earlier test has left behind may log an error when it is freed.
+    gc.collect()
     logging.getLogger().addHandler(errors)
     yield errors.records
     logging.getLogger().removeHandler(errors)
