@@ -32,7 +32,7 @@ class Account:
 
 
 def open_accounts(server: DemoServer, client: AdminClient, adapters: Mapping[str, Path]) -> list[Account]:
-    """Open an account for each tenant with an adapter, and wait until the server is ready and has loaded all adapters."""
+    """Open an account for each tenant with an adapter, and wait until the server has loaded all adapters."""
     with ThreadPoolExecutor(len(adapters) + 1) as threads:
         # Importing the official client takes a second, so import it while the server starts.
         batch = threads.submit(importlib.import_module, "loramux.admin.demo.mixed_batch")

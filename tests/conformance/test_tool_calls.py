@@ -147,6 +147,9 @@ def test_rows_of_one_batch_have_their_own_templates(stand: Stand) -> None:
     messages = [user("What is the weather in Oslo?")]
     extra = {"ignore_eos": True, "return_token_ids": True}
     models = MODELS * 4
+    # An adapter that is loaded later than another one could miss the steps that both should share.
+    for model in MODELS:
+        stand.ask(model, messages, max_tokens=1)
     with ThreadPoolExecutor(len(models)) as pool:
         answers = list(pool.map(lambda model: stand.ask(model, messages, tools=TOOLS, extra_body=extra), models))
     for model, answer in zip(models, answers, strict=True):
