@@ -180,6 +180,7 @@ def test_engine_death_restart_and_drain_with_a_hung_engine(server: Server) -> No
     ran, never_ran, hung = sorted(server.usage(), key=lambda event: event.request_id)
     assert [event.status for event in (ran, never_ran, hung)] == ["failed"] * 3
     assert (never_ran.prompt_tokens, never_ran.completion_tokens) == (0, 0)
-    for event in (ran, hung):
+    # Before the engine was killed, some prompts of the first request may have ended.
+    for event, num_prompts in ((ran, 4), (hung, 1)):
         assert event.prompt_tokens > 0
-        assert 0 < event.completion_tokens < 900
+        assert 0 < event.completion_tokens < num_prompts * 900
