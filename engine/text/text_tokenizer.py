@@ -152,14 +152,15 @@ class TextTokenizer:
         token_id: int | None = self._tokenizer.token_to_id(content)
         return token_id if token_id is None else self._renamed.get(token_id, token_id)
 
-    def marker_token_id(self, text: str) -> int | None:
-        """Return the ID that a grammar must use for this text, or None if the grammar can spell it out.
+    def marker_ids(self, text: str) -> dict[str, int]:
+        """Return the tokens in this text that a grammar must name by their IDs. It can spell the rest out.
 
         Like llguidance, this treats each added token of the form `<...>` as special, even if it is shown in texts, as
-        Qwen's `<tool_call>` is.
+        Qwen's `<tool_call>` is. Gemma 4's `<|channel>thought` is such a token and ordinary text.
         """
-        token_id = self.token_id(text)
-        return token_id if token_id is not None and self._bytes.is_marker(token_id) else None
+        whole = self.token_id(text)
+        ids = TextTokenizer.encode(self, text, add_special_tokens=False) if whole is None else (whole,)
+        return {self._bytes.contents[one]: one for one in ids if self._bytes.is_marker(one)}
 
 
 class TokenBytes:

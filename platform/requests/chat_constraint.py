@@ -31,7 +31,7 @@ def chat_constraint(tokenizer: ModelTokenizer, body: ChatRequest, prepared: Prep
     if calls is not None and calls.is_forced:
         # A forced answer consists only of calls, so the other constraint does not apply.
         wanted = None
-    ids: dict[str, int | None] = {marker: tokenizer.marker_token_id(marker) for marker in prepared.markers}
+    ids = {token: token_id for one in prepared.markers for token, token_id in tokenizer.marker_ids(one).items()}
     if channels is not None:
         ids |= channels.format.ids
     rules = AnswerRules(
@@ -41,7 +41,7 @@ def chat_constraint(tokenizer: ModelTokenizer, body: ChatRequest, prepared: Prep
         channels=None if channels is None else _open_channels(channels.place),
         calls=calls,
         grammar=None if wanted is None else (wanted.kind, wanted.text),
-        special_tokens={marker: token_id for marker, token_id in ids.items() if token_id is not None},
+        special_tokens=ids,
     )
     param = "tools" if wanted is None else wanted.param
     return Constraint.of_text("answer", msgspec.json.encode(rules).decode(), param)

@@ -143,7 +143,9 @@ def _thinking(target: Target, body: GenerationRequest, prepared: Prepared) -> Th
 def _text_rules(target: Target, body: GenerationRequest, prepared: Prepared) -> TextRules:
     """Return the rules for turning tokens into text. Special tokens are shown if they mark calls or reasoning."""
     rules = replace(body.text_rules(), reasoning=prepared.reasoning, channels=prepared.channels)
-    if any(target.tokenizer.special_token_id(marker) is not None for marker in prepared.markers):
+    tokenizer = target.tokenizer
+    tokens = (token for marker in prepared.markers for token in tokenizer.marker_ids(marker))
+    if any(tokenizer.special_token_id(token) is not None for token in tokens):
         rules = replace(rules, skip_special_tokens=False)
     return rules
 

@@ -69,7 +69,7 @@ class AnswerRules(msgspec.Struct, frozen=True, kw_only=True):
     grammar: tuple[str, str] | None = None
     """Kind and text of the constraint on the part of the answer that is neither reasoning nor calls."""
     special_tokens: dict[str, int] = {}
-    """IDs of the markers that are special tokens of the model."""
+    """IDs of the model's special tokens that are markers or parts of markers."""
 
 
 _ANY = r"(.|\n)*"
@@ -123,8 +123,8 @@ def lark_of(rules: AnswerRules, json_options: Mapping[str, Any], other: str | No
 
 def _thought(lines: list[str], thinking: Thinking, ids: Mapping[str, int]) -> str:
     lines.append(f"THOUGHT: {_text_without(thinking.end)}")
-    rest = _add_joined(lines, "REST_OF_THOUGHT", "THOUGHT", thinking.end, ids)
-    return rest if thinking.is_open else f"{_add_joined(lines, 'THINK', 'LEAD', thinking.begin, ids)} {rest}"
+    rest = _joined(lines, "REST_OF_THOUGHT", "THOUGHT", thinking.end, ids)
+    return rest if thinking.is_open else f"{_joined(lines, 'THINK', 'LEAD', thinking.begin, ids)} {rest}"
 
 
 def _add_objects(lines: list[str], calls: Calls, json_options: Mapping[str, Any]) -> None:
@@ -169,8 +169,8 @@ def _text_and_calls(lines: list[str], calls: Calls, thinking: Thinking | None, i
     first, later = [], []
     for index, marker in enumerate(layout.markers):
         block = _block(syntax.blocks[marker], ids)
-        first.append(f"{_add_joined(lines, f'FIRST_{index}', 'START', marker, ids)} {block}")
-        later.append(f"{_add_joined(lines, f'LATER_{index}', 'TEXT', marker, ids)} {block}")
+        first.append(f"{_joined(lines, f'FIRST_{index}', 'START', marker, ids)} {block}")
+        later.append(f"{_joined(lines, f'LATER_{index}', 'TEXT', marker, ids)} {block}")
     if layout.openers:
         # The parsers of these formats may continue reading after a block, so the grammar allows nothing after it.
         return f"(LEAD {_block(syntax.blocks[''], ids)} | {' | '.join(first)} | START)"
@@ -178,14 +178,18 @@ def _text_and_calls(lines: list[str], calls: Calls, thinking: Thinking | None, i
     return f"(({' | '.join(first)}) {more} TEXT | START)"
 
 
-def _add_joined(lines: list[str], name: str, before: str, marker: str, ids: Mapping[str, int]) -> str:
-    """Add a rule for the terminal `before` and a marker, and return its name.
+def _joined(lines: list[str], name: str, before: str, marker: str, ids: Mapping[str, int]) -> str:
+    """Return the expression for the terminal `before` and a marker.
 
-    A marker in plain text must be part of the same terminal, because the lexer takes the longest match.
+    Text at the start of the marker must be part of the same terminal, because the lexer takes the longest match. `name`
+    names that terminal.
     """
-    name = name.lower() if marker in ids else name
-    lines.append(f"{name}: {before} {_marker(marker, ids)}")
-    return name
+    first, *rest = _marker_parts(marker, ids)
+    if first in ids:
+        name, rest = before, [first, *rest]
+    else:
+        lines.append(f"{name}: {before} {_text(first)}")
+    return " ".join([name, *(_part(one, ids) for one in rest)])
 
 
 def _block(block: Block, ids: Mapping[str, int]) -> str:
@@ -201,7 +205,18 @@ def _any_of(texts: Iterable[str]) -> str:
 
 
 def _marker(marker: str, ids: Mapping[str, int]) -> str:
-    return f"<[{ids[marker]}]>" if marker in ids else _text(marker)
+    return " ".join(_part(one, ids) for one in _marker_parts(marker, ids))
+
+
+def _marker_parts(marker: str, ids: Mapping[str, int]) -> list[str]:
+    """Split a marker into special tokens and the text around them."""
+    longest_first = sorted(ids, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", marker) if ids else [marker]
+    return [part for part in parts if part] or [""]
+
+
+def _part(part: str, ids: Mapping[str, int]) -> str:
+    return f"<[{ids[part]}]>" if part in ids else _text(part)
 
 
 def _text(text: str) -> str:

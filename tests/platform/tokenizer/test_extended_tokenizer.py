@@ -69,10 +69,10 @@ def test_only_the_versions_tokenizer_knows_the_tokens() -> None:
     ids = extended.encode("<|check|>x<call>Київ", add_special_tokens=False)
     assert [token for token in ids if token >= FIRST] == [FIRST, FIRST + 1, FIRST + 2]
     assert not [token for token in base.encode("<|check|>x<call>Київ") if token >= FIRST]
-    assert extended.special_token_id("<|check|>") == extended.marker_token_id("<|check|>") == FIRST
+    assert extended.special_token_id("<|check|>") == extended.marker_ids("<|check|>")["<|check|>"] == FIRST
     assert extended.special_token_id("<call>") is None
-    assert extended.marker_token_id("<call>") == FIRST + 1
-    assert base.marker_token_id("<call>") is None
+    assert extended.marker_ids("<call>") == {"<call>": FIRST + 1}
+    assert base.marker_ids("<call>") == {}
     assert extended.token_bytes(FIRST + 2) == "Київ".encode()
     assert (extended.text_bytes(FIRST), base.token_bytes(FIRST)) == (b"", b"")
     detokenizer = new_detokenizer(extended, (), skip_special_tokens=True)
@@ -154,7 +154,7 @@ def test_a_renamed_token_is_read_and_written_by_its_new_name(token_id: int, old:
 def test_bytes_and_ids_of_a_renamed_token_are_its_own() -> None:
     base = ModelTokenizer(reserved_base(), None)
     own = base.with_vocabulary(renamed(4, "<tool>", special=False))
-    assert (own.token_bytes(4), own.text_bytes(4), own.marker_token_id("<tool>")) == (b"<tool>", b"<tool>", 4)
+    assert (own.token_bytes(4), own.text_bytes(4), own.marker_ids("<tool>")) == (b"<tool>", b"<tool>", {"<tool>": 4})
     assert (base.token_bytes(4), base.text_bytes(4), base.token_id("<tool>")) == (b"<reserved_0>", b"", None)
     assert (own.token_id("<tool>"), own.special_token_id("<tool>"), own.token_bytes(5)) == (4, None, b"<reserved_1>")
     assert own.token_bytes(6) == b"", "the library's ID is not the model's"
