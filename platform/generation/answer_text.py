@@ -8,7 +8,14 @@ from typing import Protocol
 from loramux.engine.text.detokenizer import Detokenizer, StopStrings, new_detokenizer
 from loramux.platform.generation.plan import TextRules
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEnded, CallEvent
+from loramux.platform.tool_calls.events import (
+    ArgumentsEvent,
+    CallBegun,
+    CallEnded,
+    Part,
+    ReasoningEvent,
+    TextEvent,
+)
 from loramux.platform.tool_calls.harmony import Channels, Destination
 
 
@@ -17,14 +24,17 @@ class AnswerText(Protocol):
 
     text: str
     reasoning: str
-    calls: list[CallEvent]
-    """Tool calls delimited by special tokens. Tool calls delimited by plain text are part of `text`."""
+    parts: list[Part]
+    """The messages of an answer in channels: `text`, `reasoning` and tool calls, in order.
+
+    Empty for other answers. Their reasoning comes before their text, and their tool calls are part of the text.
+    """
     num_reasoning: int
     """Number of reasoning tokens so far, including the markers. `clear` does not reset it."""
 
     @property
     def num_hidden(self) -> int:
-        """Number of tokens so far that are not part of `text`: reasoning, markers, headers and `calls`."""
+        """Number of tokens so far that are not part of `text`: reasoning, markers, headers and calls."""
 
     @property
     def is_stopped(self) -> bool:
@@ -66,7 +76,7 @@ class PlainText:
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self.text = self.reasoning = ""
-        self.calls: list[CallEvent] = []
+        self.parts: list[Part] = []
         self.num_reasoning = 0
         self._detokenizer = detokenizer
 
@@ -90,7 +100,7 @@ class MarkedText:
 
     def __init__(self, detokenizer: Detokenizer, stops: StopStrings, rules: TextRules) -> None:
         self.text = self.reasoning = ""
-        self.calls: list[CallEvent] = []
+        self.parts: list[Part] = []
         self.num_reasoning = 0
         self._detokenizer = detokenizer
         self._stops = stops
@@ -148,13 +158,13 @@ class MarkedText:
 class ChannelText:
     """An answer of several messages in channels, as in OpenAI's harmony format. Headers and markers are never shown.
 
-    Stop strings are searched for in the text of each message. A line break separates messages with the same
-    destination.
+    Stop strings are searched for in the text of each message. In `text` and `reasoning`, a line break separates
+    messages.
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: StopStrings, channels: Channels) -> None:
         self.text = self.reasoning = ""
-        self.calls: list[CallEvent] = []
+        self.parts: list[Part] = []
         self.num_reasoning = 0
         self.num_hidden = 0
         self.place = channels.place
@@ -202,7 +212,7 @@ class ChannelText:
 
     def clear(self) -> None:
         self.text = self.reasoning = ""
-        self.calls.clear()
+        self.parts.clear()
 
     def _begin(self) -> None:
         message = self.place.message
@@ -215,7 +225,7 @@ class ChannelText:
         self._num_header = 0
         if self._open is Destination.CALL:
             assert message.function is not None
-            self.calls.append(CallBegun(self._num_calls, message.function))
+            self.parts.append(CallBegun(self._num_calls, message.function))
             self._num_calls += 1
 
     def _end(self, can_stop: bool, *, is_cut_off: bool) -> None:
@@ -229,7 +239,7 @@ class ChannelText:
             if not is_cut_off:
                 if not self._has_text:
                     self._show("{}")
-                self.calls.append(CallEnded(self._num_calls - 1))
+                self.parts.append(CallEnded(self._num_calls - 1))
         elif self._has_text:
             self._earlier.add(self._open)
         self._open = None
@@ -241,12 +251,13 @@ class ChannelText:
         if not text:
             return
         assert self._open is not None
-        if not self._has_text and self._open in self._earlier:
-            text = "\n" + text
+        separator = "\n" if not self._has_text and self._open in self._earlier else ""
         if self._open is Destination.CALL:
-            self.calls.append(ArgumentsEvent(self._num_calls - 1, text))
+            self.parts.append(ArgumentsEvent(self._num_calls - 1, text))
         elif self._open is Destination.REASONING:
-            self.reasoning += text
+            self.reasoning += separator + text
+            self.parts.append(ReasoningEvent(text, separator))
         else:
-            self.text += text
+            self.text += separator + text
+            self.parts.append(TextEvent(text, separator))
         self._has_text = True

@@ -8,7 +8,7 @@ from loramux.engine.protocol.messages import Add, Finished, PromptLogprob, Seque
 from loramux.platform.generation.answer_text import PlainText, answer_text
 from loramux.platform.generation.plan import TextRules
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from loramux.platform.tool_calls.events import CallEvent
+from loramux.platform.tool_calls.events import Part, joined_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class ChoiceDelta:
     """New text of the model's reasoning."""
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     """Log-probabilities of the prompt's tokens, starting with the second, if this choice scores the prompt."""
-    calls: tuple[CallEvent, ...] = ()
-    """Tool calls delimited by special tokens. Tool calls delimited by plain text are part of `text`."""
+    parts: tuple[Part, ...] = ()
+    """See `AnswerText.parts`."""
     stop_reason: str | int | None = None
     """The stop string, or the ID of the stop token in `TextRules.stop_token_ids`, that ended the choice."""
     pooled: bytes = b""
@@ -109,7 +109,7 @@ class Choice:
             if answer.is_stopped:
                 self.keep = self.num_received
                 return self._last(output.logprobs[: position + 1], "stop", answer.stopped_by)
-        if not (answer.text or answer.reasoning or answer.calls or output.logprobs):
+        if not (answer.text or answer.reasoning or answer.parts or output.logprobs):
             return None
         return self._delta(output.logprobs, None)
 
@@ -229,7 +229,7 @@ class Choice:
             token_ids,
             answer.reasoning,
             prompt_logprobs,
-            tuple(answer.calls),
+            joined_parts(answer.parts),
             stop_reason,
             self._pooled,
             text_tokens,

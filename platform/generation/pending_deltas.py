@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from loramux.engine.protocol.messages import PromptLogprob, TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta, TextToken
-from loramux.platform.tool_calls.events import CallEvent
+from loramux.platform.tool_calls.events import Part, joined_parts
 
 
 class PendingDeltas:
@@ -66,7 +66,7 @@ class JoinedDeltas:
         self._text_tokens: list[TextToken] = []
         self._token_ids: list[int] = []
         self._prompt_logprobs: list[PromptLogprob] = []
-        self._calls: list[CallEvent] = []
+        self._parts: list[Part] = []
         self._pooled = b""
         self._last: ChoiceDelta | None = None
         for delta in deltas:
@@ -79,7 +79,7 @@ class JoinedDeltas:
         self._text_tokens.extend(delta.text_tokens)
         self._token_ids.extend(delta.token_ids)
         self._prompt_logprobs.extend(delta.prompt_logprobs)
-        self._calls.extend(delta.calls)
+        self._parts.extend(delta.parts)
         self._pooled += delta.pooled
         self._last = delta
 
@@ -93,7 +93,7 @@ class JoinedDeltas:
             tuple(self._token_ids),
             "".join(self._reasoning),
             tuple(self._prompt_logprobs),
-            tuple(self._calls),
+            joined_parts(self._parts),
             self._last.stop_reason,
             self._pooled,
             tuple(self._text_tokens),

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.messages_api.signatures import sign
 from loramux.platform.requests.answers import Document
-from loramux.platform.requests.message_reader import MessageReader, ReasoningEvent
+from loramux.platform.requests.message_reader import MessageReader
 from loramux.platform.tool_calls.call_parser import CallParser
-from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, TextEvent
+from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, ReasoningEvent, TextEvent
 
 
 @dataclass(slots=True)
@@ -53,13 +53,14 @@ class BlockEvents:
         """Yield the events that `delta` adds. Consume them all before the next call."""
         for part in self._reader.feed(delta):
             match part:
-                case ReasoningEvent(text):
+                case ReasoningEvent(text, separator):
                     if not self._hides_thinking:
-                        yield from self._thinking(text)
-                case TextEvent(text):
+                        yield from self._thinking(text, separator)
+                case TextEvent(text, separator):
                     if self._open is None or self._open.type != "text":
                         yield from self._begin({"type": "text", "text": ""})
-                    yield self._delta("text_delta", "text", text)
+                        separator = ""
+                    yield self._delta("text_delta", "text", separator + text)
                 case CallBegun(_, name):
                     self._note_call()
                     call_id = f"toolu_{secrets.token_hex(12)}"
@@ -70,9 +71,11 @@ class BlockEvents:
         if delta.finish_reason is not None:
             yield from self._end()
 
-    def _thinking(self, text: str) -> Iterator[Document]:
+    def _thinking(self, text: str, separator: str) -> Iterator[Document]:
         if self._open is None or self._open.type != "thinking":
             yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+        else:
+            text = separator + text
         assert self._open is not None
         self._open.thinking += text
         if not self._omits_thinking:

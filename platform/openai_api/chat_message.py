@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.requests.answers import Document
-from loramux.platform.requests.message_reader import MessageReader, ReasoningEvent
+from loramux.platform.requests.message_reader import MessageReader
 from loramux.platform.tool_calls.call_parser import CallParser
-from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, TextEvent
+from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, ReasoningEvent, TextEvent
 
 
 class MessageBuilder:
@@ -32,12 +32,12 @@ class MessageBuilder:
         """Yield the message deltas that `delta` adds. Consume them all before the next call."""
         for part in self._reader.feed(delta):
             match part:
-                case ReasoningEvent(text):
+                case ReasoningEvent(text, separator):
                     if not self._hides_reasoning:
                         # vLLM's newer and older names for the field.
-                        yield {"reasoning": text, "reasoning_content": text}
-                case TextEvent(text):
-                    yield {"content": text}
+                        yield {"reasoning": separator + text, "reasoning_content": separator + text}
+                case TextEvent(text, separator):
+                    yield {"content": separator + text}
                 case CallBegun(index, name):
                     function = {"name": name, "arguments": ""}
                     call = {"index": index, "id": next(self._call_ids), "type": "function", "function": function}

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterator
 
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.tool_calls.call_parser import CallParser
-from loramux.platform.tool_calls.events import CallBegun, CallEnded, CallEvent, Event, TextEvent
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningEvent:
-    text: str
-
-
-Part: TypeAlias = ReasoningEvent | TextEvent | CallEvent
-"""A part of a message, in the order in which the model wrote them."""
+from loramux.platform.tool_calls.events import CallBegun, CallEnded, Part, ReasoningEvent, TextEvent
 
 
 class MessageReader:
-    """Turns a choice's deltas into parts.
+    """Turns a choice's deltas into parts, in the order in which the model wrote them.
 
-    `parser` finds tool calls in the text. Without a parser, all text is content. The `calls` in a delta are tool calls
-    delimited by special tokens.
+    `parser` finds tool calls in the text. Without a parser, all text is content.
     """
 
     def __init__(self, parser: CallParser | None) -> None:
@@ -41,19 +29,27 @@ class MessageReader:
 
     def feed(self, delta: ChoiceDelta) -> Iterator[Part]:
         """Yield the parts that `delta` adds. Consume them all before the next call."""
-        if delta.reasoning:
-            yield ReasoningEvent(delta.reasoning)
-        for event in (*self._events(delta), *delta.calls):
-            match event:
+        for part in self._parts(delta):
+            match part:
                 case CallBegun():
                     self.has_calls = True
                     self._is_in_call = self._parser is None
                 case CallEnded():
                     self._is_in_call = False
-            yield event
+            yield part
 
-    def _events(self, delta: ChoiceDelta) -> Iterable[Event]:
-        if self._parser is None:
-            return [TextEvent(delta.text)] if delta.text else []
-        events = self._parser.feed(delta.text)
-        return events if delta.finish_reason is None else [*events, *self._parser.finish()]
+    def _parts(self, delta: ChoiceDelta) -> Iterator[Part]:
+        for part in delta.parts or _reasoning_and_text(delta):
+            if self._parser is not None and isinstance(part, TextEvent):
+                yield from self._parser.feed(part.separator + part.text)
+            else:
+                yield part
+        if self._parser is not None and delta.finish_reason is not None:
+            yield from self._parser.finish()
+
+
+def _reasoning_and_text(delta: ChoiceDelta) -> Iterator[Part]:
+    if delta.reasoning:
+        yield ReasoningEvent(delta.reasoning)
+    if delta.text:
+        yield TextEvent(delta.text)

@@ -12,7 +12,7 @@ from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 from loramux.platform.requests import sse
 from loramux.platform.requests.answers import Document, shown_logprob
-from loramux.platform.requests.message_reader import MessageReader, ReasoningEvent
+from loramux.platform.requests.message_reader import MessageReader
 from loramux.platform.responses_api.input_items import Status
 from loramux.platform.responses_api.output_items import (
     Called,
@@ -25,7 +25,7 @@ from loramux.platform.responses_api.output_items import (
 )
 from loramux.platform.responses_api.response_tools import OfferedTool
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEnded, TextEvent
+from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEnded, ReasoningEvent, TextEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class ResponseAnswer:
 
     def _feed(self, delta: ChoiceDelta) -> Iterator[Event]:
         # Log-probabilities are sent once, with the first text that follows. Those of calls are never sent.
-        for one in _by_token(delta):
+        for one in _by_part(delta) if delta.parts else _by_token(delta):
             if self._rules.has_logprobs:
                 self._held_logprobs += self._logprobs([token.logprobs for token in one.text_tokens if token.logprobs])
             yield from self._read(one)
@@ -140,13 +140,13 @@ class ResponseAnswer:
     def _read(self, delta: ChoiceDelta) -> Iterator[Event]:
         for part in self._reader.feed(delta):
             match part:
-                case ReasoningEvent(text):
-                    yield from self._write(ReasoningTextItem, text)
-                case TextEvent(text):
+                case ReasoningEvent(text, separator):
+                    yield from self._write(ReasoningTextItem, text, separator)
+                case TextEvent(text, separator):
                     logprobs, self._held_logprobs = self._held_logprobs, []
                     if self._items and isinstance(self._items[-1], FunctionItem | CustomItem):
                         logprobs = _last_tokens(logprobs, text)
-                    yield from self._write(TextItem, text, logprobs)
+                    yield from self._write(TextItem, text, separator, logprobs)
                 case CallBegun(_, name):
                     self._held_logprobs.clear()
                     yield from self._begin(self._call(name))
@@ -165,9 +165,15 @@ class ResponseAnswer:
         yield from self._close("incomplete" if is_cut_off else "completed")
 
     def _write(
-        self, kind: type[TextItem | ReasoningTextItem], text: str, logprobs: Sequence[Document] = ()
+        self,
+        kind: type[TextItem | ReasoningTextItem],
+        text: str,
+        separator: str = "",
+        logprobs: Sequence[Document] = (),
     ) -> Iterator[Event]:
-        if not self._is_open or not isinstance(self._items[-1], kind):
+        if self._is_open and isinstance(self._items[-1], kind):
+            text = separator + text
+        else:
             index, home = len(self._items), self._rules.home
             yield from self._begin(
                 TextItem(index, home)
@@ -236,9 +242,22 @@ def _by_token(delta: ChoiceDelta) -> Iterator[ChoiceDelta]:
     """Yield a delta for each token of the text, as if the engine had reported them singly."""
     tokens = delta.text_tokens
     for token in tokens[:-1]:
-        yield replace(delta, text=token.text, text_tokens=(token,), calls=(), finish_reason=None)
+        yield replace(delta, text=token.text, text_tokens=(token,), finish_reason=None)
         delta = replace(delta, reasoning="")
     yield replace(delta, text=tokens[-1].text, text_tokens=tokens[-1:]) if tokens else delta
+
+
+def _by_part(delta: ChoiceDelta) -> Iterator[ChoiceDelta]:
+    """Yield a delta for each part of an answer in channels, with the tokens of the part's text."""
+    tokens = iter(delta.text_tokens)
+    for part in delta.parts:
+        num_left = len(part.separator + part.text) if isinstance(part, TextEvent) else 0
+        own = []
+        while num_left > 0 and (token := next(tokens, None)) is not None:
+            own.append(token)
+            num_left -= len(token.text)
+        yield replace(delta, parts=(part,), text_tokens=tuple(own), finish_reason=None)
+    yield replace(delta, text="", reasoning="", parts=(), text_tokens=tuple(tokens))
 
 
 def _last_tokens(logprobs: Sequence[Document], text: str) -> list[Document]:

@@ -5,10 +5,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, SequenceOutput
 from loramux.platform.generation.answer_text import AnswerText, ChannelText, answer_text
+from loramux.platform.generation.choice import Choice
+from loramux.platform.generation.pending_deltas import JoinedDeltas
 from loramux.platform.generation.plan import TextRules
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEnded
+from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEnded, ReasoningEvent, TextEvent
 from loramux.platform.tool_calls.harmony import MARKERS, MAX_HEADER_BYTES, Channels, Harmony
 from tests.platform.harmony_base import tokens_of
 
@@ -30,7 +33,7 @@ class Read:
     def take(self, answer: AnswerText) -> None:
         self.text += answer.text
         self.reasoning += answer.reasoning
-        for event in answer.calls:
+        for event in answer.parts:
             match event:
                 case CallBegun(index, name):
                     assert index == len(self.calls)
@@ -202,3 +205,22 @@ def test_random_tokens_are_read_in_bounded_memory(harmony_tokenizer: ModelTokeni
         shown = found.text + found.reasoning + "".join(found.calls)
         assert len(shown) <= num_characters
         assert not any(marker in shown for marker in MARKERS)
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_messages_keep_their_order_in_joined_deltas(harmony_tokenizer: ModelTokenizer, size: int) -> None:
+    ids = tokens_of(harmony_tokenizer, PROMPT)
+    rules = TextRules(channels=channels(harmony_tokenizer, ids))
+    choice = Choice(
+        0, Add(sequence_id="s", prompt=ids, max_tokens=64, sampling=SamplingParams()), harmony_tokenizer, rules
+    )
+    preamble = "<|channel|>commentary<|message|>I look."
+    answer = tokens_of(harmony_tokenizer, f"{ANALYSIS}a b{NEXT}{preamble}{NEXT}{ANALYSIS}c{NEXT}{CALL}{ROME}")
+    outputs = [SequenceOutput(sequence_id="s", token_ids=answer[at : at + size]) for at in range(0, len(answer), size)]
+    deltas = [delta for output in outputs if (delta := choice.feed(output)) is not None]
+    last = choice.finish(Finished(sequence_id="s", reason="stop", prompt_tokens=1, completion_tokens=len(answer)))
+    assert last is not None
+    joined = JoinedDeltas([*deltas, last]).delta()
+    messages = (ReasoningEvent("a b"), TextEvent("I look."), ReasoningEvent("c", "\n"))
+    assert joined.parts == (*messages, CallBegun(0, "f"), ArgumentsEvent(0, ROME), CallEnded(0))
+    assert (joined.text, joined.reasoning) == ("I look.", "a b\nc")

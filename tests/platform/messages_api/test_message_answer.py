@@ -82,7 +82,7 @@ def test_a_stream_equals_the_transcript() -> None:
         ChoiceDelta(0, "", (), None, token_ids=(1,), reasoning="Hm."),
         ChoiceDelta(0, "Let me", (), None, token_ids=(2,)),
         ChoiceDelta(0, " look.", (), None, token_ids=(3,)),
-        ChoiceDelta(0, "", (), "stop", calls=calls),
+        ChoiceDelta(0, "", (), "stop", parts=calls),
     ]
     sent = b"".join(map(answer.events, deltas)) + answer.end(Usage(25, 8, 16, 2))
     call_id = json.loads(sent.split(b"event: ")[11].partition(b"data: ")[2])["content_block"]["id"]
@@ -112,14 +112,14 @@ def test_a_failure_is_an_error_event() -> None:
 )
 def test_the_input_of_a_call_is_an_object(text: str, shown: dict[str, object]) -> None:
     calls = (CallBegun(0, "look"), ArgumentsEvent(0, text), CallEnded(0))
-    whole = made().whole([ChoiceDelta(0, "", (), "stop", calls=calls)], Usage(25, 8, 16))
+    whole = made().whole([ChoiceDelta(0, "", (), "stop", parts=calls)], Usage(25, 8, 16))
     assert json.loads(msgspec.json.encode(whole))["content"][0]["input"] == shown
 
 
 @pytest.mark.parametrize("number", ["1" * 40, "1e999"])
 def test_numbers_that_no_machine_type_holds_are_passed_on(number: str) -> None:
     calls = (CallBegun(0, "look"), ArgumentsEvent(0, f'{{"a": {number}}}'), CallEnded(0))
-    whole = made().whole([ChoiceDelta(0, "", (), "stop", calls=calls)], Usage(25, 8, 16))
+    whole = made().whole([ChoiceDelta(0, "", (), "stop", parts=calls)], Usage(25, 8, 16))
     assert f'{{"a": {number}}}'.encode() in msgspec.json.encode(whole)
 
 
@@ -130,8 +130,8 @@ def test_numbers_that_no_machine_type_holds_are_passed_on(number: str) -> None:
         (ChoiceDelta(0, "", (), "stop", stop_reason="END"), True, "stop_sequence", "END"),
         (ChoiceDelta(0, "", (), "length"), False, "max_tokens", None),
         (ChoiceDelta(0, "", (), "length"), True, "model_context_window_exceeded", None),
-        (ChoiceDelta(0, "", (), "stop", calls=(CallBegun(0, "f"), CallEnded(0))), False, "tool_use", None),
-        (ChoiceDelta(0, "", (), "stop", calls=(CallBegun(0, "f"),)), False, "end_turn", None),
+        (ChoiceDelta(0, "", (), "stop", parts=(CallBegun(0, "f"), CallEnded(0))), False, "tool_use", None),
+        (ChoiceDelta(0, "", (), "stop", parts=(CallBegun(0, "f"),)), False, "end_turn", None),
     ],
 )
 def test_stop_reasons(last: ChoiceDelta, is_clipped: bool, reason: str, sequence: str | None) -> None:

@@ -116,18 +116,25 @@ async def test_thinking_text_and_parallel_calls_are_blocks(tools: Gateway) -> No
     assert counted == 4
 
 
-async def test_channels_become_blocks(harmony: Gateway) -> None:
+@pytest.mark.parametrize("tokens_per_output", [1, 4, 16, 64])
+async def test_channels_become_blocks(harmony: Gateway, tokens_per_output: int) -> None:
     tokenizer = harmony.services.prompts.tokenizer
     start, call = "<|start|>assistant<|channel|>", "commentary to=functions.get_weather <|constrain|>json<|message|>"
-    text = f"<|channel|>analysis<|message|>Hot?<|end|>{start}commentary<|message|>Let me look.<|end|>{start}{call}"
+    thought = "analysis<|message|>Hot?"
+    messages = ("", thought, "commentary<|message|>Let me look.", thought, thought, call + '{"city": "Rome"}')
+    text = f"<|end|>{start}".join(messages).removeprefix("<|end|><|start|>assistant")
     script = Script(
-        token_ids=tokens_of(tokenizer, text + '{"city": "Rome"}'), stop_token_id=tokens_of(tokenizer, "<|call|>")[0]
+        token_ids=tokens_of(tokenizer, text),
+        stop_token_id=tokens_of(tokenizer, "<|call|>")[0],
+        tokens_per_output=tokens_per_output,
     )
     harmony.engine.script = lambda add: script
     fields: dict[str, Any] = {"tools": [WEATHER], "thinking": {"type": "adaptive"}}
     whole = await message(harmony, **fields)
-    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
-    assert (whole["content"][2]["input"], whole["stop_reason"]) == ({"city": "Rome"}, "tool_use")
+    *blocks, used = whole["content"]
+    shown = [block.get("thinking", block.get("text")) for block in blocks]
+    assert shown == ["Hot?", "Let me look.", "Hot?\nHot?"]
+    assert (used["input"], whole["stop_reason"]) == ({"city": "Rome"}, "tool_use")
     assert same(joined(await events_of(harmony, **fields))) == same(whole)
 
 

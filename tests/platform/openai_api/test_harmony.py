@@ -121,6 +121,21 @@ async def test_log_probabilities_of_a_response_are_those_of_its_text(gateway: Ga
     assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "Yes."
 
 
+@pytest.mark.parametrize("tokens_per_output", [1, 4, 16, 64])
+async def test_items_keep_the_order_of_the_messages(gateway: Gateway, tokens_per_output: int) -> None:
+    preamble = "<|channel|>commentary<|message|>I will look it up for you now.<|end|><|start|>assistant"
+    answers(gateway, f"{THOUGHT}{preamble}{THOUGHT}{THOUGHT}{CALL}", "<|call|>", tokens_per_output=tokens_per_output)
+    body: dict[str, Any] = {"model": "base", "input": "Hi", "tools": [{"type": "function", **WEATHER["function"]}]}
+    for include in ([], ["message.output_text.logprobs"]):
+        response = (await gateway.http.post("/v1/responses", json={**body, "include": include})).json()
+        *texts, call = response["output"]
+        shown = [item["content"][0]["text"] for item in texts]
+        assert [*shown, call["arguments"]] == ["Hot?", "I will look it up for you now.", "Hot?\nHot?", ROME]
+        if include:
+            logprobs = response["output"][1]["content"][0]["logprobs"]
+            assert "".join(entry["token"] for entry in logprobs) == shown[1]
+
+
 async def test_history_is_rendered_by_the_template(gateway: Gateway) -> None:
     answers(gateway, f"{THOUGHT}{CALL}", end="<|call|>")
     first = await gateway.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER])
