@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from loramux.platform.bodies.strict_model import StrictModel
-from loramux.platform.bodies.tools import MAX_TOOLS, Name, Parameters
+from loramux.platform.bodies.tools import MAX_TOOLS, FunctionDefinition, Name, Parameters
+from loramux.platform.bodies.tools import Tool as ChatTool
 from loramux.platform.bodies.unsupported_fields import RESPONSES_TOOL, Neutral
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.constraint import MAX_TEXT_BYTES
@@ -34,8 +35,11 @@ class FunctionTool(StrictModel):
     parameters: Parameters | None = None
     strict: bool | None = None
 
-    def as_function(self, place: str) -> Document:
-        return self.model_dump(exclude={"type"}, exclude_none=True)
+    def as_chat_tool(self, name: str, description: str | None, place: str) -> ChatTool:
+        function = FunctionDefinition.model_construct(
+            name=name, description=description, parameters=self.parameters, strict=self.strict
+        )
+        return ChatTool.model_construct(type="function", function=function)
 
 
 class TextInput(StrictModel):
@@ -50,6 +54,20 @@ class GrammarInput(StrictModel):
     definition: str = Field(min_length=1, max_length=MAX_TEXT_BYTES)
 
 
+class ConstrainedTool(ChatTool):
+    """A custom tool whose input must match a pattern.
+
+    The model does not see the pattern, which can be much longer than the Lark grammar that it expresses.
+    """
+
+    pattern: str = Field(exclude=True)
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        schema = super().schema_of_arguments
+        return {**schema, "properties": {INPUT: {**schema["properties"][INPUT], "pattern": self.pattern}}}
+
+
 class CustomTool(StrictModel):
     """A tool that takes any text, or text in the form of a grammar."""
 
@@ -60,11 +78,10 @@ class CustomTool(StrictModel):
     description: str | None = None
     format: Annotated[TextInput | GrammarInput, Field(discriminator="type")] | None = None
 
-    def as_function(self, place: str) -> Document:
+    def as_chat_tool(self, name: str, description: str | None, place: str) -> ChatTool:
         """Return a strict function with one argument. Raises InvalidRequest for an unusable grammar."""
         wanted: Document = {"type": "string"}
         if isinstance(self.format, GrammarInput):
-            wanted["pattern"] = f"^(?:{_pattern(self.format, place)})$"
             shown = "a regular expression" if self.format.syntax == "regex" else "a Lark grammar"
             wanted["description"] = f"Text in the form of {shown}:\n{self.format.definition}"
         parameters = {
@@ -73,10 +90,13 @@ class CustomTool(StrictModel):
             "required": [INPUT],
             "additionalProperties": False,
         }
-        function = {"name": self.name, "parameters": parameters, "strict": True}
-        if self.description is not None:
-            function["description"] = self.description
-        return function
+        function = FunctionDefinition.model_construct(
+            name=name, description=description, parameters=parameters, strict=True
+        )
+        if not isinstance(self.format, GrammarInput):
+            return ChatTool.model_construct(type="function", function=function)
+        pattern = f"^(?:{_pattern(self.format, place)})$"
+        return ConstrainedTool.model_construct(type="function", function=function, pattern=pattern)
 
 
 def _pattern(wanted: GrammarInput, place: str) -> str:
@@ -125,13 +145,13 @@ class OfferedTool:
         """The name by which the model calls the tool."""
         return joined_name(None if self.namespace is None else self.namespace.name, self.tool.name)
 
-    def as_chat_tool(self) -> Document:
+    def as_chat_tool(self) -> ChatTool:
         """Return the tool in the form of a chat request. Raises InvalidRequest for an unusable grammar."""
-        function = {**self.tool.as_function(self.place), "name": self.called_name}
+        description = self.tool.description
         about = None if self.namespace is None else self.namespace.description
         if about is not None:
-            function["description"] = "\n\n".join([about, *filter(None, [self.tool.description])])
-        return {"type": "function", "function": function}
+            description = "\n\n".join([about, *filter(None, [description])])
+        return self.tool.as_chat_tool(self.called_name, description, self.place)
 
 
 def joined_name(namespace: str | None, name: str) -> str:
@@ -158,8 +178,15 @@ def offered_tools(tools: Sequence[FunctionTool | CustomTool | NamespaceTool]) ->
 
 
 def check_tools(tools: Sequence[FunctionTool | CustomTool | NamespaceTool]) -> None:
-    """Raise InvalidRequest if there are too many tools, or too many have a Lark grammar."""
-    formats = [one.tool.format for one in offered_tools(tools) if isinstance(one.tool, CustomTool)]
+    """Raise InvalidRequest if there are too many tools, if the model would see two under the same name, or if too many
+    have a Lark grammar.
+    """
+    offered = offered_tools(tools)
+    names = Counter(one.called_name for one in offered)
+    name, count = names.most_common(1)[0] if names else ("", 0)
+    if count > 1:
+        raise InvalidRequest(f"the model would see two tools with the name {name}", param="tools", code="invalid_value")
+    formats = [one.tool.format for one in offered if isinstance(one.tool, CustomTool)]
     if sum(isinstance(one, GrammarInput) and one.syntax == "lark" for one in formats) > MAX_LARK_GRAMMARS:
         raise InvalidRequest(f"more than {MAX_LARK_GRAMMARS} tools have a Lark grammar", param="tools")
 

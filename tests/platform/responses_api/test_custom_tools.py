@@ -88,6 +88,10 @@ async def test_grammar_constrains_the_input(
     if refused is not None:
         matcher.reset()
         assert not matcher.consume_tokens(ids(CALL % json.dumps({"input": refused})))
+        assert wanted is not None
+        prompt = prompt_of(tools)
+        assert prompt.count(json.dumps(wanted["definition"])[1:-1]) == 1
+        assert "pattern" not in prompt
 
 
 async def test_template_shows_calls_of_custom_tools(tools: Gateway) -> None:

@@ -61,7 +61,7 @@ async def test_calls_of_a_namespace_keep_both_names(tools: Gateway) -> None:
     [
         ({**FORECAST, "tools": []}, "invalid_value", "tools[1].tools"),
         ({**FORECAST, "tools": [{"type": "web_search"}]}, "invalid_value", "tools[1].tools[0]"),
-        ({**FORECAST, "name": "x" * 60}, "invalid_value", "tools[1].tools[0].name"),
+        ({**FORECAST, "name": "x" * 65}, "invalid_value", "tools[1].name"),
         ({**FORECAST, "tools": [WEATHER, WEATHER]}, "invalid_value", "tools"),
         (
             {**FORECAST, "tools": [{**WEATHER, "strict": True, "parameters": {"type": "object", "oneOf": 5}}]},
@@ -73,6 +73,28 @@ async def test_calls_of_a_namespace_keep_both_names(tools: Gateway) -> None:
 async def test_bad_namespace_names_its_field(tools: Gateway, tool: dict[str, Any], code: str, param: str) -> None:
     body = {"model": "base", "input": "Hi", "tools": [WEATHER, tool]}
     await refused(tools, RESPONSES, 400, code, param, json=body)
+
+
+def test_names_that_are_equal_when_joined_are_shown() -> None:
+    tools = [{"type": "namespace", "name": "a", "tools": [{**WEATHER, "name": "b"}]}, {**WEATHER, "name": "a__b"}]
+    with pytest.raises(InvalidRequest, match="two tools with the name a__b"):
+        read_response_request({"model": "base", "input": "Hi", "tools": tools})
+
+
+async def test_names_of_a_namespace_and_its_tools_can_each_be_long(tools: Gateway) -> None:
+    namespace, name = "n" * 64, "t" * 64
+    answers(tools, f'<tool_call>\n{{"name": "{namespace}__{name}", "arguments": {{}}}}\n</tool_call>')
+    offered = {"type": "namespace", "name": namespace, "tools": [{**WEATHER, "name": name}]}
+    response = await tools.http.post(RESPONSES, json={"model": "base", "input": "Hi", "tools": [offered]})
+    assert response.status_code == 200, response.text
+    [item] = response.json()["output"]
+    assert (item["namespace"], item["name"]) == (namespace, name)
+    body = {
+        "model": "base",
+        "input": [item, {"type": "function_call_output", "call_id": item["call_id"], "output": ""}],
+    }
+    again = await tools.http.post(RESPONSES, json={**body, "tools": [offered]})
+    assert again.status_code == 200, again.text
 
 
 NEWS: dict[str, Any] = {"type": "namespace", "name": "news", "tools": [WEATHER, {**WEATHER, "name": "search"}]}
