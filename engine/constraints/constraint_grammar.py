@@ -21,6 +21,14 @@ JSON_OPTIONS: JsonCompileOptions = {
 }
 """Options for compiling schemas. They override `x-guidance` in a schema."""
 
+DATA_KEYWORDS = frozenset({"const", "enum", "default", "example", "examples"})
+"""Keywords whose values are data and contain no schemas."""
+
+_NAMED_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+)
+"""Keywords whose values map names to schemas. A name can be that of a keyword."""
+
 _ENDLESS = "no answer can end, because the grammar requires infinite recursion"
 
 
@@ -79,12 +87,16 @@ def _refuse_nested_ids(schema: Any) -> None:
     """Raise GrammarRefused for an `$id` below the root. It would change the base URI of references, but llguidance
     ignores it.
     """
-    waiting = list(schema.values()) if isinstance(schema, dict) else []
+    waiting = [schema]
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict):
-            if isinstance(node.get("$id"), str):
+            if node is not schema and isinstance(node.get("$id"), str):
                 raise GrammarRefused("$id is supported only at the root of a schema", ("$id",))
-            waiting += node.values()
+            for keyword, value in node.items():
+                if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+                    waiting += value.values()
+                elif keyword not in DATA_KEYWORDS:
+                    waiting.append(value)
         elif isinstance(node, list):
             waiting += node

@@ -36,20 +36,37 @@ def checked_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
         return _tried_grammar(kind, text, vocabulary)
     except GrammarRefused:
         if kind == "answer":
-            _check_tools(msgspec.json.decode(text, type=AnswerRules), vocabulary)
+            _check_parts(msgspec.json.decode(text, type=AnswerRules), vocabulary)
         raise
 
 
-def _check_tools(rules: AnswerRules, vocabulary: LLTokenizer) -> None:
-    """Check each tool's schema on its own. Raises GrammarRefused for the first invalid one."""
+def _check_parts(rules: AnswerRules, vocabulary: LLTokenizer) -> None:
+    """Compile the constraint and each tool's schema on its own. Raises GrammarRefused for the first invalid one.
+
+    They are not tried out, because that would take too long for many tools.
+    """
+    if rules.grammar is not None:
+        _matcher(*rules.grammar, vocabulary)
+    compiled = set()
     for tool in () if rules.calls is None else rules.calls.tools:
+        schema = json.dumps(tool.schema)
+        if schema in compiled:
+            continue
+        compiled.add(schema)
         try:
-            _tried_grammar("json_schema", json.dumps(tool.schema), vocabulary)
+            _matcher("json_schema", schema, vocabulary)
         except GrammarRefused as refused:
             raise GrammarRefused(f"{tool.name}: {refused.message}", refused.keywords, tool.param) from None
 
 
 def _tried_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
+    grammar, matcher = _matcher(kind, text, vocabulary)
+    _try_out(matcher, vocabulary.vocab_size)
+    return grammar
+
+
+def _matcher(kind: str, text: str, vocabulary: LLTokenizer) -> tuple[str, LLMatcher]:
+    """Compile a constraint into a grammar. Raises GrammarRefused."""
     from llguidance import LLMatcher
 
     try:
@@ -65,8 +82,7 @@ def _tried_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
         problem = problem_of(matcher)
         # The library wraps a regular expression in a grammar, and reports the position in that grammar.
         raise _refused(problem.removeprefix("line 1, column 8: ") if kind == "regex" else problem)
-    _try_out(matcher, vocabulary.vocab_size)
-    return grammar
+    return grammar, matcher
 
 
 def _grammar(kind: str, text: str) -> str:

@@ -36,5 +36,10 @@ class Constraint:
         except UnicodeEncodeError as error:
             raise InvalidRequest("a lone surrogate cannot be generated", param=param, code="grammar_refused") from error
         if num_bytes > MAX_TEXT_BYTES:
-            raise InvalidRequest(f"at most {MAX_TEXT_BYTES} bytes are allowed", param=param, code="grammar_too_large")
+            about = ""
+            if kind == "answer":
+                about = f" for the schemas of all tools and of the response format together, which have {num_bytes}"
+            raise InvalidRequest(
+                f"at most {MAX_TEXT_BYTES} bytes are allowed{about}", param=param, code="grammar_too_large"
+            )
         return Constraint(kind, text, param)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import msgspec
 
+from loramux.engine.constraints.constraint_grammar import DATA_KEYWORDS
 from loramux.platform.bodies.chat_request import ChatRequest
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.constraint import Constraint
@@ -20,6 +24,9 @@ from loramux.platform.tool_calls.grammar import (
 from loramux.platform.tool_calls.harmony import Place
 
 ANY_ARGUMENTS = {"type": "object"}
+
+_NOTES = frozenset({"title", "description", "$comment"})
+"""Keywords that a grammar does not read. They are most of the bytes of many schemas."""
 
 
 def chat_constraint(tokenizer: ModelTokenizer, body: ChatRequest, prepared: Prepared) -> Constraint | None:
@@ -71,11 +78,9 @@ def _calls(body: ChatRequest, tool_format: str | None, *, is_constrained: bool) 
     return Calls(
         format=tool_format,
         tools=tuple(
-            OfferedTool(
-                tool.name,
-                tool.schema_of_arguments if choice.is_forced or tool.function.strict else ANY_ARGUMENTS,
-                f"tools[{index}].function.parameters",
-            )
+            OfferedTool(tool.name, _without_notes(tool.schema_of_arguments), f"tools[{index}].function.parameters")
+            if choice.is_forced or tool.function.strict
+            else OfferedTool(tool.name, ANY_ARGUMENTS)
             for index, tool in enumerate(tools)
             if choice.names is None or tool.name in choice.names
         ),
@@ -83,3 +88,19 @@ def _calls(body: ChatRequest, tool_format: str | None, *, is_constrained: bool) 
         is_parallel=is_parallel and choice.mode != "named",
         layout=added_layout(tool_format),
     )
+
+
+def _without_notes(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a schema without notes for its readers."""
+    root = dict(schema)
+    waiting: list[Any] = [root]
+    while waiting:
+        node = waiting.pop()
+        for key, value in [*(node.items() if isinstance(node, dict) else enumerate(node))]:
+            if isinstance(value, dict | list) and key not in DATA_KEYWORDS:
+                node[key] = copy.copy(value)
+                waiting.append(node[key])
+            # The schema of a property with such a name is no string.
+            elif isinstance(value, str) and isinstance(node, dict) and key in _NOTES:
+                del node[key]
+    return root

@@ -18,7 +18,7 @@ from loramux.platform.tool_calls.parsers import PARSERS, find_parser
 from loramux.platform.tool_calls.reader import MAX_GAP, SPACE
 
 
-class OfferedTool(msgspec.Struct, frozen=True):
+class OfferedTool(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     schema: dict[str, Any]
     param: str = "tools"

@@ -16,7 +16,8 @@ ensures that the page is current. [Writing a client](clients.md#structured-outpu
 that the server does not support is refused with 400 `grammar_refused`, and the message names the keyword.
 
 A schema, a regex, a grammar or a list of choices has at most {MAX_TEXT_BYTES // 1024} KiB. A list of choices has at
-most {MAX_CHOICES:,} entries.
+most {MAX_CHOICES:,} entries. The schemas of tools that must be followed count together with that of the response
+format, without their titles and descriptions.
 
 """
 

@@ -76,6 +76,10 @@ ALTERNATIVES = {
         pytest.param(schema({"type": "object"}), id="any object"),
         pytest.param(schema({"type": "string", "maxLength": 5}), id="schema"),
         pytest.param(schema(True), id="true"),
+        *(
+            pytest.param(schema({"properties": {"a": {keyword: [{"$id": "x"}]}}}), id=f"$id in {keyword}")
+            for keyword in ("const", "enum", "default", "example", "examples")
+        ),
         pytest.param(Constraint.of_text("regex", "[a-c]{3,9}", "p"), id="regex"),
         pytest.param(Constraint.of_json("choice", ["yes", 'a "quoted" one', "new\nline"], "p"), id="choice"),
         pytest.param(Constraint.of_text("grammar", 'start: "a" | "b" start', "p"), id="Lark grammar"),
@@ -98,6 +102,7 @@ async def test_a_good_constraint_becomes_a_grammar(
         pytest.param(schema({"type": "nothing"}), "nothing", id="type"),
         pytest.param(schema(False), "", id="false"),
         pytest.param(schema({"items": {"$id": "https://a/b", "$ref": "c"}}), "$id is supported only", id="nested $id"),
+        pytest.param(schema({"properties": {"default": {"$id": "a"}}}), "$id is supported", id="$id of a property"),
         pytest.param(schema({"$ref": "https://example.com/schema"}), "", id="remote reference"),
         pytest.param(schema({"type": "string", "pattern": "(((("}), "unclosed", id="pattern"),
         pytest.param(schema({"type": "integer", "minimum": 5, "maximum": 4}), "", id="contradiction"),

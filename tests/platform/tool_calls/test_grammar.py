@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import jsonschema
 import msgspec
 import pytest
 from llguidance import LLMatcher
 
+from loramux.engine.constraints.constraint_grammar import GrammarRefused
 from loramux.engine.constraints.limits import parser_limits
+from loramux.platform.grammars import check as check_module
 from loramux.platform.grammars.check import checked_grammar
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, TextEvent
 from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool, Thinking
@@ -147,3 +150,37 @@ def test_answers_are_calls_or_follow_the_other_constraint() -> None:
     rules = AnswerRules(calls=calls, grammar=("choice", '["yes", "no"]'))
     for text, is_accepted in (("yes", True), (CALL_OF["hermes"], True), ("maybe", False)):
         assert accepts(rules, text) == is_accepted
+
+
+@pytest.mark.parametrize(
+    ("last", "grammar", "said", "param"),
+    [
+        ("uri-reference", None, "tool_299: Unknown format: uri-reference", "tools[299].function.parameters"),
+        ("uri", ("json_schema", '{"uniqueItems": true}'), 'Unimplemented keys: ["uniqueItems"]', None),
+    ],
+    ids=["the last tool", "the response format"],
+)
+def test_invalid_part_is_found_without_trying_out_the_others(
+    last: str, grammar: tuple[str, str] | None, said: str, param: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_compiled = 0
+    compiled = check_module._matcher
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal num_compiled
+        num_compiled += 1
+        return compiled(*arguments)
+
+    monkeypatch.setattr(check_module, "_matcher", counted)
+    monkeypatch.setattr(check_module, "_try_out", None)
+    schemas = [{"type": "object", "properties": {"x": {"type": "string", "format": name}}} for name in ("uri", last)]
+    tools = [
+        OfferedTool(f"tool_{index}", schemas[index // 299], f"tools[{index}].function.parameters")
+        for index in range(300)
+    ]
+    calls = Calls("hermes", tuple(tools), is_forced=False, is_parallel=True)
+    text = msgspec.json.encode(AnswerRules(calls=calls, grammar=grammar)).decode()
+    with pytest.raises(GrammarRefused) as refusal:
+        checked_grammar("answer", text, byte_vocabulary())
+    assert (refusal.value.message, refusal.value.param) == (said, param)
+    assert num_compiled <= 3
