@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NUM_TRIED_TOKENS = 64
 """Number of random tokens used to try out a grammar. A grammar that exceeds a limit in this trial is refused."""
 
+_POSITION = re.compile(r"^(line \d+, column \d+|at the end): ")
 _KEYWORDS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 
 
@@ -80,9 +81,20 @@ def _matcher(kind: str, text: str, vocabulary: LLTokenizer) -> tuple[str, LLMatc
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
     if matcher.is_error():
         problem = problem_of(matcher)
-        # The library wraps a regular expression in a grammar, and reports the position in that grammar.
-        raise _refused(problem.removeprefix("line 1, column 8: ") if kind == "regex" else problem)
+        if kind == "structural_tag":
+            _check_grammars(text, vocabulary)
+        # The library reports the position in a grammar that the client has not seen, unless it is the client's own.
+        raise _refused(problem if kind == "grammar" else _POSITION.sub("", problem))
     return grammar, matcher
+
+
+def _check_grammars(structural_tag: str, vocabulary: LLTokenizer) -> None:
+    """Compile each grammar in a structural tag on its own. Raises GrammarRefused for the first invalid one."""
+    structural_tag_grammar(
+        json.loads(structural_tag),
+        _json_expression,
+        lambda grammar: _grammars(_matcher("grammar", grammar, vocabulary)[0]),
+    )
 
 
 def _grammar(kind: str, text: str) -> str:

@@ -34,6 +34,8 @@ class _Builder:
     `ends` are the strings of which one must follow a format. They are part of its expression: the lexer takes the
     longest match, so free text and the string that ends it must form a single terminal. If `ends` is empty, the answer
     ends with the format, or whatever follows it cannot be taken for a part of it.
+
+    Text that matches a regex ends with the first of `ends` after which the regex is satisfied.
     """
 
     def __init__(self, json_expression: ToJson, compiled: Compile) -> None:
@@ -55,8 +57,7 @@ class _Builder:
             case "grammar":
                 return _joined(self._grammar(wanted["grammar"]), ends)
             case "sequence":
-                *first, last = wanted["elements"]
-                return " ".join([*map(self._limited, first), self.expression(last, ends)])
+                return self._sequence(wanted["elements"], ends)
             case "or":
                 return _either(self.expression(one, ends) for one in wanted["elements"])
             case "tag":
@@ -65,10 +66,21 @@ class _Builder:
                 return self._triggered_tags(wanted, ends)
             case "tags_with_separator":
                 return _joined(self._tags_with_separator(wanted), ends)
+            case "repeat" if wanted["min"] == wanted["max"] == 0:
+                return _joined(_text(""), ends)
             case "optional" | "plus" | "star" | "repeat" as kind:
                 return _joined(f"({self._limited(wanted['content'])}){_repeats(kind, wanted)}", ends)
             case kind:
                 raise UnusableFormat(f"{kind} is not a format of structural tags")
+
+    def _sequence(self, elements: Sequence[Mapping[str, Any]], ends: Sequence[str]) -> str:
+        parts = []
+        current = elements[0]
+        for after in elements[1:]:
+            begin = _begin(after) if current["type"] == "regex" else ""
+            parts.append(self.expression(current, [begin]) if begin else self._limited(current))
+            current = _without_begin(after) if begin else after
+        return " ".join([*parts, self.expression(current, ends)])
 
     def _limited(self, wanted: Mapping[str, Any]) -> str:
         """Return the expression of a format that other text follows."""
@@ -123,7 +135,11 @@ class _Builder:
 
     def _terminal(self, expression: str, ends: Sequence[str]) -> str:
         name = self._named(expression)
-        return self._named(f"{name} {_choice(ends)}") if ends else name
+        if not ends:
+            return name
+        ended = self._named(f"{name} {_choice(ends)}")
+        # With an empty end, the shortest match would never be longer than the regex requires.
+        return ended if "" in ends else self._add(f"r{len(self.lines)}", ended, "[lazy]")
 
     def _named(self, expression: str) -> str:
         """Add a terminal, and return its name."""
@@ -132,8 +148,8 @@ class _Builder:
     def _rule(self, expression: str) -> str:
         return self._add(f"r{len(self.lines)}", expression)
 
-    def _add(self, name: str, expression: str) -> str:
-        self.lines.append(f"{name}: {expression}")
+    def _add(self, name: str, expression: str, attribute: str = "") -> str:
+        self.lines.append(f"{name}{attribute}: {expression}")
         return name
 
     def _grammar(self, text: str) -> str:
@@ -154,6 +170,30 @@ def _is_free(wanted: Mapping[str, Any]) -> bool:
             return any(map(_is_free, wanted["elements"]))
         case _:
             return False
+
+
+def _begin(wanted: Mapping[str, Any]) -> str:
+    """Return the text with which every text of a format begins, as far as it is known."""
+    match wanted["type"]:
+        case "const_string":
+            return str(wanted["value"])
+        case "tag":
+            return str(wanted["begin"])
+        case "sequence":
+            return _begin(wanted["elements"][0])
+        case _:
+            return ""
+
+
+def _without_begin(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    match wanted["type"]:
+        case "const_string":
+            return {**wanted, "value": ""}
+        case "tag":
+            return {**wanted, "begin": ""}
+        case _:
+            first, *others = wanted["elements"]
+            return {**wanted, "elements": [_without_begin(first), *others]}
 
 
 def _trigger_of(tag: Mapping[str, Any], triggers: Sequence[str]) -> str:

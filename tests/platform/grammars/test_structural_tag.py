@@ -24,6 +24,9 @@ CALL = {"begin": "<call=f>", "content": INTEGER, "end": "</call>"}
 OTHER = {"begin": "<call=g>", "content": {"type": "const_string", "value": "x"}, "end": ["</call>", ";"]}
 CALLS = {"type": "triggered_tags", "triggers": ["<call="], "tags": [CALL, OTHER]}
 THINK = {"type": "tag", "begin": "<think>", "content": TEXT, "end": "</think>"}
+REGEX = {"type": "regex", "pattern": r"(.|\n)+"}
+TAG = {"type": "tag", "begin": "<a>", "content": INTEGER, "end": "</a>"}
+END = {"type": "const_string", "value": "end"}
 SEPARATED = {"type": "tags_with_separator", "tags": [CALL, OTHER], "separator": ", "}
 
 
@@ -55,8 +58,28 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "tag": (THINK, ["<think></think>", "<think>a </thin b</think>"], ["<think>a", "x</think>", "<think>a</think> b"]),
     "tag with several ends": (
         {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": ".*"}, "end": [">", "/>"]},
-        ["<>", "<a>", "<a/>", "<a>b>"],
-        ["a>", "<a"],
+        ["<>", "<a>", "<a/>"],
+        ["a>", "<a", "<a>b>"],
+    ),
+    "regex before a tag": (
+        {"type": "sequence", "elements": [REGEX, {**TAG, "content": REGEX}, INTEGER]},
+        ["hi <a>x</a>5", "<b></b><a>\n</a>17"],
+        ["hi <a>x</a>", "<a>x</a>5"],
+    ),
+    "regex before a string": (
+        {"type": "sequence", "elements": [{"type": "regex", "pattern": "[a-z]+"}, END, INTEGER]},
+        ["abcend5", "bend17"],
+        ["abc5", "end5", "endend5x"],
+    ),
+    "regex before a sequence": (
+        {"type": "sequence", "elements": [REGEX, {"type": "sequence", "elements": [END, TAG]}]},
+        ["abcend<a>1</a>"],
+        ["abc<a>1</a>", "abcend"],
+    ),
+    "regex that must contain what follows": (
+        {"type": "sequence", "elements": [{"type": "regex", "pattern": r"\d\.\d"}, {**END, "value": "."}, INTEGER]},
+        ["1.5.7"],
+        ["1.5"],
     ),
     "tag without an end": (
         {"type": "tag", "begin": "n=", "content": INTEGER, "end": ""},
@@ -112,6 +135,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         {"type": "repeat", "min": 1, "max": -1, "content": {"type": "const_string", "value": "a"}},
         ["a", "aaaaa"],
         [""],
+    ),
+    "no repeat": (
+        {"type": "sequence", "elements": [{"type": "repeat", "min": 0, "max": 0, "content": INTEGER}, END]},
+        ["end"],
+        ["5end", ""],
     ),
     "repeats in a tag": (
         {"type": "tag", "begin": "[", "content": {"type": "optional", "content": INTEGER}, "end": "]"},
@@ -205,7 +233,6 @@ def test_a_tag_can_be_a_string_of_json() -> None:
         ({"type": "json_schema", "json_schema": {"type": "array", "contains": {}}}, "contains"),
         ({"type": "grammar", "grammar": 'root ::= "a" root'}, "can end"),
         ({"type": "grammar", "grammar": "root ::= ("}, ""),
-        ({"type": "regex", "pattern": "(("}, ""),
         ({"type": "regex", "pattern": "a/ | %json {}\nstart: /b"}, ""),
     ],
     ids=lambda value: json.dumps(value)[:50],
@@ -214,6 +241,29 @@ def test_what_no_grammar_can_express_is_refused(vocabulary: LLTokenizer, wanted:
     with pytest.raises(GrammarRefused) as refused:
         grammar_of(wanted, vocabulary)
     assert said in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({"type": "regex", "pattern": "("}, 'invalid regex "(": unclosed group (character 1)'),
+        ({"type": "json_schema", "json_schema": {"not": {}}}, 'Unimplemented keys: ["not"]'),
+        ({"type": "grammar", "grammar": 'start: "a" b\nb: c'}, 'line 2, column 4: unknown name: "c"'),
+    ],
+    ids=["regex", "schema", "grammar"],
+)
+@pytest.mark.parametrize("is_answer", [False, True], ids=["alone", "after the thinking"])
+def test_only_the_clients_own_grammar_has_positions(
+    vocabulary: LLTokenizer, wanted: dict[str, Any], said: str, is_answer: bool
+) -> None:
+    constraint = constraint_of({"type": "sequence", "elements": [END, wanted]})
+    kind, text = constraint.kind, constraint.text
+    if is_answer:
+        rules = AnswerRules(thinking=Thinking("<think>", "</think>", is_open=True), grammar=(kind, text))
+        kind, text = "answer", msgspec.json.encode(rules).decode()
+    with pytest.raises(GrammarRefused) as refused:
+        checked_grammar(kind, text, vocabulary)
+    assert refused.value.message == said
 
 
 @pytest.mark.parametrize(
