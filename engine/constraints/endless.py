@@ -7,7 +7,7 @@ that a check does not understand counts as able to end, so only constraints that
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -60,8 +60,9 @@ def _children(node: Any, root: Any) -> Iterator[Any]:
     for keyword in ("allOf", "anyOf", "oneOf", "prefixItems"):
         if isinstance(node.get(keyword), list):
             yield from node[keyword]
-    if isinstance(node.get("properties"), dict):
-        yield from node["properties"].values()
+    for keyword in ("properties", "patternProperties"):
+        yield from _named(node, keyword).values()
+    yield node.get("additionalProperties")
     items = node.get("items")
     yield from items if isinstance(items, list) else [items] if isinstance(items, dict) else []
     if "$ref" in node:
@@ -86,16 +87,43 @@ def _ends(node: Any, root: Any, can_end: set[int]) -> bool:
     if "const" in node or "enum" in node or "type" not in node:
         return True
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
-    return any(one not in ("object", "array") or all(map(ends, _required_of(node, one))) for one in types)
+    return any(
+        _object_ends(node, ends) if one == "object" else one != "array" or all(map(ends, _required_items(node)))
+        for one in types
+    )
 
 
-def _required_of(node: dict[str, Any], kind: str) -> list[Any]:
-    """Return the subschemas of the members that every value of the type must contain."""
-    if kind == "object":
-        required, properties = node.get("required"), node.get("properties")
-        if not isinstance(required, list) or not isinstance(properties, dict):
-            return []
-        return [properties[name] for name in required if isinstance(name, str) and name in properties]
+def _named(node: dict[str, Any], keyword: str) -> dict[str, Any]:
+    """Return the subschemas under a keyword that maps names or patterns to them."""
+    return node[keyword] if isinstance(node.get(keyword), dict) else {}
+
+
+def _object_ends(node: dict[str, Any], ends: Callable[[Any], bool]) -> bool:
+    """Return whether all members that every object must contain can end."""
+    properties, patterns = _named(node, "properties"), _named(node, "patternProperties")
+    additional = node.get("additionalProperties", True)
+    others = [*patterns.values(), *([] if additional is False else [additional])]
+    can_add = any(map(ends, others))
+    required, at_least = node.get("required"), node.get("minProperties")
+    for name in required if isinstance(required, list) else ():
+        if name in properties:
+            if not ends(properties[name]):
+                return False
+        elif isinstance(name, str):
+            matching = [child for pattern, child in patterns.items() if _surely_matches(pattern, name)]
+            if not all(map(ends, matching)) or (others and not can_add):
+                return False
+    num_ending = sum(map(ends, properties.values()))
+    return can_add or not isinstance(at_least, int) or at_least <= num_ending
+
+
+def _surely_matches(pattern: str, name: str) -> bool:
+    """True if a pattern matches a name, and has no special characters but `^` and `$` around it."""
+    return re.fullmatch(r"\^?[\w -]*\$?", pattern) is not None and re.search(pattern, name) is not None
+
+
+def _required_items(node: dict[str, Any]) -> list[Any]:
+    """Return the subschemas of the items that every array must contain."""
     at_least, items = node.get("minItems"), node.get("items")
     if not isinstance(at_least, int) or at_least < 1:
         return []

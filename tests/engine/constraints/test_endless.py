@@ -8,6 +8,8 @@ from loramux.engine.constraints.endless import is_endless_lark, is_endless_schem
 
 SELF = {"$ref": "#"}
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+A = {"type": "object", "required": ["a"]}
+ONE = {"type": "object", "minProperties": 1, "additionalProperties": False}
 LIST = {"type": "array", "items": {"$ref": "#/$defs/node"}, "minItems": 2}
 
 
@@ -21,6 +23,19 @@ LIST = {"type": "array", "items": {"$ref": "#/$defs/node"}, "minItems": 2}
         pytest.param({"type": "object", "properties": {"a": SELF}, "required": ["a"]}, True, id="required property"),
         pytest.param({"type": ["object", "null"], "properties": {"a": SELF}, "required": ["a"]}, False, id="or null"),
         pytest.param({"properties": {"a": SELF}, "required": ["a"]}, False, id="or a value of another type"),
+        pytest.param({**A, "additionalProperties": SELF}, True, id="required additional property"),
+        pytest.param({**A, "additionalProperties": SELF, "properties": {"a": {}}}, False, id="other properties"),
+        pytest.param({**A, "additionalProperties": {}}, False, id="additional property that ends"),
+        pytest.param({**A, "additionalProperties": False}, False, id="forbidden property"),
+        pytest.param({"type": "object", "additionalProperties": SELF}, False, id="optional additional property"),
+        pytest.param({**A, "patternProperties": {"^a": SELF}}, True, id="property with a pattern"),
+        pytest.param(
+            {**A, "patternProperties": {"^b$": SELF, "^.": SELF, "^a$": {}}}, False, id="pattern that may not match"
+        ),
+        pytest.param({**ONE, "properties": {"a": SELF}}, True, id="at least one property"),
+        pytest.param({**ONE, "properties": {"a": SELF, "b": {}}}, False, id="at least one property, another ends"),
+        pytest.param({"type": "object", "minProperties": 1, "properties": {"a": SELF}}, False, id="any property"),
+        pytest.param({"type": "object", "minProperties": 1, "additionalProperties": SELF}, True, id="any, all endless"),
         pytest.param({"type": "array", "items": SELF}, False, id="array that may be empty"),
         pytest.param({"type": "array", "items": SELF, "minItems": 1}, True, id="array with an item"),
         pytest.param({"type": "array", "prefixItems": [{}, SELF], "minItems": 1}, False, id="first item"),
