@@ -7,7 +7,6 @@ pattern matches the texts that the rule `start` derives.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,10 +30,15 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _ANY_CASE = "i"
+_HEX = "[0-9a-fA-F]"
+_ESCAPE = re.compile(rf"\\(x{_HEX}{{2}}|u{_HEX}{{4}}|U{_HEX}{{8}}|.)")
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\", '"': '"'}
 
 _COMMON: Mapping[str, str] = {
     "CNAME": "[A-Za-z_][A-Za-z_0-9]*",
+    "CPP_COMMENT": r"//[^\n]*",
     "CR": r"\r",
+    "C_COMMENT": r"/\*(?:[^*]|\*+[^*/])*\*+/",
     "DECIMAL": r"(?:[0-9]+\.[0-9]*|\.[0-9]+)",
     "DIGIT": "[0-9]",
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\.)*"',
@@ -49,6 +53,8 @@ _COMMON: Mapping[str, str] = {
     "SIGNED_FLOAT": r"[+-]?(?:[0-9]+[eE][+-]?[0-9]+|(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)",
     "SIGNED_INT": "[+-]?[0-9]+",
     "SIGNED_NUMBER": r"[+-]?(?:[0-9]+[eE][+-]?[0-9]+|(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[0-9]+)",
+    "SH_COMMENT": r"#[^\n]*",
+    "SQL_COMMENT": r"--[^\n]*",
     "UCASE_LETTER": "[A-Z]",
     "WORD": "[A-Za-z]+",
     "WS": r"[ \t\f\r\n]+",
@@ -273,14 +279,24 @@ def _limited(size: int) -> int:
 def _text(string: str) -> str:
     """Return the text of a string token. Raises UnusableLark."""
     try:
-        return str(json.loads(string.removesuffix(_ANY_CASE)))
-    except ValueError:
+        text = _ESCAPE.sub(_unescaped, string.removesuffix(_ANY_CASE)[1:-1])
+        # Two escapes can spell the halves of a character.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except (ValueError, OverflowError):
         raise UnusableLark(f"{string[:40]} is not a valid string") from None
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """Return the text of an escape. As in Lark, a backslash before other characters stands for itself."""
+    kind, digits = escape[1][0], escape[1][1:]
+    if kind in "xuU":
+        return chr(int(digits, 16))
+    return _CONTROLS.get(kind, f"\\{kind}")
 
 
 def _literal(string: str) -> str:
     escaped = re.escape(_text(string))
-    for character, name in (("\n", "n"), ("\r", "r"), ("\t", "t")):
+    for character, name in (("\n", "n"), ("\r", "r"), ("\t", "t"), ("\f", "f"), ("\v", "v")):
         escaped = escaped.replace(f"\\{character}", f"\\{name}")
     return f"(?i:{escaped})" if string.endswith(_ANY_CASE) else f"(?:{escaped})"
 
