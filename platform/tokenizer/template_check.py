@@ -36,14 +36,8 @@ _UNREAD = "unread_4417"
 
 
 class TemplateFeatures(msgspec.Struct, frozen=True, kw_only=True):
-    system: bool
-    """True if system messages appear in the prompt."""
-    several_turns: bool
-    """True if earlier turns, by the user and by the assistant, appear in the prompt."""
     tools: bool
     """True if tools appear in the prompt."""
-    tool_results: bool
-    """True if calls and their results appear in the prompt."""
     arguments_as_text: bool
     """True if calls appear only if their arguments are JSON text, as in the OpenAI API. Most templates read objects."""
     thinking_switch: str | None
@@ -128,16 +122,11 @@ def check_template(render: Callable[[Conversation], str], source: str) -> Templa
     def shows_call(call: Mapping[str, Any]) -> bool:
         return shows([_NAME, "fox", _RESULT["content"]], user, call, _formed(_RESULT, tool_form), tools=True)
 
-    reads_objects = shows_call(objects)
-    reads_text = not reads_objects and shows_call(text)
-    system, answer = _formed(_SYSTEM, system_form), _formed(_ANSWER, assistant_form)
+    reads_text = not shows_call(objects) and shows_call(text)
     # Most templates do not read the variable. Rendering with each effort would take much of a check's time.
     efforts, is_off = known_efforts(with_effort) if "reasoning_effort" in source else ((), False)
     return TemplateFeatures(
-        system=shows([_SYSTEM["content"], _USER["content"]], system, user),
-        several_turns=shows([one["content"] for one in (_USER, _ANSWER, _AGAIN)], user, answer, again),
         tools=shows([_NAME], user, tools=True),
-        tool_results=reads_objects or reads_text,
         arguments_as_text=reads_text,
         thinking_switch=next((one for one in THINKING_SWITCHES if changes(one, user, (True, False))), None),
         reasoning_efforts=efforts,

@@ -95,7 +95,7 @@ def test_features_of_the_base_come_from_the_template_for_each_request() -> None:
     tool_use = "{{ messages[0].content }}{{ tools | tojson }}{{ messages | tojson }}"
     template = ChatTemplate({"default": "{{ messages[0].content }}", "tool_use": tool_use}, {})
     features = template.features()
-    assert (features.tools, features.tool_results, features.system) == (True, True, False)
+    assert (features.tools, features.arguments_as_text) == (True, False)
     assert template.source(has_tools=True) == tool_use
 
 

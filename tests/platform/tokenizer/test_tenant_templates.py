@@ -151,13 +151,12 @@ async def test_long_template_is_refused(templates: TenantTemplates) -> None:
 
 async def test_check_names_the_features(templates: TenantTemplates) -> None:
     chatml = await templates.check("a", CHATML)
-    assert (chatml.system, chatml.several_turns, chatml.tools, chatml.tool_results) == (True, True, True, True)
+    assert (chatml.tools, chatml.arguments_as_text) == (True, False)
     assert (chatml.thinking_switch, chatml.reasoning_efforts) == ("enable_thinking", ())
-    assert not chatml.arguments_as_text
     text = await templates.check("a", CHATML.replace("arguments | tojson", "''"))
-    assert (text.tool_results, text.arguments_as_text) == (True, True)
+    assert text.arguments_as_text
     single = await templates.check("a", "{{ messages[0].content }}{{ reasoning_effort }}{% if thinking %}!{% endif %}")
-    assert (single.several_turns, single.tools, single.tool_results) == (False, False, False)
+    assert not single.tools
     assert (single.thinking_switch, single.reasoning_efforts) == ("thinking", ("low", "medium", "high"))
 
 
