@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -16,6 +17,8 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.content_form import ContentForms, formed_content
 
 MAX_ID_CHARACTERS = 256
+
+_PASSED_ID = re.compile("[a-zA-Z0-9]{9}")
 
 PART_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Fields of a text part that tell Anthropic's and OpenAI's servers where to cache the prompt. They have no effect."""
@@ -104,12 +107,15 @@ def template_messages(
     """Convert messages to dicts for a chat template, with contents in the form that it reads, and with the arguments of
     tool calls as objects or as text.
 
-    System messages at the start become one, because many templates allow only one. Raises InvalidRequest for missing
-    content, for fields that do not suit a message's role, and for tool messages that answer no earlier call.
+    System messages at the start become one, because many templates allow only one. IDs of calls become numbers unless
+    they consist of nine letters and digits, because Mistral's templates refuse all others.
+
+    Raises InvalidRequest for missing content, for fields that do not suit a message's role, and for tool messages that
+    answer no earlier call.
     """
-    names: dict[str, str] = {}
+    calls: dict[str, tuple[str, str]] = {}
     shown = [
-        _message(message, f"messages[{index}]", names, forms, arguments_as_text)
+        _message(message, f"messages[{index}]", calls, forms, arguments_as_text)
         for index, message in enumerate(messages)
     ]
     num_leading = next((index for index, one in enumerate(shown) if one["role"] != "system"), len(shown))
@@ -144,9 +150,9 @@ def reminder(text: str) -> str:
 
 
 def _message(
-    message: ChatMessage, param: str, names: dict[str, str], forms: ContentForms, as_text: bool
+    message: ChatMessage, param: str, calls: dict[str, tuple[str, str]], forms: ContentForms, as_text: bool
 ) -> dict[str, Any]:
-    """Convert one message. `names` maps the ID of each earlier call to the name of its function."""
+    """Convert one message. `calls` maps the ID of each earlier call to the template's ID and the function's name."""
     # "developer" is OpenAI's newer name for the system role. Chat templates use the older one.
     role = "system" if message.role == "developer" else message.role
     if message.content is None and not (role == "assistant" and message.tool_calls):
@@ -159,20 +165,23 @@ def _message(
         shown["name"] = message.name
     if role == "tool":
         call_id = message.tool_call_id
-        if call_id not in names:
+        if call_id not in calls:
             raise InvalidRequest(
                 "no earlier message has a tool call with this id",
                 param=f"{param}.tool_call_id",
                 code="missing_required_parameter" if call_id is None else "invalid_value",
             )
         # Some templates show the function's name with its result.
-        shown |= {"tool_call_id": call_id, "name": names[call_id]}
+        shown["tool_call_id"], shown["name"] = calls[call_id]
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     if reasoning is not None:
         shown["reasoning_content"] = reasoning
     if message.tool_calls:
-        shown["tool_calls"] = [_call(call, as_text) for call in message.tool_calls]
-        names |= {call.id: call.function.name for call in message.tool_calls}
+        for call in message.tool_calls:
+            known = calls.get(call.id)
+            new_id = call.id if _PASSED_ID.fullmatch(call.id) else f"{len(calls):09d}"
+            calls[call.id] = (known[0] if known else new_id, call.function.name)
+        shown["tool_calls"] = [_call(call, calls[call.id][0], as_text) for call in message.tool_calls]
     return shown
 
 
@@ -184,9 +193,9 @@ def _check_role(message: ChatMessage, param: str) -> None:
             raise InvalidRequest(f"only {role} messages have {found}", param=f"{param}.{found}", code="invalid_value")
 
 
-def _call(call: ToolCall, as_text: bool) -> dict[str, Any]:
+def _call(call: ToolCall, shown_id: str, as_text: bool) -> dict[str, Any]:
     shown = call.function.arguments if as_text else _arguments(call.function.arguments)
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": shown}}
+    return {"id": shown_id, "type": "function", "function": {"name": call.function.name, "arguments": shown}}
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -3,9 +3,6 @@
 Consecutive messages of a role form one turn. A turn of tool results becomes one chat message per result. A system
 message within the conversation becomes a part of the user's turn, because most chat templates accept only one system
 message, at the start.
-
-The calls get numbers instead of the IDs that the client sent: some chat templates print the ID, and those of Mistral
-refuse IDs that do not consist of nine letters and digits.
 """
 
 from __future__ import annotations
@@ -63,17 +60,17 @@ def chat_messages(messages: Sequence[SentMessage], first: int = 0) -> Iterator[C
     Raises InvalidRequest for a block in a message of the wrong role, for a tool use without its result in the next turn
     and the other way round, and for thinking that this server did not sign.
     """
-    numbers: dict[str, str] = {}
+    used_ids: set[str] = set()
     waiting: list[str] = []
     param = "messages"
     for is_assistant, turn in groupby(_placed(messages, first), lambda placed: placed[0]):
         blocks = [placed for _, placed in turn]
         param = blocks[0].param
         if is_assistant:
-            yield _assistant_message(blocks, numbers)
+            yield _assistant_message(blocks, used_ids)
             waiting = [one.block.id for one in blocks if isinstance(one.block, ToolUseBlock)]
         else:
-            yield from _user_messages(blocks, numbers, waiting)
+            yield from _user_messages(blocks, waiting)
             waiting = []
     if waiting:
         raise _unanswered(waiting, param)
@@ -92,15 +89,15 @@ def _placed(messages: Sequence[SentMessage], first: int) -> Iterator[tuple[bool,
             yield message.role == "assistant", placed
 
 
-def _assistant_message(blocks: Sequence[PlacedBlock], numbers: dict[str, str]) -> ChatMessage:
+def _assistant_message(blocks: Sequence[PlacedBlock], used_ids: set[str]) -> ChatMessage:
     calls, thinking = [], []
     for placed in blocks:
         match placed.block:
             case ToolUseBlock() as call:
-                if call.id in numbers:
+                if call.id in used_ids:
                     raise InvalidRequest("tool_use ids must be unique", param=f"{placed.param}.id")
-                numbers[call.id] = f"{len(numbers):09d}"
-                calls.append(_call(call, numbers[call.id]))
+                used_ids.add(call.id)
+                calls.append(_call(call))
             case ThinkingBlock() as block:
                 text = signed_thinking(block.thinking, block.signature)
                 if text is None:
@@ -126,17 +123,15 @@ def _assistant_message(blocks: Sequence[PlacedBlock], numbers: dict[str, str]) -
     )
 
 
-def _call(block: ToolUseBlock, number: str) -> ToolCall:
+def _call(block: ToolUseBlock) -> ToolCall:
     # Models write calls with these separators, so a template that prints the text repeats their tokens.
     arguments = json.dumps(block.input, ensure_ascii=False)
     return ToolCall.model_construct(
-        id=number, type="function", function=CalledFunction.model_construct(name=block.name, arguments=arguments)
+        id=block.id, type="function", function=CalledFunction.model_construct(name=block.name, arguments=arguments)
     )
 
 
-def _user_messages(
-    blocks: Sequence[PlacedBlock], numbers: dict[str, str], waiting: Sequence[str]
-) -> Iterator[ChatMessage]:
+def _user_messages(blocks: Sequence[PlacedBlock], waiting: Sequence[str]) -> Iterator[ChatMessage]:
     """Yield a turn's results, then its text. `waiting` are the calls that the turn must answer."""
     missing = dict.fromkeys(waiting)
     texts: list[PlacedBlock] = []
@@ -152,9 +147,7 @@ def _user_messages(
                         param=f"{placed.param}.tool_use_id",
                     )
                 del missing[result.tool_use_id]
-                yield ChatMessage.model_construct(
-                    role="tool", content=_result(result), tool_call_id=numbers[result.tool_use_id]
-                )
+                yield ChatMessage.model_construct(role="tool", content=_result(result), tool_call_id=result.tool_use_id)
             case _:
                 texts.append(placed)
                 has_begun_text = has_begun_text or not placed.is_system

@@ -113,9 +113,9 @@ def test_turns_become_chat_messages() -> None:
     assert shown == [
         ("system", ("Be kind.", "Be quick."), None, None, []),
         ("user", ("One.", "Two.", "Three."), None, None, []),
-        ("assistant", "Look.", "Hm.", None, ["000000000", "000000001"]),
-        ("tool", "Error", None, "000000001", []),
-        ("tool", "hot", None, "000000000", []),
+        ("assistant", "Look.", "Hm.", None, ["toolu_1", "toolu_2"]),
+        ("tool", "Error", None, "toolu_2", []),
+        ("tool", "hot", None, "toolu_1", []),
         ("user", (reminder("Be careful."), "And?", reminder("Be brief.")), None, None, []),
     ]
     calls = made.messages[2].tool_calls or ()

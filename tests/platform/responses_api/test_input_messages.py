@@ -207,6 +207,37 @@ def test_strict_template_renders_the_conversation_of_an_agent() -> None:
     assert text == f"system: I\n\nA\nuser: Hi\n\n{REMINDER}\n\nHi\n"
 
 
+NINE = """\
+{%- for message in messages %}
+    {%- for id in (message.tool_calls or []) | map(attribute="id") | list + [message.tool_call_id or "000000000"] %}
+        {%- if id | length != 9 %}{{- raise_exception("IDs must have nine characters") }}{% endif %}
+    {%- endfor %}
+    {{- (message.tool_calls or [message]) | map(attribute="id") | join(",") ~ message.tool_call_id ~ ";" }}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("ids", "shown"),
+    [
+        (("call_1", "x" * 64, "call_1"), "000000000;000000001;000000000"),
+        (("abc123XYZ", "call_1", "abc-123-4"), "abc123XYZ;000000001;000000002"),
+    ],
+    ids=["other servers", "own"],
+)
+def test_templates_get_ids_that_those_of_mistral_accept(ids: tuple[str, ...], shown: str) -> None:
+    history = [
+        item
+        for call_id in ids
+        for item in (
+            {"type": "function_call", "call_id": call_id, "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": call_id, "output": "x"},
+        )
+    ]
+    body = chat_of(read_response_request({"model": "base", "input": [USER, *history]}))
+    text = ChatTemplate({"default": NINE}, {}).render(template_messages(body.messages, ContentForms()))
+    assert text == ";" + "".join(f"{one};{one};" for one in shown.split(";"))
+
+
 def test_leading_system_messages_of_a_chat_become_one() -> None:
     system = ChatMessage(role="system", content="A"), ChatMessage(role="developer", content=PARTS)
     user = ChatMessage(role="user", content="Hi")
