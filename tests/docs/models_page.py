@@ -31,6 +31,8 @@ Two things follow vLLM instead of `transformers`. With YaRN, `attn_factor` in `c
 `attention_factor`, while `transformers` ignores it. An answer ends at the `eos_token_id` of `generation_config.json`,
 or of `config.json` if the former has none, and also at the tokenizer's own `eos_token`.
 
+Not every format of tool calls is parsed: see [Tools](clients.md#tools).
+
 | architecture | serves | compared |
 |---|---|---|
 """
