@@ -174,11 +174,18 @@ class Kernels(LoraKernels, Protocol):
         """
         ...
 
-    def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
+    def route(
+        self,
+        logits: torch.Tensor,
+        spec: RoutingSpec,
+        bias: torch.Tensor | None = None,
+        expert_scales: torch.Tensor | None = None,
+    ) -> Routing:
         """Choose each token's experts from its logits `[T, num_experts]`.
 
-        Ties are broken in favour of the lower index. `bias` is float32 `[num_experts]` and finite. A token whose logits
-        have no softmax (see `reference.routing.route`) gets experts `[0, top_k)`, with NaN weights.
+        Ties are broken in favour of the lower index. `bias` and `expert_scales` are float32 `[num_experts]` and finite;
+        the weight of each chosen expert is multiplied by the expert's scale. A token whose logits have no softmax (see
+        `reference.routing.route`) gets experts `[0, top_k)`, with NaN weights.
         """
         ...
 

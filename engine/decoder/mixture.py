@@ -129,9 +129,7 @@ class Mixture:
         logits = self._router(routed_by if self._choice_bias is None else routed_by.float())
         logits = adapters.add(routed_by, logits, _ROUTER, groups.router)
         num_experts = self._routing.num_experts
-        routing = kernels.route(logits[:, :num_experts], self._routing, self._choice_bias)
-        if self._expert_scales is not None:
-            routing = replace(routing, weights=routing.weights * self._expert_scales[routing.experts])
+        routing = kernels.route(logits[:, :num_experts], self._routing, self._choice_bias, self._expert_scales)
         pairs = adapters.pairs(routing)
         if self._scales_input:
             # Give each pair of token and expert its own row, scaled by the pair's weight.

@@ -165,7 +165,13 @@ class CpuKernels(CpuLora):
         cpu_fused.clamped_silu_and_mul(*rows_of(gate_up), out.data_ptr(), num_rows, size, float(alpha), float(limit))
         return out
 
-    def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
+    def route(
+        self,
+        logits: torch.Tensor,
+        spec: RoutingSpec,
+        bias: torch.Tensor | None = None,
+        expert_scales: torch.Tensor | None = None,
+    ) -> Routing:
         num_rows = logits.shape[0]
         experts = torch.empty(num_rows, spec.top_k, dtype=torch.int32)
         weights = torch.empty(num_rows, spec.top_k)
@@ -179,6 +185,8 @@ class CpuKernels(CpuLora):
             weights.data_ptr(), num_rows, spec.num_experts, spec.top_k, spec.normalizes, spec.has_sigmoid,
             spec.num_groups, spec.top_groups, float(spec.scale), float(spec.min_total),
         )  # fmt: skip
+        if expert_scales is not None:
+            weights *= expert_scales[experts]
         return Routing(experts, weights, *group_pairs(experts, spec.num_experts))
 
     def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:

@@ -253,8 +253,14 @@ class GpuKernels(GpuLora):
     def clamped_silu_and_mul(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
         return clamped_silu_and_mul(gate_up, alpha, limit, pdl=self._pdl)
 
-    def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
-        return route(logits, spec, bias)
+    def route(
+        self,
+        logits: torch.Tensor,
+        spec: RoutingSpec,
+        bias: torch.Tensor | None = None,
+        expert_scales: torch.Tensor | None = None,
+    ) -> Routing:
+        return route(logits, spec, bias, expert_scales)
 
     def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
         return adapter_pairs(routing, slots, segments)

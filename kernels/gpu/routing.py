@@ -18,13 +18,19 @@ PAIR_BLOCK = 1024
 """Number of pairs that a program of `_group` reads at a time."""
 
 
-def route(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
+def route(
+    logits: torch.Tensor,
+    spec: RoutingSpec,
+    bias: torch.Tensor | None = None,
+    expert_scales: torch.Tensor | None = None,
+) -> Routing:
     """Choose the experts of each token, as `reference.routing.route` does.
 
     `logits` `[T, num_experts]`; its rows may be views into wider rows.
     """
     assert logits.stride(1) == 1
     assert bias is None or bias.dtype is torch.float32
+    assert expert_scales is None or expert_scales.dtype is torch.float32
     num_tokens, device = logits.shape[0], logits.device
     experts = torch.empty(num_tokens, spec.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(num_tokens, spec.top_k, dtype=torch.float32, device=device)
@@ -32,10 +38,11 @@ def route(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = N
     starts = torch.empty(spec.num_experts + 1, dtype=torch.int32, device=device)
     if num_tokens:
         _route[(num_tokens,)](
-            logits, logits.stride(0), logits if bias is None else bias, experts, weights, spec.scale, spec.min_total,
+            logits, logits.stride(0), logits if bias is None else bias,
+            logits if expert_scales is None else expert_scales, experts, weights, spec.scale, spec.min_total,
             NUM_EXPERTS=spec.num_experts, BLOCK=triton.next_power_of_2(spec.num_experts), TOP_K=spec.top_k,
             SLOTS=triton.next_power_of_2(spec.top_k), NORMALIZES=spec.normalizes, HAS_SIGMOID=spec.has_sigmoid,
-            HAS_BIAS=bias is not None, NUM_GROUPS=spec.num_groups, TOP_GROUPS=spec.top_groups,
+            HAS_BIAS=bias is not None, HAS_SCALES=expert_scales is not None, NUM_GROUPS=spec.num_groups, TOP_GROUPS=spec.top_groups,
             GROUP_BLOCK=triton.next_power_of_2(spec.num_groups), LOG2_E=LOG2_E, num_warps=1,
         )  # fmt: skip
     _group[(spec.num_experts,)](experts, pairs, starts, experts.numel(), BLOCK=PAIR_BLOCK, num_warps=4)
@@ -58,6 +65,7 @@ def _route(
     logits_ptr: tl.tensor,
     stride: tl.tensor,
     bias_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     experts_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     scale: tl.tensor,
@@ -69,6 +77,7 @@ def _route(
     NORMALIZES: tl.constexpr,
     HAS_SIGMOID: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -104,8 +113,11 @@ def _route(
     if NORMALIZES:
         weights /= tl.maximum(tl.sum(tl.where(slot < TOP_K, weights, 0.0), 0), min_total)
     weights = tl.where(is_usable, weights * scale, float("nan"))
+    chosen = tl.where(is_usable, chosen, slot)
+    if HAS_SCALES:
+        weights *= tl.load(scales_ptr + chosen, mask=slot < TOP_K, other=0.0)
     place = row * TOP_K + slot
-    tl.store(experts_ptr + place, tl.where(is_usable, chosen, slot), mask=slot < TOP_K)
+    tl.store(experts_ptr + place, chosen, mask=slot < TOP_K)
     tl.store(weights_ptr + place, weights, mask=slot < TOP_K)
 
 

@@ -86,8 +86,14 @@ class ReferenceKernels(ReferenceLora):
     def clamped_silu_and_mul(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
         return fused.clamped_silu_and_mul(gate_up, alpha, limit)
 
-    def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
-        return routing.route(logits, spec, bias)
+    def route(
+        self,
+        logits: torch.Tensor,
+        spec: RoutingSpec,
+        bias: torch.Tensor | None = None,
+        expert_scales: torch.Tensor | None = None,
+    ) -> Routing:
+        return routing.route(logits, spec, bias, expert_scales)
 
     def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
         return build_pair_segments(routing, slots, self.segment_rows, segments.max_rank)

@@ -8,10 +8,15 @@ from loramux.kernels.routing import Routing, group_pairs
 from loramux.kernels.routing_spec import RoutingSpec
 
 
-def route(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
+def route(
+    logits: torch.Tensor,
+    spec: RoutingSpec,
+    bias: torch.Tensor | None = None,
+    expert_scales: torch.Tensor | None = None,
+) -> Routing:
     """Choose the experts of each token from its logits, float32 `[T, num_experts]`.
 
-    `bias` is float32 `[num_experts]` and finite. If the softmax of a token's logits is undefined, because one is NaN or
+    `bias` and `expert_scales` are float32 `[num_experts]` and finite. If the softmax of a token's logits is undefined, because one is NaN or
     positive infinity or all are negative infinity, the token gets the first `top_k` experts, with NaN weights. Among
     equal experts or groups, the first are chosen.
     """
@@ -30,8 +35,10 @@ def route(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = N
     if spec.normalizes:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.min_total)
     experts = torch.where(is_usable, experts, torch.arange(spec.top_k)).int()
-    pairs, starts = group_pairs(experts, spec.num_experts)
-    return Routing(experts, torch.where(is_usable, weights * spec.scale, torch.nan), pairs, starts)
+    weights = torch.where(is_usable, weights * spec.scale, torch.nan)
+    if expert_scales is not None:
+        weights = weights * expert_scales[experts]
+    return Routing(experts, weights, *group_pairs(experts, spec.num_experts))
 
 
 def _highest(values: torch.Tensor, count: int) -> torch.Tensor:

@@ -107,6 +107,15 @@ def test_many_tokens_are_routed_on_all_threads(
     assert_grouped(routing, spec)
 
 
+def test_the_weights_are_multiplied_by_the_scales_of_the_chosen_experts(kernels: Any) -> None:
+    spec = RoutingSpec(7, 3, True)
+    logits, scales = torch.randn(5, 7), torch.randn(7)
+    logits[3, 2] = torch.nan
+    plain, routing = kernels.route(logits, spec), kernels.route(logits, spec, None, scales)
+    assert torch.equal(routing.experts, plain.experts)
+    torch.testing.assert_close(routing.weights, plain.weights * scales[plain.experts], equal_nan=True)
+
+
 def test_a_large_negative_bias_excludes_an_expert_whose_score_is_1(kernels: Any) -> None:
     bias = torch.tensor([-5.0, 0.0, 0.0, -1e30])
     routing = kernels.route(torch.tensor([[60.0, -2.0, -1.0, 60.0]]), RoutingSpec(4, 3, False, has_sigmoid=True), bias)

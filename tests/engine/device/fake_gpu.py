@@ -59,6 +59,16 @@ MIXTURE = {
     "mlp_only_layers": [0],
     **SIZES,
 }
+GEMMA_MIXTURE = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 64,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    **SIZES,
+}
 
 HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"],

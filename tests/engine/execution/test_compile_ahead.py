@@ -16,6 +16,7 @@ from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.machine_limits import num_cpus
 from tests.engine.device.fake_gpu import (
     GEMMA,
+    GEMMA_MIXTURE,
     HYBRID,
     LLAMA,
     MIMO,
@@ -92,6 +93,8 @@ def cases() -> Iterator[Any]:
             is_quick = name == "llama" or (names_target and name in ("gemma", "quantized"))
             marks = () if is_quick else pytest.mark.campaign
             yield pytest.param(*model, names_target, {}, id=f"{version}-{name}", marks=marks)
+    # Each of its experts has a scale.
+    yield pytest.param(GEMMA_MIXTURE, None, 17, True, {"max_sequences": 1}, id="gemma-mixture")
     # The base's own head for drafts launches the kernels of the base, some of them with other shapes.
     yield pytest.param(MIMO, None, 12, True, {"speculate": "head"}, id="head")
     # Steps that are not captured gather pages for prefills. Those of 512 rows dequantise weights or round inputs.
@@ -126,7 +129,8 @@ def test_recorded_programs_match_the_warm_up(
         return UnlaunchedProgram()
 
     def record(launch: Callable[[], None], num_processes: int) -> None:
-        with recorded_programs() as lines:
+        with recorded_programs() as lines, monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", poisoned)
             launch()
         assert not wanted, "a program was launched instead of compiled ahead"
         assert not captured, "a step without launches needs no graph"
@@ -134,6 +138,11 @@ def test_recorded_programs_match_the_warm_up(
             source = program.source
             key = cache_key(source, program.target, program.options)
             recorded[key] = source.signature, source.constants, source.attrs
+
+    def poisoned(*arguments: Any, **named: Any) -> torch.Tensor:
+        """Uninitialised memory, in which no integer is a valid index."""
+        tensor = empty(*arguments, **named)
+        return tensor.fill_(2**30) if tensor.dtype is torch.int32 else tensor
 
     def capture(self: HostAccelerator, step: Callable[[], None]) -> Callable[[], None]:
         captured.append(step)
@@ -144,6 +153,7 @@ def test_recorded_programs_match_the_warm_up(
         program.pop("target", None)
         return json.dumps(program)
 
+    empty = torch.empty
     serialize = jit.serialize_specialization_data
     if not names_target:
         monkeypatch.setattr(jit, "serialize_specialization_data", without_target)
