@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.answers import CheckError, RunFailed
-from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
+from benchmarks.machine import add_allow_busy, busy_share, describe, out_file, require_idle
 from benchmarks.tables import open_console
 
 SCRATCH = Path(__file__).parent / "scratch"
@@ -50,13 +50,6 @@ class Run:
                 document["busy_share"] = {"before": round(self.busy_before, 3), "after": round(busy_share(), 3)}
             text = json.dumps(document | dict(figures), indent=1, allow_nan=False)
             self.arguments.out.write_text(text + "\n")
-
-
-def out_file(path: str) -> Path:
-    """The type of an argument that names a file to write. Makes its directory, so that no measured figure is lost."""
-    made = Path(path)
-    made.parent.mkdir(parents=True, exist_ok=True)
-    return made
 
 
 def new_parser(name: str, description: str | None, is_timed: bool = True) -> argparse.ArgumentParser:

@@ -1,4 +1,7 @@
-"""Describes the machine on which figures are measured, and refuses to measure on a busy machine."""
+"""Describes the machine on which figures are measured, and refuses to measure on a busy machine.
+
+It needs no packages but torch, because a machine with a GPU may lack those of the other benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,13 @@ import torch
 PACKAGES = ("torch", "transformers", "peft", "numba", "numpy")
 BUSY_SHARE = 0.15
 ROOT = Path(__file__).parents[1]
+
+
+def out_file(path: str) -> Path:
+    """The type of an argument that names a file to write. Makes its directory, so that no measured figure is lost."""
+    made = Path(path)
+    made.parent.mkdir(parents=True, exist_ok=True)
+    return made
 
 
 def busy_share(seconds: float = 2.0) -> float:

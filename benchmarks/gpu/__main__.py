@@ -35,7 +35,7 @@ from benchmarks.gpu.machine import describe
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.report import store, stored, table
 from benchmarks.gpu.table_step import META
-from benchmarks.harness import out_file
+from benchmarks.machine import out_file
 
 PEERS = Path(__file__).parents[1] / "scratch" / "peers"
 APART = " and ".join(part.name for part in PARTS if part.is_apart)

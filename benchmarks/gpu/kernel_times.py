@@ -37,7 +37,7 @@ from benchmarks.gpu.model import LLAMA_8B, QWEN3_5_9B, QWEN3_30B_A3B, TINY, TINY
 from benchmarks.gpu.prefill import PrefillCase
 from benchmarks.gpu.random_models import ALL_MODULES, HYBRID_MODULES, RandomAdapters, model_config, random_prompt
 from benchmarks.gpu.step import StepCase
-from benchmarks.harness import out_file
+from benchmarks.machine import out_file
 from benchmarks.running_engine import greedy_adds
 from loramux.engine.execution.step_shape import MAX_GRAPH_TOKENS
 

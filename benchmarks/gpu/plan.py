@@ -31,7 +31,11 @@ PROVIDED = ("torch", "triton")
 """Packages that a GPU's machine already has, with everything that only they require."""
 
 KERNELS = ("numba", "numpy", "safetensors", "msgspec")
+TESTS = (*KERNELS, "transformers", "peft", "pytest", "hypothesis")
 PRODUCT = ("loramux",)
+HERE = "PYTHONPATH=.src python -m"
+"""Runs a module of a checkout on a machine on which loramux is not installed."""
+
 VLLM_MIB, VLLM_PARTS = 196, 7
 """Size of vLLM 0.24.0's parts in MiB, and their number, as `vllm_parts.py` cut them for Python 3.11."""
 
@@ -69,7 +73,7 @@ def _part(name: str, minutes: int, shows: str, paths: tuple[str, ...]) -> Run:
         name=name,
         minutes=minutes,
         shows=shows,
-        command=f"python -m benchmarks.gpu --only {name} --out build/gpu-{{card}}.json",
+        command=f"{HERE} benchmarks.gpu --only {name} --out build/gpu-{{card}}.json",
         rehearsals=(
             f"python -m benchmarks.gpu --dry-run --card {{card}} --only {name}",
             f"TRITON_INTERPRET=1 python -m benchmarks.gpu --check-only --tiny --only {name}",
@@ -82,13 +86,16 @@ def _part(name: str, minutes: int, shows: str, paths: tuple[str, ...]) -> Run:
 
 def _trace(name: str, minutes: int, shows: str, result: str, options: str = "") -> Run:
     """Traces of whole steps. `options` choose the model and the contexts."""
-    command = f"python -m benchmarks.gpu.kernel_times{options}"
+    arguments = f"benchmarks.gpu.kernel_times{options}"
     return Run(
         name=name,
         minutes=minutes,
         shows=shows,
-        command=f"{command} --out build/{result}",
-        rehearsals=(f"{command} --dry-run {{card}}", f"TRITON_INTERPRET=1 {command} --tiny"),
+        command=f"{HERE} {arguments} --out build/{result}",
+        rehearsals=(
+            f"python -m {arguments} --dry-run {{card}}",
+            f"TRITON_INTERPRET=1 python -m {arguments} --tiny",
+        ),
         result=result,
         paths=(*_GPU_CODE, *_SHARED, "benchmarks/gpu/kernel_times.py"),
     )
@@ -99,11 +106,11 @@ RUNS = (
         name="tests",
         minutes=8,
         shows="every kernel equals its reference, and the engine's answers equal those of transformers and peft",
-        command="python -m tests.gpu --out build/gpu-tests-{card}",
+        command=f"{HERE} tests.gpu --out build/gpu-tests-{{card}}",
         rehearsals=("python -m tests.gpu --interpret --out build/gpu",),
         result="",
         paths=("kernels/gpu", "engine/device", "tests/kernels/gpu", "tests/gpu"),
-        packages=(*KERNELS, "transformers", "peft", "pytest"),
+        packages=TESTS,
     ),
     _trace(
         "trace",
@@ -194,7 +201,7 @@ RUNS = (
             "`over_loramux` of vLLM 0.24.0, with the same weights: a decode of 64 and a prefill of 16 x 128 tokens",
             (*_GPU_CODE, "benchmarks/gpu/vllm_child.py", "benchmarks/gpu/step.py"),
         ),
-        command="python -m benchmarks.gpu --only peer --peers /tmp/vllm/peer --out build/gpu-{card}.json",
+        command=f"{HERE} benchmarks.gpu --only peer --peers /tmp/vllm/peer --out build/gpu-{{card}}.json",
         rehearsals=(
             "python -m benchmarks.gpu.vllm_calls rehearse build/vllm build/machine",
             "python -m benchmarks.gpu.vllm_parts check build/machine/stage/peer",

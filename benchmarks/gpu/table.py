@@ -36,7 +36,7 @@ from benchmarks.gpu.model import (
 from benchmarks.gpu.random_models import ALL_MODULES, HYBRID_MODULES
 from benchmarks.gpu.table_bytes import Bytes, bytes_of, once, shape_text, shared_bytes
 from benchmarks.gpu.table_step import RecordedStep, TableCase, TorchLaunch, TritonLaunch, record_step
-from benchmarks.harness import out_file
+from benchmarks.machine import out_file
 from loramux.engine.loop.config import KV_DTYPES
 
 MODELS = {

@@ -41,7 +41,8 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.machine import describe
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import RandomAdapters
-from benchmarks.harness import exit_on_sigterm, finite, out_file, reports_failure
+from benchmarks.harness import exit_on_sigterm, finite, reports_failure
+from benchmarks.machine import out_file
 from benchmarks.peers.child_server import HOST, NO_DRAFTS, child_server, free_port, own_environment
 from benchmarks.peers.vocabulary import FIRST_WORD
 from benchmarks.running_engine import GREEDY, start_engine

@@ -1,9 +1,9 @@
 """Run everything that needs a GPU within nine minutes. `--interpret` rehearses it on a CPU.
 
-Run it from the repository root: `PYTHONPATH=.src python -m tests.gpu --out DIR`. It needs torch, triton, numba, numpy,
-safetensors, msgspec, transformers, peft and pytest. Each stage runs in its own processes, has a time limit, and writes
-a result file with its processes' output. A failed stage does not stop the next one. The exit code is 1 if a stage
-failed, was stopped or was skipped, and 2 if this machine cannot run any stage.
+Run it from the repository root: `PYTHONPATH=.src python -m tests.gpu --out DIR`. The packages that it needs are in
+`versions.NEEDED`. Each stage runs in its own processes, has a time limit, and writes a result file with its processes'
+output. A failed stage does not stop the next one. The exit code is 1 if a stage failed, was stopped or was skipped, and
+2 if this machine cannot run any stage.
 """
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ KERNEL_FILES = (
         f"gpu/test_{name}.py"
         for name in (
             "attention", "fused", "lora", "lora_linear", "sampling", "layer_step", "adapter_pairs", "coded_products",
-            "scaled_products",
+            "scaled_products", "contiguous_attention",
         )
     ),
     *(
         f"test_{name}.py"
         for name in (
             "attention", "fused", "lora", "outer", "delta", "experts", "coded_experts", "expert_adapters", "routing",
-            "trained_rows",
+            "trained_rows", "int8_kv", "affines",
         )
     ),
 )  # fmt: skip

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,27 +13,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.plan import TESTS
 from loramux.engine.device import cuda_driver
 from tests.adapter_store.sandbox.processes import is_running
 from tests.gpu import __main__ as program
 from tests.gpu import processes
+from tests.gpu.hidden_packages import hide_packages
 from tests.gpu.processes import run_at_once
-from tests.gpu.stages import STAGES, Plan, Stage
-
-# Hide these packages: a machine with a GPU may have only the packages that `tests.gpu.versions` requires.
-REFUSE = """
-from functools import partial
-from importlib.machinery import PathFinder
-
-ABSENT = {
-    "alembic", "authlib", "boto3", "cryptography", "fastapi", "joserfc", "moto", "openai", "prometheus_client",
-    "psycopg", "pydantic_settings", "pytest_timeout", "schemathesis", "sqlalchemy", "starlette", "structlog", "uvicorn",
-    "xdist", "zmq",
-}
-find_spec = PathFinder.find_spec
-# Pytest keeps it as an attribute of a class, where a function would become a method.
-PathFinder.find_spec = partial(lambda name, *rest: None if name.split(".")[0] in ABSENT else find_spec(name, *rest))
-"""
+from tests.gpu.stages import KERNEL_FILES, STAGES, Plan, Stage
 
 # A fake sanitizer that records its arguments and runs the program.
 SANITIZER = """#!/bin/sh
@@ -43,8 +31,8 @@ exec "$@"
 
 
 def rehearse(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run the stages without the packages that REFUSE hides. Return the process and each stage's result."""
-    (folder / "sitecustomize.py").write_text(REFUSE)
+    """Run the stages with only the packages that `tests.gpu.versions` requires. Return the process and each stage's result."""
+    hide_packages(folder, TESTS)
     sanitizer = folder / "compute-sanitizer"
     sanitizer.write_text(SANITIZER)
     sanitizer.chmod(0o755)
@@ -77,6 +65,16 @@ def test_all_stages_pass_in_the_interpreter(tmp_path: Path) -> None:
     assert results["kernels"]["tests"]["num_passed"] > 300
     assert results["engine"]["tests"]["num_passed"] > 20
     assert results["benchmark"]["benchmark"]["parts"].keys() >= {"lora", "attention", "step", "s_lora", "prefill"}
+
+
+def test_every_test_of_kernels_that_can_use_a_gpu_is_listed() -> None:
+    kernels = program.ROOT / "tests" / "kernels"
+    uses_gpu = [
+        str(file.relative_to(kernels))
+        for file in kernels.rglob("test_*.py")
+        if {"make_kernels", "import_kernels"} & set(re.findall(r"\w+", file.read_text()))
+    ]
+    assert set(uses_gpu) <= set(KERNEL_FILES)
 
 
 def test_run_without_a_gpu_reports_the_missing_driver(

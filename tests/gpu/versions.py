@@ -10,22 +10,11 @@ from importlib import metadata
 import torch
 
 from benchmarks.gpu.machine import describe
+from benchmarks.gpu.plan import PROVIDED, TESTS
 from loramux.engine.device.cuda_driver import missing_for_cuda
 from loramux.kernels.gpu.capability import MIN_CAPABILITY
 
-NEEDED = (
-    "torch",
-    "triton",
-    "numba",
-    "numpy",
-    "safetensors",
-    "msgspec",
-    "llguidance",
-    "transformers",
-    "peft",
-    "pytest",
-    "hypothesis",
-)
+NEEDED = (*PROVIDED, *TESTS)
 TOOLS = ("compute-sanitizer", "ncu", "nvcc", "nvidia-smi")
 
 

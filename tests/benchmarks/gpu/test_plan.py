@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from benchmarks.gpu.cards import PLANNED
 from benchmarks.gpu.parts import PARTS
-from benchmarks.gpu.plan import DONE, MAX_MINUTES, RUNS, Run, lines_of, required, state_of
+from benchmarks.gpu.plan import DONE, KERNELS, MAX_MINUTES, RUNS, Run, lines_of, required, state_of
+from tests.gpu.hidden_packages import hide_packages
 
 ROOT = Path(__file__).parents[3]
 COMMIT = "0123456789ab"
@@ -109,6 +111,21 @@ def test_what_a_card_brings_is_not_counted() -> None:
     names = required(["loramux"])
     assert "pyzmq" in names
     assert not {"torch", "triton", "loramux"} & set(names)
+
+
+def test_benchmarks_and_traces_import_only_packages_of_the_plan(tmp_path: Path) -> None:
+    hide_packages(tmp_path, KERNELS)
+    paths = os.pathsep.join(map(str, (tmp_path, ROOT / ".src", ROOT)))
+    command = [sys.executable, "-c", "import benchmarks.gpu.__main__, benchmarks.gpu.kernel_times"]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_commands_without_loramux_installed_find_the_checkout() -> None:
+    for run in RUNS:
+        assert ("PYTHONPATH=.src " in run.command) == ("loramux" not in run.packages), run.name
 
 
 @pytest.mark.parametrize("card", PLANNED)
