@@ -81,8 +81,8 @@ class GraphExecutor:
     A step copies its metadata to the device in one transfer, runs the decoder, computes the logits of the sample rows,
     and samples. For up to MAX_GRAPH_TOKENS rows, the decoder part is captured once its shape has occurred
     STEPS_BEFORE_CAPTURE times. The first run is never captured, because it compiles and loads the kernels that the
-    shape needs. Beyond `max_graphs`, the least recently replayed graph is dropped. A shape whose capture fails always
-    runs uncaptured.
+    shape needs. Beyond `max_graphs`, the least recently replayed graph is dropped, and its shape must occur as often
+    again. A shape whose capture fails always runs uncaptured.
 
     Batches with adapters that modify the embedding, the head or norms have separate shapes, so that other batches do
     not launch the extra kernels.
@@ -357,7 +357,9 @@ class GraphExecutor:
         if len(self._graphs) > self._max_graphs:
             # An earlier step may still be replaying this graph.
             self._accelerator.fence().wait()
-            self._graphs.popitem(last=False)
+            dropped, _ = self._graphs.popitem(last=False)
+            # Otherwise, shapes that take turns would be captured at each of their steps.
+            del self._num_steps[dropped]
         self._graph_bytes += free_bytes - self._free_bytes()
         return replay
 

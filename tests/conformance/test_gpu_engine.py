@@ -493,6 +493,31 @@ def test_the_graph_that_was_replayed_longest_ago_is_dropped(
     assembled.adapters.close()
 
 
+def test_a_dropped_graph_is_captured_again_only_once_its_shape_has_recurred(
+    graph_subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CountingAccelerator(HostAccelerator):
+        num_captures = 0
+
+        def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+            self.num_captures += 1
+            return step
+
+    monkeypatch.setattr(graph_executor, "STEPS_BEFORE_CAPTURE", 3)
+    accelerator = CountingAccelerator()
+    assembled = graph_subject.assemble(plain_backend(accelerator), max_batch_tokens=16, max_sequences=1)
+    executor = Recorder(assembled.engine, monkeypatch).executor
+    assert isinstance(executor, GraphExecutor)
+    executor._max_graphs = 1
+    # Each request takes a step with a prompt and a decode, which drop each other's graphs.
+    for _ in range(9):
+        tokens_of(assembled.engine, [add for _, add in requests_of(graph_subject, [(None, 2)], num_tokens=2).values()])
+    assert accelerator.num_captures == 4, (
+        "each shape in the third step, and then in the third after its graph was dropped"
+    )
+    assembled.adapters.close()
+
+
 def test_decode_steps_count_what_they_must_read(graph_subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device of known bandwidth. On the CPU, nothing is counted."""
 
