@@ -18,6 +18,7 @@ import torch
 from loramux.kernels.layout import AFFINE, NO_AFFINE, LinearShape, PageGeometry
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews, Segments
+from tests.engine.device.fake_gpu import fake_driver
 from tests.kernels.gpu.interpreted import DEVICE, FOR_GPUS, HAS_GPU, import_kernels
 
 RANKS = (0, 1, 3, 31, 64, 128)
@@ -536,6 +537,22 @@ def test_outer_modules_compile_for_hopper(
         assert "ld.global" in kernels[name].compiled.asm["ptx"]
     for name in ("shrink", "expand", "replace_columns"):
         assert "mma.sync" in kernels[name].compiled.asm["ptx"]
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
+def test_one_program_computes_the_logits_of_any_number_of_classes() -> None:
+    """The warm-up runs it for a whole vocabulary."""
+    gpu, ahead = (importlib.import_module(f"loramux.kernels.gpu.{name}") for name in ("kernels", "ahead"))
+    geometry = PageGeometry(2, 2, 32, 2, 2)
+    raw = tensor(9, 2, geometry.page_bytes, dtype=torch.uint8)
+    pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry).flat
+    tables = AdapterTables(tensor(4, 8), tensor(4, 1, 1, 3), tensor(4, 1, 1), tensor(4, 1, 1).float())
+    call = LoraCall(0, ModuleGroup((0,), 128, (320,), (0,)), tables, Segments(tensor(4), tensor(5), tensor(4), 1))
+    with fake_driver(90), ahead.recorded_programs() as lines:
+        for num_columns in (320, 1, 2, 16):
+            y = tensor(4, num_columns, dtype=torch.bfloat16)
+            gpu.GpuLora(pool).replace_columns(tensor(4, 128, dtype=torch.bfloat16), call, y)
+    assert len(lines) == 1
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
