@@ -117,9 +117,7 @@ def test_benchmarks_and_traces_import_only_packages_of_the_plan(tmp_path: Path) 
     hide_packages(tmp_path, KERNELS)
     paths = os.pathsep.join(map(str, (tmp_path, ROOT / ".src", ROOT)))
     command = [sys.executable, "-c", "import benchmarks.gpu.__main__, benchmarks.gpu.kernel_times"]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
