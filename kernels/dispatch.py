@@ -269,7 +269,7 @@ def select_kernels(
         raise ValueError(f"there are no kernels for device {device.type!r}; use --device cpu or cuda")
     if not torch.cuda.is_available():
         raise ValueError("this machine has no CUDA device that torch can use; use --device cpu")
-    problem = capability_problem(torch.cuda.get_device_capability(device))
+    problem = capability_problem(torch.cuda.get_device_capability(device), device.index or 0)
     if problem is not None:
         raise ValueError(problem)
     # Import the Triton kernels only here: a machine without Triton can still serve on its CPU.

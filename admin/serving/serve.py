@@ -109,7 +109,8 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
     """
     try:
         requested = "cuda" if settings.devices and settings.device == "auto" else settings.device
-        device = resolve_device(requested) if runs_here else requested
+        gpus = settings.devices or range(settings.data_parallel_size or 1)
+        device = resolve_device(requested, gpus) if runs_here else requested
         if device == "auto":
             raise ConfigNotUsable("the engines run on other machines: set device to cpu or cuda")
         model = ModelConfig.load(settings.model_dir)

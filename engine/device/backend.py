@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from loramux.engine.device.accelerator import Accelerator, HostAccelerator
 from loramux.engine.device.cuda import CudaAccelerator
-from loramux.engine.device.cuda_driver import missing_for_cuda
+from loramux.engine.device.cuda_driver import missing_for_cuda, missing_for_triton
 from loramux.engine.device.worker_group import WorkerGroup
 from loramux.engine.protocol.errors import DeviceNotUsable
 from loramux.kernels.dispatch import Kernels, KernelShapes, select_kernels
@@ -187,7 +187,7 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16, fuse
             set_num_threads=set_num_threads,
             start_recording=start_recording,
         )
-    missing = missing_for_cuda()
+    missing = missing_for_cuda() or missing_for_triton()
     if missing is not None:
         raise DeviceNotUsable(missing)
     if not torch.cuda.is_available():

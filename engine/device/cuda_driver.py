@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
-from collections.abc import Mapping
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from loramux.kernels.gpu.capability import capability_problem
@@ -18,9 +22,15 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 """Device attributes, numbered as in `CUdevice_attribute` of cuda.h."""
 
+COMPILERS_PATHS = ("CPATH", "C_INCLUDE_PATH")
+"""Environment variables that name further directories of headers."""
 
-def missing_for_cuda() -> str | None:
-    """Explain in one sentence why `--device cuda` cannot work and how to fix it. Return None if it can work."""
+
+def missing_for_cuda(gpus: Iterable[int] = (0,)) -> str | None:
+    """Explain in one sentence why `--device cuda` cannot work and how to fix it. Return None if it can work.
+
+    `gpus` are the numbers of the GPUs that engines would use.
+    """
     if count_gpus() == 0:
         return "the device 'cuda' needs an NVIDIA GPU and its driver, but no usable GPU was found: use --device cpu"
     if not torch_has_cuda():
@@ -28,8 +38,25 @@ def missing_for_cuda() -> str | None:
             "the device 'cuda' needs a PyTorch built for CUDA, but the installed one is for CPUs only: "
             "create the virtual environment with CONSTRAINTS=constraints-cuda.txt, or use --device cpu"
         )
-    capability = capability_of_first_gpu()
-    return None if capability is None else capability_problem(capability)
+    capabilities = ((gpu, capability_of(gpu)) for gpu in gpus)
+    problems = (capability_problem(found, gpu) for gpu, found in capabilities if found is not None)
+    return next(filter(None, problems), None)
+
+
+def missing_for_triton() -> str | None:
+    """Explain in one sentence why Triton cannot build the C extension with which it loads programs. Return None if it
+    can.
+    """
+    install = f"install gcc, libc6-dev and python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    remedy = f"{install} (their names on Debian and Ubuntu), or use --device cpu"
+    if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
+        return f"the device 'cuda' needs a C compiler, because Triton builds a C extension: {remedy}"
+    # The same choice as in `triton.runtime.build`.
+    scheme = sysconfig.get_default_scheme()
+    headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+    if not (headers / "Python.h").exists() and not any(name in os.environ for name in COMPILERS_PATHS):
+        return f"the device 'cuda' needs Python's C headers, but {headers} has no Python.h: {remedy}"
+    return None
 
 
 def count_gpus() -> int:
@@ -46,11 +73,11 @@ def visible_gpu(index: int, environment: Mapping[str, str]) -> str:
     return str(index) if inherited is None else inherited.split(",")[index].strip()
 
 
-def capability_of_first_gpu() -> tuple[int, int] | None:
-    """Compute capability (major, minor) of the GPU that engines would use, or None if the driver does not report it."""
+def capability_of(gpu: int) -> tuple[int, int] | None:
+    """Compute capability (major, minor) of the GPU with this number, or None if the driver does not report it."""
     driver = _opened_driver()
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    if driver is None or driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
+    if driver is None or driver.cuDeviceGet(ctypes.byref(device), gpu) != 0:
         return None
     for value, attribute in ((major, CAPABILITY_MAJOR), (minor, CAPABILITY_MINOR)):
         if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) != 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import msgspec
@@ -125,8 +126,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigNotUsable(f"max_pinned_share {self.max_pinned_share} is outside [0, {MOST_PINNED_SHARE}]")
 
 
-def resolve_device(requested: str) -> str:
-    """Resolve `auto` to `cuda` if this installation can use the machine's first GPU, otherwise to `cpu`.
+def resolve_device(requested: str, gpus: Iterable[int] = (0,)) -> str:
+    """Resolve `auto` to `cuda` if this installation can use these GPUs of the machine, otherwise to `cpu`.
 
     Raises DeviceNotUsable if `cuda` was requested but cannot be used, or if the request is none of the three.
     """
@@ -136,7 +137,7 @@ def resolve_device(requested: str) -> str:
         )
     if requested == "cpu":
         return "cpu"
-    missing = missing_for_cuda()
+    missing = missing_for_cuda(gpus)
     if missing is None:
         return "cuda"
     if requested == "cuda":

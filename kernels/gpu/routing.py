@@ -42,8 +42,8 @@ def route(
             logits if expert_scales is None else expert_scales, experts, weights, spec.scale, spec.min_total,
             NUM_EXPERTS=spec.num_experts, BLOCK=triton.next_power_of_2(spec.num_experts), TOP_K=spec.top_k,
             SLOTS=triton.next_power_of_2(spec.top_k), NORMALIZES=spec.normalizes, HAS_SIGMOID=spec.has_sigmoid,
-            HAS_BIAS=bias is not None, HAS_SCALES=expert_scales is not None, NUM_GROUPS=spec.num_groups, TOP_GROUPS=spec.top_groups,
-            GROUP_BLOCK=triton.next_power_of_2(spec.num_groups), LOG2_E=LOG2_E, num_warps=1,
+            HAS_BIAS=bias is not None, HAS_SCALES=expert_scales is not None, NUM_GROUPS=spec.num_groups,
+            TOP_GROUPS=spec.top_groups, GROUP_BLOCK=triton.next_power_of_2(spec.num_groups), LOG2_E=LOG2_E, num_warps=1,
         )  # fmt: skip
     _group[(spec.num_experts,)](experts, pairs, starts, experts.numel(), BLOCK=PAIR_BLOCK, num_warps=4)
     return Routing(experts, weights, pairs, starts)

@@ -16,9 +16,9 @@ def route(
 ) -> Routing:
     """Choose the experts of each token from its logits, float32 `[T, num_experts]`.
 
-    `bias` and `expert_scales` are float32 `[num_experts]` and finite. If the softmax of a token's logits is undefined, because one is NaN or
-    positive infinity or all are negative infinity, the token gets the first `top_k` experts, with NaN weights. Among
-    equal experts or groups, the first are chosen.
+    `bias` and `expert_scales` are float32 `[num_experts]` and finite. If the softmax of a token's logits is undefined,
+    because one is NaN or positive infinity or all are negative infinity, the token gets the first `top_k` experts, with
+    NaN weights. Among equal experts or groups, the first are chosen.
     """
     shares = logits.softmax(-1)
     is_usable = shares.isfinite().all(-1, keepdim=True)

@@ -84,7 +84,8 @@ MEANINGS = {
     "server's trace.",
     "dtype": "Dtype of weights and arithmetic; `auto` uses the dtype in the model's `config.json`. There, "
     "[float16](quantization.md#models-in-float16) means float32 on a CPU and bfloat16 on a GPU.",
-    "device": "Device of the engines; `auto` uses an NVIDIA GPU of compute capability 8.0 or later if there is one.",
+    "device": "Device of the engines; `auto` uses the first NVIDIA GPUs, one for each engine, if they have compute "
+    "capability 8.0 or later.",
     "blob_url": "Store for adapter files: `file://DIR`, `s3://BUCKET/PREFIX`, or the URL of "
     "[an extension](extending.md#blob-stores); by default in the data directory.",
     "adapter_sources": "Buckets, directories, and owners or repositories of a Hugging Face hub, from which an "

@@ -31,7 +31,7 @@ exec "$@"
 
 
 def rehearse(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run the stages with only the packages that `tests.gpu.versions` requires. Return the process and each stage's result."""
+    """Run the stages with only the packages that they require. Return the process and each stage's result."""
     hide_packages(folder, TESTS)
     sanitizer = folder / "compute-sanitizer"
     sanitizer.write_text(SANITIZER)

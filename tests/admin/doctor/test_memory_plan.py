@@ -193,7 +193,7 @@ def test_a_sum_that_does_not_fit_into_the_machine_is_named(
 
     def planned(device: str, available: int) -> str:
         monkeypatch.setattr(machine_limits, "free_memory", lambda: available)
-        monkeypatch.setattr(engine_config, "missing_for_cuda", lambda: None if device == "cuda" else "no driver")
+        monkeypatch.setattr(engine_config, "missing_for_cuda", lambda gpus: None if device == "cuda" else "no driver")
         return str(loramux("doctor", "--plan", str(tmp_path), "--device", device, *sizes).stdout)
 
     assert "too little" not in planned("cpu", needed)

@@ -63,7 +63,7 @@ def test_servers_on_one_host_can_share_a_disk_tier(demo_base: Path, tmp_path: Pa
 def test_gpu_programs_are_stored_in_the_data_directory(
     device: str, demo_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "resolve_device", lambda requested: device)
+    monkeypatch.setattr(serve, "resolve_device", lambda requested, gpus: device)
     config = read_model(Settings(model=demo_base, data_dir=tmp_path))[1]
     assert config.program_dir == {"cpu": None, "cuda": str(tmp_path / "programs")}[device]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ import torch
 from loramux.engine.device import backend as backend_module
 from loramux.engine.device import cuda_driver
 from loramux.engine.device.backend import open_backend
-from loramux.engine.device.cuda_driver import count_gpus, missing_for_cuda, states_cuda
+from loramux.engine.device.cuda_driver import count_gpus, missing_for_cuda, missing_for_triton, states_cuda
 from loramux.engine.loop import config as config_module
 from loramux.engine.loop.config import resolve_device
 from loramux.engine.protocol.errors import DeviceNotUsable
@@ -31,12 +32,12 @@ MISSING = "something is missing"
 def test_gpu_is_used_if_possible(
     monkeypatch: pytest.MonkeyPatch, requested: str, missing: str | None, expected: str
 ) -> None:
-    monkeypatch.setattr(config_module, "missing_for_cuda", lambda: missing)
+    monkeypatch.setattr(config_module, "missing_for_cuda", lambda gpus: missing)
     assert resolve_device(requested) == expected
 
 
 def test_missing_requested_gpu_fails_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "missing_for_cuda", lambda: MISSING)
+    monkeypatch.setattr(config_module, "missing_for_cuda", lambda gpus: MISSING)
     with pytest.raises(DeviceNotUsable, match=MISSING):
         resolve_device("cuda")
 
@@ -52,6 +53,7 @@ def test_overlapping_launches_setting_reaches_the_kernels(monkeypatch: pytest.Mo
     asked: list[bool] = []
     accelerator = SimpleNamespace(device=torch.device("cuda", 0))
     monkeypatch.setattr(backend_module, "missing_for_cuda", lambda: None)
+    monkeypatch.setattr(backend_module, "missing_for_triton", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(backend_module, "CudaAccelerator", lambda device: accelerator)
@@ -61,26 +63,25 @@ def test_overlapping_launches_setting_reaches_the_kernels(monkeypatch: pytest.Mo
 
 
 class Driver:
-    """Calls listed in `broken` return an error."""
+    """A driver of GPUs with these compute capabilities. Calls listed in `broken` return an error."""
 
-    def __init__(self, capability: tuple[int, int], broken: tuple[str, ...] = ()) -> None:
-        self._attributes = dict(zip((75, 76), capability, strict=True))
+    def __init__(self, *capabilities: tuple[int, int], broken: tuple[str, ...] = ()) -> None:
+        self._capabilities = capabilities
         self._broken = broken
 
     def cuInit(self, flags: int) -> int:
         return self._code("cuInit")
 
     def cuDeviceGetCount(self, count: Any) -> int:
-        count._obj.value = 1
+        count._obj.value = len(self._capabilities)
         return 0
 
     def cuDeviceGet(self, device: Any, ordinal: int) -> int:
         device._obj.value = 40 + ordinal
-        return 0
+        return 0 if ordinal < len(self._capabilities) else 101
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
-        assert device.value == 40
-        value._obj.value = self._attributes[attribute]
+        value._obj.value = self._capabilities[device.value - 40][attribute - 75]
         return self._code("cuDeviceGetAttribute")
 
     def _code(self, call: str) -> int:
@@ -93,8 +94,8 @@ class Driver:
         pytest.param(Driver((7, 5)), "compute capability 7.5; the kernels need 8.0 or later", id="too old"),
         pytest.param(Driver((8, 0)), None, id="old enough"),
         pytest.param(Driver((12, 0)), None, id="new"),
-        pytest.param(Driver((7, 5), ("cuDeviceGetAttribute",)), None, id="says nothing"),
-        pytest.param(Driver((9, 0), ("cuInit",)), "no usable GPU was found", id="lost"),
+        pytest.param(Driver((7, 5), broken=("cuDeviceGetAttribute",)), None, id="says nothing"),
+        pytest.param(Driver((9, 0), broken=("cuInit",)), "no usable GPU was found", id="lost"),
     ],
 )
 def test_unsupported_gpu_is_refused_before_startup(
@@ -110,9 +111,60 @@ def test_unsupported_gpu_is_refused_before_startup(
     assert resolve_device("auto") == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "too_old"),
+    [((1,), None), ((0,), 0), ((1, 0), 0), ((1, 2), 2), ((1, 9), None)],
+    ids=["usable", "first", "both", "last", "absent"],
+)
+def test_the_gpus_that_engines_use_are_checked(
+    monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, ...], too_old: int | None
+) -> None:
+    driver = Driver((7, 5), (9, 0), (6, 1))
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: driver)  # type: ignore[attr-defined]
+    monkeypatch.setattr(cuda_driver, "torch_has_cuda", lambda: True)
+    if too_old is None:
+        assert resolve_device("cuda", gpus) == "cuda"
+        return
+    with pytest.raises(DeviceNotUsable, match=f"^GPU {too_old} has compute capability"):
+        resolve_device("cuda", gpus)
+
+
+@pytest.fixture
+def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of Python's headers, on a machine with a compiler and without other directories of headers."""
+    for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cuda_driver.shutil, "which", lambda name: f"/usr/bin/{name}")  # type: ignore[attr-defined]
+    paths = {"include": str(tmp_path)}
+    monkeypatch.setattr(cuda_driver.sysconfig, "get_paths", lambda scheme: paths)  # type: ignore[attr-defined]
+    return tmp_path
+
+
+def test_a_gpu_requires_python_s_headers(headers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = missing_for_triton()
+    assert missing is not None
+    assert f"{headers} has no Python.h: install gcc, libc6-dev and python3." in missing
+    monkeypatch.setattr(backend_module, "missing_for_cuda", lambda: None)
+    with pytest.raises(DeviceNotUsable, match=r"has no Python\.h"):
+        open_backend("cuda")
+    monkeypatch.setenv("CPATH", "/elsewhere")
+    assert missing_for_triton() is None
+
+
+def test_a_gpu_requires_a_compiler(headers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (headers / "Python.h").touch()
+    assert missing_for_triton() is None
+    monkeypatch.setattr(cuda_driver.shutil, "which", lambda name: None)  # type: ignore[attr-defined]
+    missing = missing_for_triton()
+    assert missing is not None
+    assert "needs a C compiler" in missing
+    monkeypatch.setenv("CC", "cc")
+    assert missing_for_triton() is None
+
+
 def test_gpu_requires_a_torch_built_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "count_gpus", lambda: 1)
-    monkeypatch.setattr(cuda_driver, "capability_of_first_gpu", lambda: (9, 0))
+    monkeypatch.setattr(cuda_driver, "capability_of", lambda gpu: (9, 0))
     monkeypatch.setattr(cuda_driver, "torch_has_cuda", lambda: False)
     missing = missing_for_cuda()
     assert missing is not None
