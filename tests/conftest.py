@@ -62,9 +62,20 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+CAMPAIGN_TESTS = pytest.StashKey[dict[str, frozenset[str]]]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with long files, so that no process works on one at the end while the others are idle."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    marks = {item.nodeid: frozenset(mark.name for mark in item.iter_markers()) for item in items}
+    config.stash[CAMPAIGN_TESTS] = {name: found for name, found in marks.items() if "campaign" in found}
+
+
+@pytest.fixture
+def campaign_tests(pytestconfig: pytest.Config) -> dict[str, frozenset[str]]:
+    """The names of the marks of each test that is marked `campaign`, among the tests that were collected."""
+    return pytestconfig.stash[CAMPAIGN_TESTS]
 
 
 @pytest.hookimpl(optionalhook=True)

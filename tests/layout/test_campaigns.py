@@ -3,16 +3,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from _pytest.mark.expression import Expression
 
 from tests import campaigns
 from tests.campaigns import CAMPAIGNS, main
+from tests.layout.test_layout import ROOT
 from tests.reliability.rows import ROWS
 
 Call = tuple[list[str], Mapping[str, str]]
@@ -104,15 +106,34 @@ def test_nightly_names_need_only_the_standard_library() -> None:
     assert set(named) == CAMPAIGNS.keys() - {"full-disk"}
 
 
-def test_every_test_of_a_campaign_is_run_by_one() -> None:
-    root = Path(__file__).parents[2]
-    commands = [argument for one in CAMPAIGNS.values() for command in one.commands for argument in command]
-    commands += [word for row in ROWS.values() for command in row.commands for word in command.arguments]
-    named = {*commands, *re.findall(r"tests/[\w/.]+", (root / "Makefile").read_text())}
-    mark = re.compile(r"\bmark\.(campaign|fleet|cluster)\b|\bFOR_GPUS\b")
-    marked = [path for path in (root / "tests").rglob("test_*.py") if mark.search(path.read_text())]
-    assert len(marked) > 50
-    lost = [
-        path for path in marked if named.isdisjoint(map(str, (path.relative_to(root), *path.relative_to(root).parents)))
-    ]
+def runs_of(arguments: Sequence[str]) -> Iterator[tuple[list[str], Expression]]:
+    """The paths and the marks that a pytest command selects. Nothing for a command without marks."""
+    if "pytest" in arguments[:1] and "-m" in arguments:
+        paths = [word for word in arguments if word.startswith("tests/")]
+        yield paths, Expression.compile(arguments[arguments.index("-m") + 1])
+
+
+def makefile_commands() -> list[list[str]]:
+    """The arguments of each `python -m` in the Makefile."""
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    variables = dict(re.findall(r"^(\w+) :?= (.*)$", makefile, re.MULTILINE))
+    lines = re.sub(r"\$\((S3_TESTS)\)", lambda match: variables[match[1]], makefile)
+    return [shlex.split(words) for words in re.findall(r"^\t.*/python -m (.*)$", lines, re.MULTILINE)]
+
+
+def test_every_test_of_a_campaign_is_run_by_one(campaign_tests: Mapping[str, frozenset[str]]) -> None:
+    """Checks the tests that this run collected, which are all of them in `make test`."""
+    commands = [command for one in CAMPAIGNS.values() for command in one.commands]
+    commands += [command.arguments for row in ROWS.values() for command in row.commands]
+    runs = [run for command in (*commands, *makefile_commands()) for run in runs_of(command)]
+    assert len(runs) > 40
+
+    def is_run(name: str, marks: frozenset[str]) -> bool:
+        return any(
+            any(name == path or name.startswith((f"{path}/", f"{path}::", f"{path}[")) for path in paths)
+            and expression.evaluate(lambda mark, /, **_: mark in marks)
+            for paths, expression in runs
+        )
+
+    lost = [name for name, marks in campaign_tests.items() if not is_run(name, marks)]
     assert lost == []
