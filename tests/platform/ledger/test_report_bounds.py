@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 
-from loramux.migrations.database import Database, ReadTooLong
+from loramux.migrations.database import LONGEST_READ_S, Database, ReadTooLong
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.ledger import query as usage_query
@@ -83,6 +83,23 @@ def test_slow_read_is_interrupted(database: Database) -> None:
     # The next read on the same connection has no time limit.
     with database.read() as connection:
         assert connection.execute(text(FOR_EVER.replace("1000000000", "300000"))).scalar() == 300_000
+
+
+def test_reports_are_read_within_the_documented_time(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    tenant = Tenants(database).create("acme")
+    now_us = database.now_us()
+    query = UsageQuery(tenant_id=tenant.id, start_us=now_us - DAY_US, end_us=now_us, group_by=("key",))
+    limits: list[float | None] = []
+    read = database.read
+
+    def noted(within_s: float | None = None) -> Any:
+        limits.append(within_s)
+        return read(within_s)
+
+    monkeypatch.setattr(database, "read", noted)
+    answer(database, query)
+    largest(database, query, 5)
+    assert limits == [LONGEST_READ_S] * 2
 
 
 def test_report_statements_are_not_cached(database: Database) -> None:
