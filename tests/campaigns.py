@@ -284,6 +284,41 @@ CAMPAIGNS: Mapping[str, Campaign] = {
         ),
         is_nightly=False,
     ),
+    "docs": Campaign(
+        line="Every command in the documentation",
+        commands=(_pytest("tests/docs/test_pages.py"),),
+    ),
+    "s3": Campaign(
+        line="The blob stores' long tests on moto, with 1,000 faults",
+        commands=(
+            _pytest(
+                "tests/adapter_store/blobs/test_s3_blobs.py",
+                "tests/adapter_store/blobs/test_s3_faults.py",
+                "tests/adapter_store/tiers/test_store_faults.py",
+            ),
+        ),
+    ),
+    "sessions": Campaign(
+        line="The console's sessions on PostgreSQL",
+        commands=(_pytest("tests/admin/console/sessions/test_sessions.py"),),
+    ),
+    "reliability": Campaign(
+        line="Small runs of rows of docs/reliability.md that no other campaign covers: hostile adapters, disconnects, "
+        "faults of the database, and mutated files (ARGS='--runs 500000')",
+        commands=(
+            _pytest(
+                "tests/reliability/test_isolation.py",
+                "tests/reliability/test_disconnects.py",
+                "tests/conformance/test_database_faults.py",
+            ),
+            ("tests.reliability.fuzzing", "--runs", "100000"),
+        ),
+        settings={
+            "LORAMUX_ISOLATION_REQUESTS": "500",
+            "LORAMUX_DISCONNECTS": "500",
+            "LORAMUX_DATABASE_FAULTS": "600",
+        },
+    ),
     "rollups": Campaign(
         line="Processes killed in the middle of a rollup, on both databases (LORAMUX_FOLD_KILLS=200)",
         commands=(_pytest("tests/platform/ledger/test_rollup_crashes.py", is_shown=True),),

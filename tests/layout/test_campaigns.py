@@ -106,6 +106,36 @@ def test_nightly_names_need_only_the_standard_library() -> None:
     assert set(named) == CAMPAIGNS.keys() - {"full-disk"}
 
 
+BY_HAND = {
+    "test-browser": "needs root to install Chromium",
+    "test-container": "needs root for a chroot",
+    "test-gpu": "needs a GPU",
+    "test-harnesses": "installs vLLM and other programs of several gigabytes",
+    "test-prometheus": "needs root to install Prometheus",
+    "test-strangers": "depends on the versions of other servers that their indexes keep",
+}
+"""Targets that nothing runs by itself, each with the reason."""
+ELSEWHERE = {
+    "test-changed": "make test",
+    "test-fast": "make test",
+    "test-cluster": "cluster",
+    "test-docs": "docs",
+    "test-s3": "s3",
+    "test-package": "release.yml",
+}
+"""Targets whose tests run in another target, campaign or workflow. Only radosgw is left out of `test-s3`."""
+
+
+def test_each_target_of_tests_runs_by_itself_or_has_a_reason() -> None:
+    targets = set(re.findall(r"^(test-[\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    nightly = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    (matrix,) = re.findall(r"name: \[(.*)\]", nightly)
+    assert sorted([*BY_HAND, *ELSEWHERE, *matrix.split(", ")]) == sorted(targets)
+    nightly_campaigns = {name for name, campaign in CAMPAIGNS.items() if campaign.is_nightly}
+    assert set(ELSEWHERE.values()) - nightly_campaigns == {"make test", "release.yml"}
+    assert "make test-package" in (ROOT / ".github" / "workflows" / "release.yml").read_text()
+
+
 def runs_of(arguments: Sequence[str]) -> Iterator[tuple[list[str], Expression]]:
     """The paths and the marks that a pytest command selects. Nothing for a command without marks."""
     if "pytest" in arguments[:1] and "-m" in arguments:
