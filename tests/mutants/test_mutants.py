@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.mutants.__main__ import FAILED, main, run
@@ -16,6 +18,13 @@ def test_mutant_changes_the_product_and_names_a_test(mutant: Mutant) -> None:
     assert mutant.source() != (ROOT / mutant.path).read_text()
     path, _, name = mutant.test.partition("::")
     assert f"def {name}(" in (ROOT / path).read_text()
+
+
+def test_each_mutant_has_a_recorded_outcome() -> None:
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "mutants.json").read_text())
+    outcomes = {name: (one["test"], one["is_caught"]) for name, one in recorded["mutants"].items()}
+    assert outcomes == {name: (mutant.test, True) for name, mutant in MUTANTS.items()}
+    assert recorded["caught"] == len(MUTANTS)
 
 
 def test_quick_mutant_is_caught() -> None:
