@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.harness import begin, new_parser
+from benchmarks.harness import begin, new_parser, reports_failure
 from benchmarks.tables import table
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
@@ -36,6 +36,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 MAX_ANSWER_TOKENS = 48
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
     run = begin(_parse(argv))
     given = run.arguments

@@ -133,6 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.base is None:
         arguments.base = SCRATCH / "conversations" / arguments.size
         make_base(SHAPES[arguments.size], arguments.base)
+    else:
+        arguments.size = None
     directory = model_directory(arguments.base)
     model = ModelConfig.load(directory)
     itemsize = ITEMSIZE[arguments.dtype]

@@ -74,13 +74,13 @@ def begin(arguments: argparse.Namespace, console: Console | None = None) -> Run:
     return Run(arguments, console or open_console(), machine, require_idle(arguments.allow_busy) if is_timed else None)
 
 
-def reports_failure(main: Callable[P, int]) -> Callable[P, int]:
-    """Make `main` print the message of a RunFailed, and return 1."""
+def reports_failure(main: Callable[P, int | None]) -> Callable[P, int]:
+    """Make `main` print the message of a RunFailed and return 1, and otherwise return its status, by default 0."""
 
     @functools.wraps(main)
     def reporting(*arguments: P.args, **named: P.kwargs) -> int:
         try:
-            return main(*arguments, **named)
+            return main(*arguments, **named) or 0
         except RunFailed as error:
             start = "nothing was measured: " if isinstance(error, CheckError) else ""
             open_console().print(f"{start}{error}", style="red", markup=False, highlight=False)

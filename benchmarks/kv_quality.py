@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from benchmarks.adapter_quality import answered_prompts, packed_adapter
-from benchmarks.harness import begin, new_parser
+from benchmarks.harness import begin, new_parser, reports_failure
 from benchmarks.tables import table
 from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
@@ -70,6 +70,7 @@ def rounding_backend(rounded: Round) -> Backend:
     return replace(open_backend("cpu"), make_kernels=lambda pool, shapes: RoundingKernels(pool, rounded))
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
     run = begin(_parse(argv))
     given = run.arguments

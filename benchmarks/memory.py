@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import SCRATCH, begin, exit_on_sigterm, new_parser
+from benchmarks.harness import SCRATCH, begin, exit_on_sigterm, new_parser, reports_failure
 from benchmarks.peers.child_server import NO_DRAFTS
 from benchmarks.peers.loramux_server import LoramuxServer, open_loramux
 from benchmarks.peers.model_files import ModelFiles
@@ -30,6 +30,7 @@ NUM_REQUESTS = 4
 LOAD = Load(480, 16)
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
     run = begin(_parse(argv))
     arguments = run.arguments

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.harness import begin, new_parser
+from benchmarks.harness import begin, new_parser, reports_failure
 from benchmarks.tables import table
 from loramux.adapter_store.formats.files.mapped_tensors import STORED, map_directory
 from loramux.engine.architectures.model_config import ModelConfig
@@ -60,6 +60,7 @@ FORMATS = (
 )
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
     run = begin(_parse(argv))
     METHODS[BEFORE] = _before()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.adapter_quality import MAX_ANSWER_TOKENS, packed_adapter, task_prompts
-from benchmarks.harness import begin, new_parser
+from benchmarks.harness import begin, new_parser, reports_failure
 from benchmarks.tables import table
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.architectures.gguf_model import model_directory
@@ -37,6 +37,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 BASE = "base"
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
     run = begin(_parse(argv))
     given = run.arguments

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from benchmarks.answers import CheckError
-from benchmarks.harness import begin, new_parser
+from benchmarks.harness import begin, new_parser, reports_failure
 from loramux.engine.protocol.messages import Add, Finished, StepOutput
 from tests.engine.simulated_engine import GREEDY, simulate_engine
 
@@ -103,6 +103,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> None:
     run = begin(parse(argv))
     arguments = run.arguments
@@ -127,4 +128,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

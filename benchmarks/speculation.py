@@ -228,6 +228,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.base is None:
         arguments.base = SCRATCH / "speculation" / arguments.size
         make_base(SHAPES[arguments.size], arguments.base)
+    else:
+        arguments.size = None
     directory = model_directory(arguments.base)
     tokenizer_file = directory / TOKENIZER_FILE
     config = EngineConfig(

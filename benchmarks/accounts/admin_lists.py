@@ -23,7 +23,7 @@ from sqlalchemy import insert
 from benchmarks.accounts.databases import KINDS, open_database_at
 from benchmarks.accounts.registry_world import Filled, World, add_world, digest_of, fill, key_row, world_of
 from benchmarks.answers import CheckError
-from benchmarks.harness import begin, new_parser, percentiles_ms, require_below
+from benchmarks.harness import begin, new_parser, percentiles_ms, reports_failure, require_below
 from benchmarks.tables import table_by_database
 from loramux.adapter_store.blobs.local import LocalBlobStore
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
@@ -190,6 +190,7 @@ async def measure(services: AdminServices, filled: Filled, calls: int) -> dict[s
     return {name: percentiles_ms(samples, 50, 95) for name, samples in times.items()}
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> None:
     parser = new_parser("accounts.admin_lists", __doc__)
     add_world(parser)
@@ -211,4 +212,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -27,7 +27,7 @@ from sqlalchemy import func, select
 
 from benchmarks.accounts.databases import KINDS, open_database_at
 from benchmarks.answers import CheckError
-from benchmarks.harness import begin, new_parser, percentiles_ms
+from benchmarks.harness import begin, new_parser, percentiles_ms, reports_failure
 from benchmarks.tables import table
 from loramux.engine.server.gc_freeze import freeze_gc
 from loramux.migrations.database import Database
@@ -56,6 +56,7 @@ _start: Any = None
 """The gateway processes wait at this barrier to start together."""
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> None:
     run = begin(_parse(argv))
     arguments = run.arguments
@@ -266,4 +267,4 @@ def _pooled(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

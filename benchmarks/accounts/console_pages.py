@@ -20,7 +20,7 @@ from benchmarks.accounts.admin_lists import ADMIN_KEY, open_services
 from benchmarks.accounts.registry_world import World
 from benchmarks.accounts.usage_world import UsageWorld, add_usage_world, describe_usage_world, open_usage_world
 from benchmarks.answers import CheckError
-from benchmarks.harness import begin, new_parser, percentiles_ms, require_below
+from benchmarks.harness import begin, new_parser, percentiles_ms, reports_failure, require_below
 from benchmarks.machine import busy_share
 from benchmarks.tables import table_by_database
 from loramux.admin.rest.services import AdminServices
@@ -97,6 +97,7 @@ async def _sign_in(client: httpx.AsyncClient) -> None:
         raise CheckError(f"signing in: {answer.status_code}")
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> None:
     parser = new_parser("accounts.console_pages", __doc__)
     add_usage_world(parser)
@@ -130,4 +131,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

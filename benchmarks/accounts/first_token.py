@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.accounts.databases import KINDS, open_database_at
-from benchmarks.harness import begin, new_parser, percentiles_ms
+from benchmarks.harness import begin, new_parser, percentiles_ms, reports_failure
 from benchmarks.tables import table
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.gateway_lab import ask, gateway_lab
@@ -25,6 +25,7 @@ AMPLE = 10**9
 MODEL = Path(__file__).parents[2] / "admin" / "demo" / "base"
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> None:
     parser = new_parser("accounts.first_token", __doc__)
     parser.add_argument("--concurrency", type=int, default=64, help="requests in flight")
@@ -74,4 +75,4 @@ async def _rounds(port: int, keys: dict[str, str], concurrency: int, num_rounds:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -23,7 +23,7 @@ from benchmarks.accounts.databases import KINDS as DATABASES
 from benchmarks.accounts.databases import open_database_at
 from benchmarks.accounts.registry_world import Filled, World, add_world, digest_of, fill, world_of
 from benchmarks.answers import CheckError
-from benchmarks.harness import begin, new_parser, percentiles_ms, require_below
+from benchmarks.harness import begin, new_parser, percentiles_ms, reports_failure, require_below
 from benchmarks.tables import table_by_database
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
@@ -71,6 +71,7 @@ class Names:
         return resolve, expected
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> None:
     parser = new_parser("accounts.registry", __doc__)
     add_world(parser)
@@ -143,4 +144,4 @@ def _seconds(function: Callable[..., object], *arguments: object) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -28,7 +28,7 @@ from benchmarks.accounts.usage_world import (
     open_usage_world,
 )
 from benchmarks.answers import CheckError
-from benchmarks.harness import begin, new_parser, percentiles_ms, require_below
+from benchmarks.harness import begin, new_parser, percentiles_ms, reports_failure, require_below
 from benchmarks.machine import busy_share
 from benchmarks.tables import table
 from loramux.engine.server.gc_freeze import freeze_gc
@@ -51,6 +51,7 @@ and ends mid-hour.
 FOLDED_WORLD = World(50, 4, 2)
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> None:
     parser = new_parser("accounts.usage_report", __doc__)
     add_usage_world(parser)
@@ -254,4 +255,4 @@ def _size(kind: str, database: Database) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.cluster.environment import enter_environment
-from benchmarks.harness import begin, new_parser
+from benchmarks.harness import begin, new_parser, reports_failure
 from benchmarks.routing.fleet import Fleet
 from benchmarks.routing.policies import POLICIES
 from benchmarks.routing.replica import Report, SimulatedReplica
@@ -170,6 +170,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     enter_environment("benchmarks.cluster.broadcasts", sys.argv[1:] if argv is None else argv)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
-from benchmarks.harness import begin, new_parser
+from benchmarks.harness import begin, new_parser, reports_failure
 from benchmarks.routing.figures import MAX_IMBALANCE, MIN_HIT_RATE, best_hit_rate, measure
 from benchmarks.routing.fleet import Fleet, MakePolicy
 from benchmarks.routing.policies import POLICIES
@@ -58,6 +58,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> None:
     started = begin(parse(argv))
     arguments, console = started.arguments, started.console
@@ -117,4 +118,4 @@ def run(setting: Setting, policy: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

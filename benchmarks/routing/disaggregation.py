@@ -21,7 +21,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.answers import CheckError
-from benchmarks.harness import begin, new_parser
+from benchmarks.harness import begin, new_parser, reports_failure
 from benchmarks.tables import table
 from loramux.platform.routing.router import Router
 from loramux.platform.routing.views import ReplicaView, RoutingRequest, digest_prefix
@@ -367,6 +367,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> None:
     run = begin(parse(argv))
     rows: list[dict[str, Any]] = []
@@ -390,4 +391,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

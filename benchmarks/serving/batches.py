@@ -7,7 +7,9 @@ The server and its files are those of `benchmarks.serving`. The run measures, in
     batch       the output tokens per second of a batch alone, and the gateway's processor time per line
 
 The results are the median over the rounds of the p99 of the time to first token beside the batch, divided by the p99
-alone, and the throughput of the batch, divided by the saturated one.
+alone; the throughput of the batch, divided by the saturated one; and the share of the engine's sequences that a step of
+the batch fills. On a CPU, the client of the saturated load uses the engine's cores and a batch has no client, so only
+the last figure shows whether a batch uses the engine fully.
 """
 
 from __future__ import annotations
@@ -94,16 +96,25 @@ class Measurement:
             if self._num_failed(client, found):
                 raise CheckError("requests of the batch failed")
 
-    def throughput(self) -> tuple[float, float]:
-        """Return the output tokens per second of a batch alone, and the gateway's milliseconds per line."""
+    def throughput(self) -> tuple[float, float, float]:
+        """Return the output tokens per second of a batch alone, the output tokens per step and sequence of the engine,
+        and the gateway's milliseconds per line.
+        """
         pid = self.server.pid
         with self.batch(self.arguments.seconds) as client:
             time.sleep(WARM_S)
             started, before, busy_s = time.perf_counter(), self._completed(client), processor_s(pid)
+            num_steps = self._num_steps()
             time.sleep(self.arguments.seconds)
             done, seconds = self._completed(client) - before, time.perf_counter() - started
+            num_steps = self._num_steps() - num_steps
             busy_s = processor_s(pid) - busy_s
-        return done * self.arguments.answer / seconds, 1e3 * busy_s / max(1, done)
+        num_tokens = done * self.arguments.answer
+        filled = num_tokens / max(1, num_steps) / self.arguments.sequences
+        return num_tokens / seconds, filled, 1e3 * busy_s / max(1, done)
+
+    def _num_steps(self) -> int:
+        return int(self.server.client.get("engine")["num_steps"])
 
     def _completed(self, client: BatchClient) -> int:
         return int(client.get(self.batch_id)["request_counts"]["completed"])
@@ -150,10 +161,11 @@ def measure(measurement: Measurement) -> dict[str, Any]:
         rounds.append(p99)
         keep(f"round {number + 1}", {way: round(1e3 * value, 1) for way, value in p99.items()})
     ratio = statistics.median(one[BESIDE] / one[ALONE] for one in rounds)
-    tokens_s, line_ms = measurement.throughput()
+    tokens_s, filled, line_ms = measurement.throughput()
     share = tokens_s / saturated
     return {
         "gateway_ms_per_line": round(line_ms, 2),
+        "filled_share": round(filled, 3),
         "ttft_p99_ratio": {"median": round(ratio, 3), "goal": MAX_RATIO, "is_met": ratio <= MAX_RATIO},
         "throughput_share": {"share": round(share, 3), "goal": MIN_SHARE, "is_met": share >= MIN_SHARE},
     }

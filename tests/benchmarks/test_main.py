@@ -46,7 +46,10 @@ def test_benchmark_is_a_module_that_can_be_run(name: str) -> None:
         spec = find_spec(f"{module}.__main__")
     assert spec is not None
     assert spec.origin is not None
-    assert 'if __name__ == "__main__":' in Path(spec.origin).read_text()
+    source = Path(spec.origin).read_text()
+    # The parts of the GPU benchmarks fail one by one.
+    assert name.startswith("gpu") or "@reports_failure\ndef main(" in source
+    assert source.endswith(("    raise SystemExit(main())\n", "    sys.exit(main())\n"))
 
 
 def test_arguments_follow_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ import torch
 
 from benchmarks import harness, quantized
 from benchmarks.answers import CheckError
-from benchmarks.quantized import FORMATS, check_product, main, measure_products, take_turns
+from benchmarks.quantized import FORMATS, Format, check_product, main, measure_products, take_turns
 from benchmarks.random_model import Shape
+from loramux.engine.device.backend import Linear
 
 TINY = Shape(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=256, vocab_size=320)
 
@@ -33,12 +34,26 @@ def test_every_product_is_measured_in_every_format() -> None:
 
 @pytest.mark.parametrize("name", list(FORMATS)[1:])
 def test_a_wrong_product_stops_the_benchmark(name: str) -> None:
-    form, weight, x = FORMATS[name], torch.randn(40, 128).bfloat16(), torch.randn(2, 128)
-    assert check_product(form, weight, form.linear(weight), x) < quantized.TOLERANCE
+    form, weight, inputs = FORMATS[name], torch.randn(40, 128).bfloat16(), [torch.randn(2, 128)]
+    assert check_product(form, weight, form.linear(weight), inputs) < quantized.TOLERANCE
     weight_of_another = weight.clone()
     weight_of_another[7, 5] += 1
     with pytest.raises(CheckError, match=name):
-        check_product(form, weight, form.linear(weight_of_another), x)
+        check_product(form, weight, form.linear(weight_of_another), inputs)
+
+
+def test_a_product_that_is_wrong_for_some_numbers_of_rows_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Format.linear
+
+    def linear(form: Format, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        sound = make(form, weight, bias)
+        return lambda x: sound(x) * (1.5 if len(x) > 12 and form.bits < 16 else 1.0)
+
+    monkeypatch.setattr(Format, "linear", linear)
+    forms = [FORMATS["bfloat16"], FORMATS["int8"]]
+    measure_products(TINY, forms, [1, 12], rounds=1)
+    with pytest.raises(CheckError, match="int8 with 16 rows"):
+        measure_products(TINY, forms, [1, 16], rounds=1)
 
 
 @pytest.mark.parametrize("name", list(FORMATS)[1:])
@@ -56,7 +71,7 @@ def test_quantized_weights_are_close(name: str) -> None:
 def test_ways_take_turns() -> None:
     order: list[str] = []
     seconds = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)
-    assert order == ["a", "b"] * 3
+    assert order == ["a", "b", "b", "a", "a", "b"]
     assert all(0 <= value < 1 for value in seconds.values())
 
 

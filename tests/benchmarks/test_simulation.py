@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import simulation
-from benchmarks.answers import CheckError
 from tests.engine.simulated_device import SimulatedExecutor
 
 SMALL = ("--running", "4", "--steps", "200", "--allow-busy")
@@ -24,7 +23,9 @@ def test_run_writes_figures_with_and_without_stepping_ahead(tmp_path: Path) -> N
         assert 0 < result["steps_per_s_median"] <= result["steps_per_s_best"]
 
 
-def test_wrong_answer_raises_check_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(SimulatedExecutor, "generate", lambda *_arguments: [])
-    with pytest.raises(CheckError, match="did not generate"):
-        simulation.main(SMALL)
+    assert simulation.main(SMALL) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "nothing was measured: " in said
+    assert "did not generate" in said

@@ -32,4 +32,5 @@ def test_a_small_run_beside_a_batch_has_both_figures(tmp_path: Path) -> None:
     assert figures["ttft_p99_ratio"]["median"] > 0
     assert figures["throughput_share"]["share"] > 0
     assert figures["gateway_ms_per_line"] > 0
+    assert figures["filled_share"] > 0
     assert figures["round 2"].keys() == set(batches.WAYS)
