@@ -124,7 +124,7 @@ PROMISES = (
     Promise("security.md", "A request head must arrive within {} s", (bounded_connection.HEAD_TIMEOUT_S,)),
     Promise(
         "security.md",
-        "an uploaded file within {} s, with no pause longer than {} s",
+        "a file of an adapter within {} s, with no pause longer than {} s",
         (uploads.UPLOAD_TIMEOUT_S, uploads.CHUNK_TIMEOUT_S),
     ),
     Promise("security.md", "valid for {} hours", (certificates.LIFETIME_S / HOUR_S,)),
