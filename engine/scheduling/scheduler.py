@@ -20,7 +20,7 @@ from loramux.engine.sequences.sequence import Sequence, SequenceState
 NEW_SHARE = 4
 """`1 / NEW_SHARE` of the rows that are not used for decoding is reserved for sequences that could start, and for other
 prompts than the first. A prompt that does not fit there begins in chunks if it has at most `1 / NEW_SHARE` of the
-tokens that are left of the first.
+tokens that are left of each unfinished one.
 """
 
 BACKGROUND_SHARE = 16
@@ -138,6 +138,9 @@ class Scheduler:
         self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=is_exact)
         if self.queue.waiting_by_rank[0]:
             self._order = self._with_first_tier(self._order)
+            if any(one.rank == 0 and self._needs_only_room(one) for one in self._order):
+                # Otherwise, sequences of the last tier, which are kept back, would keep idle adapters and pages.
+                self._order = sorted(self._order, key=_makes_room_for_first)
         if num_behind:
             # Background sequences leave their slots to others.
             num_ahead = sum([not one.is_background for one in self._order])
@@ -155,8 +158,8 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledSequence]:
         """Choose the next step's sequences, grouped by adapter. The list is empty if nothing can run."""
-        self._is_short, self._short_of_pages = False, None
         has_vacated = self._make_room_for_adapters()
+        self._is_short, self._short_of_pages = False, None
         scheduled: dict[Sequence, ScheduledSequence] = {}
         ahead, behind = self._lanes()
         num_free_slots = max(0, self._limits.max_sequences - ahead.num_running - behind.num_running)
@@ -334,32 +337,41 @@ class Scheduler:
         return self._limits.max_batch_tokens if self._num_quiet_steps >= QUIET_STEPS else self._few_rows
 
     def _make_room_for_adapters(self) -> bool:
-        """Preempt background sequences if that gives another sequence's adapter a slot or pages. Returns True if any
-        was preempted.
+        """Preempt sequences if that gives the first staged adapter a slot or pages, and a sequence for which they make
+        room waits for it or for a staged adapter behind it. Returns True if any was preempted.
         """
-        if not self.running_by_rank[BACKGROUND_RANK] or self._adapters.is_copying:
+        if not self.running_by_rank[BACKGROUND_RANK] and not self._num_yielding_to_first():
             return False
+        first: tuple[int, AdapterLoad] | None = None
+        best_rank = BACKGROUND_RANK
         for position, sequence in enumerate(self._order):
+            if sequence is self._short_of_pages:
+                # Adapters behind it get no pages.
+                break
             load = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
-            if sequence.is_background or load is None or load.phase is not AdapterPhase.STAGED:
-                continue
-            if not self._adapters.has_slot:
-                return self._vacate_adapter()
-            can_make_room = self._adapters.reclaimer.can_make_room
-            # Only background sequences make room for adapters.
-            yielding = [one for one in self.running if one.is_background]
-            gains = can_make_room(load.num_pages - self._num_pages_of(yielding), position)
-            if not gains or can_make_room(load.num_pages, position):
-                return False
-            self.preempt(yielding[-1])
-            return True
-        return False
+            if load is not None and load.phase is AdapterPhase.STAGED:
+                first = first or (position, load)
+                best_rank = min(best_rank, sequence.rank)
+        # Pages may become available once the copy is finished.
+        if first is None or self._is_short or self._adapters.is_copying:
+            return False
+        position, load = first
+        yielding = self._making_room_for(best_rank)
+        if not self._adapters.has_slot:
+            return self._vacate_adapter(yielding)
+        can_make_room = self._adapters.reclaimer.can_make_room
+        if can_make_room(load.num_pages, position):
+            return False
+        if not can_make_room(load.num_pages - self._num_pages_of(yielding, load.digest), position):
+            return False
+        self.preempt(yielding[0])
+        return True
 
-    def _vacate_adapter(self) -> bool:
-        """Preempt all sequences of the adapter with the fewest users, of those that only background sequences use.
+    def _vacate_adapter(self, yielding: list[Sequence]) -> bool:
+        """Preempt all sequences of the adapter with the fewest users, of those that only `yielding` sequences use.
         Returns False if there is none.
         """
-        load = min(self._background_adapters(), key=lambda one: one.num_users, default=None)
+        load = min(self._adapters_of(yielding), key=lambda one: one.num_users, default=None)
         if load is None:
             return False
         for sequence in [one for one in self.running if one.add.digest == load.digest]:
@@ -386,16 +398,23 @@ class Scheduler:
 
         return sorted([one for one in reversed(self.running) if yields(one)], key=_rank, reverse=True)
 
-    def _background_adapters(self) -> list[AdapterLoad]:
-        """The adapters that only background sequences use."""
-        num_users = Counter(one.add.digest for one in self.running if one.is_background)
+    def _making_room_for(self, rank: int) -> list[Sequence]:
+        """The running sequences that make room for waiting ones of this rank, the first victim first."""
+        candidates = [one for one in reversed(self.running) if makes_room(one.rank, rank)]
+        return sorted(candidates, key=_rank, reverse=True)
+
+    def _adapters_of(self, yielding: list[Sequence]) -> list[AdapterLoad]:
+        """The adapters that only these sequences use."""
+        num_users = Counter(one.add.digest for one in yielding)
         loads = (self._adapters.find(digest) for digest in num_users if digest is not None)
         return [load for load in loads if load is not None and load.num_users == num_users[load.digest]]
 
-    def _num_pages_of(self, yielding: list[Sequence]) -> int:
-        """Number of pages that preempting these sequences makes available, or more if they share pages."""
+    def _num_pages_of(self, yielding: list[Sequence], digest: str | None) -> int:
+        """Number of pages that preempting these sequences makes available to a sequence with the adapter `digest`, or
+        more if they share pages.
+        """
         num_pages = sum(self._kv.num_pages(one) for one in yielding)
-        return num_pages + sum(load.num_pages for load in self._background_adapters())
+        return num_pages + sum(load.num_pages for load in self._adapters_of(yielding) if load.digest != digest)
 
     def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], lane: _Lane, budget: int) -> int:
         """Give rows that new sequences did not use to the running prompts. The first comes last, because it has most of
@@ -468,6 +487,13 @@ class Scheduler:
     def _num_free_slots(self) -> int:
         # After sequences that were paused have resumed, more than `max_sequences` can be active.
         return max(0, self._limits.max_sequences - len(self._active()))
+
+    def _needs_only_room(self, sequence: Sequence) -> bool:
+        """True if a waiting sequence's adapter is resident, or waits for a slot and pages."""
+        if self.queue.is_ready(sequence):
+            return True
+        load = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
+        return load is not None and load.phase is AdapterPhase.STAGED
 
     def _with_first_tier(self, order: list[Sequence]) -> list[Sequence]:
         """Add sequences of the first tier that come too late in the order, if sequences of the last tier make room for
@@ -565,7 +591,7 @@ class Scheduler:
             if item is None and not sequence.is_background and not self._adapters.is_copying:
                 num_pages = self._num_pages_to_begin(sequence, entry, prefix, position, room)
                 yielding = self._yielding(sequence)
-                if self._adapters.can_spare(num_pages - self._num_pages_of(yielding), position):
+                if self._adapters.can_spare(num_pages - self._num_pages_of(yielding, sequence.add.digest), position):
                     for victim in yielding:
                         self.preempt(victim)
                         scheduled.pop(victim, None)
@@ -661,6 +687,10 @@ class Scheduler:
         sequence.slot = -1
 
 
+def _makes_room_for_first(sequence: Sequence) -> bool:
+    return makes_room(sequence.rank, 0)
+
+
 def _num_held(sequence: Sequence, prefix: Prefix, budget: int) -> int:
     """Number of tokens for which a sequence that begins needs pages."""
     num_pending = sequence.num_tokens - prefix.num_tokens
@@ -673,14 +703,13 @@ def _longest_rest(sequence: Sequence, unfinished: list[ScheduledSequence], room:
     `room` tokens left and does not finish the prompts of `unfinished`, which is not empty.
 
     If not all tokens fit, it begins in chunks. Prompts that make room for it do not count. It can always begin if no
-    others are left. If one is left, the rest of that one must be NEW_SHARE times as long.
+    others are left. Otherwise, the rest of each of them must be NEW_SHARE times as long, so that few prompts are
+    unfinished at once.
     """
     others = [item for item in unfinished if not makes_room(item.sequence.rank, sequence.rank)]
     if not others:
         return sequence.num_tokens
-    if len(others) > 1:
-        return room
-    return max(room, (others[0].sequence.num_pending - others[0].num_tokens) // NEW_SHARE)
+    return max(room, min(item.sequence.num_pending - item.num_tokens for item in others) // NEW_SHARE)
 
 
 def _lane(running: list[Sequence], waiting: list[tuple[int, Sequence]]) -> _Lane:

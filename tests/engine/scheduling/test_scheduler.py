@@ -111,7 +111,7 @@ def test_prompt_much_shorter_than_the_rest_of_another_begins_in_chunks() -> None
     bench.add("short", num_prompt=60)
     bench.add("next", num_prompt=40)
     assert bench.step() == {"long": 48, "short": 16}
-    assert bench.step() == {"long": 48, "short": 16}, "only one begins in chunks at a time"
+    assert bench.step() == {"long": 48, "short": 16}, "the next prompt is about as long as the rest of this one"
     bench.add("tiny", num_prompt=4, max_tokens=1)
     assert bench.step() == {"long": 48, "short": 12, "tiny": 4}, "a prompt that fits does not wait for it"
     assert bench.step() == {"long": 48, "short": 16}
@@ -130,6 +130,19 @@ def test_new_prompts_leave_half_of_the_quarter_to_a_prompt_that_has_begun_in_chu
         steps.append(bench.step())
     assert [step["long"] for step in steps] == [48] * 6
     assert [step["short"] for step in steps] == [16, 8, 8, 8, 8, 8]
+
+
+def test_two_long_prompts_of_a_tenant_do_not_keep_a_much_shorter_one_out() -> None:
+    bench = Bench(num_pages=2000, max_batch_tokens=64)
+    bench.add("long", num_prompt=5000, share_key="other")
+    bench.step()
+    bench.add("second", num_prompt=1000, share_key="other")
+    bench.step()
+    bench.add("short", num_prompt=60)
+    steps = [bench.step() for _ in range(12)]
+    assert steps[0] == {"long": 48, "second": 8, "short": 8}
+    assert steps[1] == {"long": 48, "second": 12, "short": 4}
+    assert sum(step["short"] for step in steps) == 52
 
 
 class Throttled(Followed):

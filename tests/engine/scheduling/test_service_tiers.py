@@ -12,7 +12,7 @@ from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.sequences.sequence import Sequence, SequenceState
 from tests.engine.scheduling.test_fairness import admit_next, waiting
 from tests.engine.scheduling.test_scheduler import Bench
-from tests.engine.simulated_engine import Simulate, Simulation, stats_of
+from tests.engine.simulated_engine import Simulate, Simulation, finishes, stats_of
 
 
 def filled(tier: str, num_sequences: int = 4, **limits: int) -> Bench:
@@ -281,3 +281,85 @@ def test_priority_prompt_does_not_wait_for_another_because_of_a_flex_prompt() ->
     steps = [bench.step() for _ in range(3)]
     assert [step["chat"] for step in steps] == [8, 12, 12]
     assert [step["long"] for step in steps] == [48, 48, 48]
+
+
+def behind_flex(simulation: Simulation) -> Simulation:
+    """Let the share "acme" use its lead in the first tier, so that a new share of another tier comes before it."""
+    simulation.add("before", share_key="acme", service_tier="priority")
+    simulation.run()
+    simulation.scheduler.queue.charge_time("acme", 1000.0)
+    return simulation
+
+
+@pytest.mark.parametrize("between", [None, 110])
+def test_waiting_flex_requests_keep_no_adapter_from_priority(simulate: Simulate, between: int | None) -> None:
+    """Otherwise, each of them would wait for the other on an idle engine."""
+    simulation = simulate(num_pages=12, adapters={"a": 6}, max_batch_tokens=128, max_sequences=4)
+    simulation.add("first", digest="a")
+    behind_flex(simulation)
+    adds = [simulation.add("flex", num_prompt=40, digest="a", share_key="flex", service_tier="flex")]
+    if between is not None:
+        adds.append(simulation.add("default", num_prompt=between, share_key="default"))
+    adds.append(simulation.add("chat", num_prompt=110, share_key="acme", service_tier="priority"))
+    assert finishes(simulation, 100)
+    for add in adds:
+        assert simulation.tokens[add.sequence_id] == simulation.expected(add)
+
+
+@pytest.mark.parametrize("tier", ["default", None])
+def test_priority_gets_pages_of_flex_for_its_adapter(simulate: Simulate, tier: str | None) -> None:
+    simulation = simulate(num_pages=24, adapters={"a": 8, "b": 8}, max_sequences=4)
+    for name in "xy":
+        simulation.add(name, num_prompt=130, max_tokens=60, share_key=name, service_tier="flex")
+    for _ in range(10):
+        simulation.step()
+    assert len(simulation.scheduler.running) == 2
+    if tier is not None:
+        # Its adapter comes first, and takes no pages from flex requests unless another one waits behind it.
+        simulation.add("other", digest="b", share_key="other", weight=10**6, service_tier=tier)
+        for _ in range(5):
+            simulation.step()
+        assert not simulation.tokens["other"]
+    simulation.add("chat", num_prompt=5, max_tokens=3, digest="a", share_key="acme", service_tier="priority")
+    for _ in range(8):
+        simulation.step()
+    assert simulation.tokens["chat"]
+    assert finishes(simulation, 500)
+
+
+def test_priority_gets_the_slot_of_an_adapter_of_flex(simulate: Simulate) -> None:
+    simulation = simulate(num_slots=2, adapters={"a": 2, "b": 2, "c": 2}, max_sequences=4)
+    for name in "ab":
+        simulation.add(name, max_tokens=200, digest=name, share_key=name, service_tier="flex")
+    for _ in range(5):
+        simulation.step()
+    simulation.add("chat", digest="c", share_key="acme", service_tier="priority")
+    for _ in range(5):
+        simulation.step()
+    assert simulation.tokens["chat"]
+    assert finishes(simulation, 500)
+
+
+def test_priority_gets_the_pages_of_adapters_that_only_flex_uses(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=12, adapters={"a": 8}, max_batch_tokens=128, max_sequences=4)
+    simulation.add("flex", max_tokens=50, digest="a", share_key="flex", service_tier="flex")
+    for _ in range(3):
+        simulation.step()
+    simulation.add("chat", num_prompt=110, share_key="acme", service_tier="priority")
+    for _ in range(3):
+        simulation.step()
+    assert simulation.tokens["chat"]
+    assert finishes(simulation, 500)
+
+
+def test_default_gets_no_pages_of_flex_for_its_adapter(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=24, adapters={"a": 8}, max_sequences=4)
+    for name in "xy":
+        simulation.add(name, num_prompt=130, max_tokens=60, share_key=name, service_tier="flex")
+    for _ in range(10):
+        simulation.step()
+    simulation.add("other", digest="a", share_key="other")
+    for _ in range(10):
+        simulation.step()
+    assert not simulation.tokens["other"]
+    assert simulation.scheduler.num_preemptions == 0
