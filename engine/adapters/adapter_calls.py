@@ -137,13 +137,13 @@ class AdapterCalls:
             if not self.is_draining(digest):
                 wanted.setdefault(digest, FIRST_CALL_POSITION + place)
 
-    def evict_when_idle(self, digest: str) -> None:
-        """Evict an adapter once no sequence uses it. A pinned adapter is then loaded and pinned again."""
+    def retire(self, digest: str) -> None:
+        """Let no new sequence use this copy of an adapter. A pinned adapter is loaded and pinned again."""
         adapter = self._adapters.find(digest)
         if adapter is not None and adapter.is_pinned:
             self._adapters.unpin(digest)
             self._lost_pins[digest] = None
-        self._adapters.evict_when_idle(digest)
+        self._adapters.retire(digest)
 
     def settle(self, settled: list[AdapterLoad]) -> None:
         """Answer all calls that can be answered now, and restore lost pins. `settled` lists adapters that just became
@@ -161,7 +161,7 @@ class AdapterCalls:
                     self._answer(pending.owner, pending.unload, "absent")
         for digest in list(self._lost_pins):
             adapter = self._adapters.prefetch(digest)
-            if is_usable(adapter) and self._try_pin(adapter):
+            if adapter.phase is AdapterPhase.RESIDENT and self._try_pin(adapter):
                 del self._lost_pins[digest]
         self._waiting = [one for one in self._waiting if not self._is_done(one)]
 
@@ -196,7 +196,7 @@ class AdapterCalls:
             limit = f"at most {self._limits.num_pages} of the pool's pages may be pinned"
             self._fail(owner, call, "pin_limit", f"{limit}, and this adapter's {adapter.num_pages} would exceed that")
             return True
-        if not is_usable(adapter):
+        if adapter.phase is not AdapterPhase.RESIDENT:
             return False
         if is_new and not self._try_pin(adapter):
             self._fail(
@@ -241,8 +241,3 @@ class AdapterCalls:
     def _fail(self, owner: bytes, call: Load | Unload | Pin, code: str, message: str) -> None:
         answer = AdapterState(call_id=call.call_id, digest=call.digest, state="failed", code=code, message=message)
         self._post(owner, answer)
-
-
-def is_usable(adapter: AdapterLoad) -> bool:
-    """True if new sequences can use this copy of the adapter."""
-    return adapter.phase is AdapterPhase.RESIDENT and not adapter.evict_when_idle

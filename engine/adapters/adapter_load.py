@@ -52,8 +52,8 @@ class AdapterLoad:
     num_users: int = 0
     """Number of running sequences that use the adapter, plus one if the adapter is pinned. An adapter with users cannot
     be evicted."""
-    evict_when_idle: bool = False
-    """If true, the adapter is evicted as soon as it has no users."""
+    is_retired: bool = False
+    """True if no new sequence can use this copy, because it has produced values that are not finite."""
     is_pinned: bool = False
     """True if one of the adapter's users is a pin."""
     failure: str | None = None

@@ -46,7 +46,8 @@ class PoolDemand:
 
 
 class AdapterPool:
-    """All requested adapters, by digest. A resident adapter has a slot and pages.
+    """All requested adapters, by digest. A resident adapter has a slot and pages, and so has one that was retired while
+    sequences use it.
 
     `stager` loads adapters into host memory, `copier` copies them from there into pages, and `tables` record their
     locations. Idle adapters stay until their pages or slot are needed. `policy` decides which idle adapter is evicted
@@ -75,6 +76,8 @@ class AdapterPool:
         self._clock = clock
         self._num_pages_of = num_pages_of
         self._loads: dict[str, AdapterLoad] = {}
+        # Adapters with users, by slot. Retired ones are only here.
+        self._used: dict[int, AdapterLoad] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Loads that the stager has not been asked for, and those that it has.
         self._queued: dict[str, AdapterLoad] = {}
@@ -125,16 +128,17 @@ class AdapterPool:
         assert load.phase is AdapterPhase.RESIDENT
         if load.num_users == 0:
             self.reclaimer.policy.discard(load)
+            self._used[load.slot] = load
         load.num_users += 1
         load.used_s = self._clock()
         return load.slot
 
-    def release(self, digest: str) -> None:
-        """Undo one `acquire`. An adapter without users becomes evictable."""
-        load = self._loads[digest]
-        assert load.num_users > 0
+    def release(self, slot: int) -> None:
+        """Undo one `acquire`, which returned `slot`. An adapter without users becomes evictable."""
+        load = self._used[slot]
         load.num_users -= 1
         if load.num_users == 0:
+            del self._used[slot]
             self._rest(load)
 
     @property
@@ -239,17 +243,22 @@ class AdapterPool:
         """Delete the copy in host memory of an adapter that has been unloaded."""
         self._stager.forget(digest)
 
-    def evict_when_idle(self, digest: str) -> None:
-        """Evict the adapter now, or as soon as it has no users."""
+    def retire(self, digest: str) -> None:
+        """Let no new sequence use a resident adapter. Sequences that use it keep it until they end. If others want it,
+        another copy is loaded.
+        """
         load = self._loads.get(digest)
-        if load is None:
+        if load is None or load.phase is not AdapterPhase.RESIDENT:
             return
-        load.evict_when_idle = True
-        # New sequences must not use this copy.
-        self.on_residency(digest, False)
-        if load.phase is AdapterPhase.RESIDENT and load.num_users == 0:
+        load.is_retired = True
+        self._withdraw(load)
+        if load.num_users == 0:
             self.reclaimer.policy.discard(load)
-            self.forget(load)
+            self._give_back(load)
+
+    def is_retired(self, slot: int) -> bool:
+        """True if the adapter in this slot has users, but no new sequence can use it."""
+        return slot in self._used and self._used[slot].is_retired
 
     def is_waited_for(self, load: AdapterLoad) -> bool:
         return load.digest in self._demand.queue_positions
@@ -273,8 +282,11 @@ class AdapterPool:
         """Evict an adapter that has already been removed from the eviction policy."""
         assert load.num_users == 0
         assert load.phase is AdapterPhase.RESIDENT
-        del self._loads[load.digest]
+        self._withdraw(load)
         self._give_back(load)
+
+    def _withdraw(self, load: AdapterLoad) -> None:
+        del self._loads[load.digest]
         self.on_residency(load.digest, False)
         self.changes.note(load.digest, "evicted")
         self.num_evictions += 1
@@ -392,10 +404,10 @@ class AdapterPool:
                 yield load, position
 
     def _rest(self, load: AdapterLoad) -> None:
-        """Evict an adapter without users if its eviction was requested. Otherwise, make it evictable."""
+        """Free an adapter without users if it is retired. Otherwise, make it evictable."""
         load.used_s = self._clock()
-        if load.evict_when_idle:
-            self.forget(load)
+        if load.is_retired:
+            self._give_back(load)
         else:
             self.reclaimer.policy.add(load)
 
@@ -424,7 +436,7 @@ class AdapterPool:
         assert load.is_pinned
         load.is_pinned = False
         self.num_pinned_pages -= load.num_pages
-        self.release(digest)
+        self.release(load.slot)
 
     def num_pages_beside(self, digest: str | None, num_pages: int) -> int:
         """Number of pages unavailable to a sequence: the pages of pinned adapters, plus the `num_pages` pages of its

@@ -403,8 +403,7 @@ class Engine:
 
     def _commit(self, step: SubmittedStep) -> None:
         ended = self._commits.commit(step)
-        broken = [sequence.add.digest for sequence, reason in ended if reason == "not_finite"]
-        self._strike({digest for digest in broken if digest is not None})
+        self._strike([one for one, reason in ended if reason == "not_finite" and one.add.digest is not None])
         for sequence, reason in ended:
             if reason == "not_finite":
                 self._end(sequence, "error", reason, "the model produced values that are not finite")
@@ -505,19 +504,22 @@ class Engine:
                 return
             self._end(sequence, "error", "overloaded", "too many tokens are already waiting")
 
-    def _strike(self, digests: set[str]) -> None:
-        """Record a strike against each adapter that produced non-finite values.
+    def _strike(self, broken: list[Sequence]) -> None:
+        """Record a strike against each adapter with which these sequences computed non-finite values.
 
-        The adapter's cached prefixes are purged, and the adapter is evicted once it is idle. Its running sequences are
-        marked as tainted.
+        The adapter's cached prefixes are purged, and new sequences use another copy of the adapter. Its running
+        sequences are marked as tainted.
         """
-        if not digests:
+        if not broken:
             return
+        digests = {one.add.digest for one in broken if one.add.digest is not None}
         for digest in sorted(digests):
             self._strikes.strike(digest)
             self._adapters.changes.note(digest, "struck")
             self._prefixes.purge(digest)
-            self._calls.evict_when_idle(digest)
+            # The adapter may have a new copy already, which these sequences did not use.
+            if not all(self._adapters.is_retired(one.slot) for one in broken if one.add.digest == digest):
+                self._calls.retire(digest)
         for sequence in self._scheduler.running:
             sequence.is_tainted |= sequence.add.digest in digests
 
@@ -530,7 +532,8 @@ class Engine:
     def _end_failed(self, settled: list[AdapterLoad]) -> None:
         for load in settled:
             if load.failure is not None:
-                for sequence in self._live.of_digest(load.digest):
+                # Running ones use an earlier copy.
+                for sequence in [one for one in self._live.of_digest(load.digest) if not one.is_running]:
                     self._end(sequence, "error", "adapter_unavailable", load.failure)
 
     def _follow_grammars(self) -> None:

@@ -374,7 +374,7 @@ class Scheduler:
         load = min(self._adapters_of(yielding), key=lambda one: one.num_users, default=None)
         if load is None:
             return False
-        for sequence in [one for one in self.running if one.add.digest == load.digest]:
+        for sequence in [one for one in self.running if one.slot == load.slot]:
             self.preempt(sequence)
         return True
 
@@ -405,9 +405,9 @@ class Scheduler:
 
     def _adapters_of(self, yielding: list[Sequence]) -> list[AdapterLoad]:
         """The adapters that only these sequences use."""
-        num_users = Counter(one.add.digest for one in yielding)
-        loads = (self._adapters.find(digest) for digest in num_users if digest is not None)
-        return [load for load in loads if load is not None and load.num_users == num_users[load.digest]]
+        num_users = Counter(one.slot for one in yielding)
+        loads = (self._adapters.find(digest) for digest in {one.add.digest: None for one in yielding} if digest)
+        return [load for load in loads if load is not None and 0 < load.num_users == num_users[load.slot]]
 
     def _num_pages_of(self, yielding: list[Sequence], digest: str | None) -> int:
         """Number of pages that preempting these sequences makes available to a sequence with the adapter `digest`, or
@@ -551,7 +551,7 @@ class Scheduler:
             entry = None
             if sequence.add.digest is not None:
                 entry = self._adapters.find(sequence.add.digest)
-                if entry is None or entry.phase is not AdapterPhase.RESIDENT or entry.evict_when_idle:
+                if entry is None or entry.phase is not AdapterPhase.RESIDENT:
                     continue
                 if self._adapters.must_yield_slot(entry, position):
                     continue
@@ -682,8 +682,8 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         self._kv.detach(sequence)
-        if sequence.slot >= 0 and sequence.add.digest is not None:
-            self._adapters.release(sequence.add.digest)
+        if sequence.slot >= 0:
+            self._adapters.release(sequence.slot)
         sequence.slot = -1
 
 

@@ -17,7 +17,8 @@ class WatchedStager(MemoryStager):
     max_requests = sys.maxsize
 
     def __init__(self, adapters: Mapping[str, PackedAdapter]) -> None:
-        super().__init__(adapters)
+        self.adapters = dict(adapters)
+        super().__init__(self.adapters)
         self.is_holding = False
         self.num_requests = 0
         self.forgotten: list[str] = []

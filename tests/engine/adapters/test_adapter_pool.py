@@ -180,7 +180,7 @@ def test_an_adapter_in_use_keeps_its_slot_and_pages() -> None:
     for _ in range(3):
         bench.ask("b")
     assert bench.phases == {"a": AdapterPhase.RESIDENT, "b": AdapterPhase.STAGED}
-    bench.pool.release("a")
+    bench.pool.release(used.slot)
     bench.ask("b")
     assert bench.phases == {"b": AdapterPhase.COPYING}
     assert (bench.pool.num_evictions, bench.residency) == (1, [("a", True), ("a", False)])
@@ -191,19 +191,19 @@ def test_adapter_is_evictable_only_after_all_uses_are_released() -> None:
     (load,) = bench.bring("a")
     bench.pool.acquire(load)
     bench.pool.acquire(load)
-    bench.pool.release("a")
+    bench.pool.release(0)
     assert not bench.pool.unload("a")
-    bench.pool.release("a")
+    bench.pool.release(load.slot)
     assert bench.pool.unload("a")
     with pytest.raises(KeyError):
-        bench.pool.release("a")
+        bench.pool.release(load.slot)
 
 
 def test_a_use_is_released_only_once() -> None:
     bench = Bench()
-    bench.bring("a")
-    with pytest.raises(AssertionError):
-        bench.pool.release("a")
+    (load,) = bench.bring("a")
+    with pytest.raises(KeyError):
+        bench.pool.release(load.slot)
 
 
 def test_an_adapter_is_used_only_while_it_is_resident() -> None:
@@ -219,7 +219,7 @@ def test_idle_time_counts_from_the_last_use() -> None:
     bench.pool.acquire(load)
     bench.clock.now = 5.0
     assert bench.pool.idle_s(load) == 0.0
-    bench.pool.release("a")
+    bench.pool.release(load.slot)
     bench.clock.now = 8.0
     assert bench.pool.idle_s(load) == 3.0
 
@@ -259,7 +259,7 @@ def test_adapters_that_wait_for_a_slot_hold_a_limited_amount_of_host_memory() ->
         assert stager.num_held <= 2
         staged = [digest for digest, phase in bench.phases.items() if phase is AdapterPhase.STAGED]
         assert set(staged) == set(order[:2]), "the first adapters in queue order are kept"
-    bench.pool.release("used")
+    bench.pool.release(0)
     while order:
         bench.ask(*order)
         assert stager.num_held <= 2
@@ -440,17 +440,22 @@ def test_an_adapter_that_is_being_copied_is_not_unloaded() -> None:
     assert bench.ask("a") == [bench.find("a")]
 
 
-def test_adapter_marked_for_eviction_is_evicted_after_its_last_use() -> None:
+def test_retired_adapter_is_freed_after_its_last_use_beside_a_new_copy() -> None:
     bench = Bench()
     used, _ = bench.bring("a", "b")
     bench.pool.acquire(used)
     for digest in ("a", "b", "unknown"):
-        bench.pool.evict_when_idle(digest)
-    assert list(bench.phases) == ["a"], "b was idle"
-    assert ("a", False) in bench.residency, "no new sequence starts with it"
-    bench.pool.release("a")
+        bench.pool.retire(digest)
     assert bench.phases == {}
-    assert bench.pages.num_free == 8
+    assert ("a", False) in bench.residency, "no new sequence starts with it"
+    assert bench.pages.num_free == 6, "b was idle"
+    assert bench.pool.is_retired(used.slot)
+    (other,) = bench.bring("a")
+    assert other.slot != used.slot
+    bench.pool.release(used.slot)
+    assert bench.phases == {"a": AdapterPhase.RESIDENT}, "the new copy stays"
+    assert bench.residency[-1] == ("a", True)
+    assert bench.pages.num_free == 6
 
 
 def test_a_pinned_adapter_stays_until_it_is_unpinned() -> None:

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from msgspec import structs
+
 from loramux.engine.adapters.adapter_strikes import MAX_STRIKES, MEMORY_S, AdapterStrikes
-from tests.engine.simulated_engine import Clock, Simulation
+from loramux.engine.protocol.messages import Extend
+from tests.engine.simulated_engine import Clock, Simulate, Simulation, stats_of
 
 
 def test_strikes_expire_one_by_one() -> None:
@@ -56,3 +61,61 @@ def test_several_broken_rows_in_one_step_count_as_one_strike(simulation: Simulat
     later = simulation.add("later", digest="a", max_tokens=3)
     simulation.run()
     assert simulation.tokens["later"] == simulation.expected(later)
+
+
+def test_requests_do_not_wait_for_a_long_answer_of_a_struck_adapter(simulate: Simulate) -> None:
+    """They get another copy, which later faults of the long answer's copy do not concern."""
+    simulation = simulate(adapters={"a": 2})
+    adds = [simulation.add(name, digest="a", max_tokens=3, pause_s=1000.0) for name in ("long", "longer")]
+    for _ in range(8):
+        simulation.step()
+    break_one(simulation, lambda: simulation.add("bad", digest="a"), "bad")
+    adds.append(simulation.add("new", digest="a", max_tokens=2, pause_s=1000.0))
+    for _ in range(6):
+        simulation.step()
+    assert len(simulation.tokens["new"]) == 2
+    extend = Extend(sequence_id="long", max_tokens=9)
+    break_one(simulation, lambda: simulation.engine.extend(b"gateway", extend), "long")
+    adds.append(simulation.add("newer", digest="a"))
+    assert simulation.adapters.num_loads == 2
+    for add in adds[1:]:
+        simulation.engine.extend(b"gateway", Extend(sequence_id=add.sequence_id, max_tokens=20))
+    end(simulation)
+    assert simulation.adapters.num_loads == 2
+    for add in adds[1:]:
+        assert simulation.tokens[add.sequence_id] == simulation.expected(structs.replace(add, max_tokens=20))
+    assert stats_of(simulation).num_adapter_pages == 2
+
+
+def test_running_sequences_keep_a_copy_whose_successor_cannot_be_loaded(simulate: Simulate) -> None:
+    simulation = simulate(adapters={"a": 2})
+    add = simulation.add("long", digest="a", max_tokens=3, pause_s=1000.0)
+    for _ in range(8):
+        simulation.step()
+    break_one(simulation, lambda: simulation.add("bad", digest="a"), "bad")
+    del simulation.stager.adapters["a"]
+    simulation.add("new", digest="a")
+    for _ in range(3):
+        simulation.step()
+    assert simulation.finished["new"].code == "adapter_unavailable"
+    simulation.engine.extend(b"gateway", Extend(sequence_id="long", max_tokens=20))
+    end(simulation)
+    assert simulation.tokens["long"] == simulation.expected(structs.replace(add, max_tokens=20))
+
+
+def break_one(simulation: Simulation, begin: Callable[[], object], name: str) -> None:
+    """Begin, and let all rows with the adapter be not finite until the sequence `name` has ended."""
+    begin()
+    simulation.executor.not_finite_for.add("a")
+    for _ in range(6):
+        simulation.step()
+    assert simulation.finished[name].code == "not_finite"
+    simulation.executor.not_finite_for.clear()
+
+
+def end(simulation: Simulation) -> None:
+    """Run all sequences to their limits, and end their pauses."""
+    for _ in range(40):
+        simulation.step()
+    simulation.clock.now = 2000.0
+    simulation.run()
