@@ -166,14 +166,6 @@ class RateLimited(ApiError):
     code = "rate_limit_exceeded"
 
 
-class DeadlineExceeded(ApiError):
-    """The request did not finish before its deadline."""
-
-    status = 504
-    type = "server_error"
-    code = "deadline_exceeded"
-
-
 class Unavailable(ApiError):
     """The server cannot serve the request now. A retry may succeed."""
 

@@ -9,7 +9,7 @@ from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.pages.eviction import AFTER_ALL
 from loramux.engine.pages.prefix_cache import PrefixCache
-from loramux.engine.protocol.messages import AdapterState, Load, Pin, Unload, is_duration
+from loramux.engine.protocol.messages import AdapterState, Load, Pin, Unload
 from loramux.engine.sequences.live_sequences import LiveSequences
 
 FIRST_CALL_POSITION = AFTER_ALL // 2
@@ -36,21 +36,18 @@ class WaitingCall:
 
 @dataclass(frozen=True, slots=True)
 class PendingUnload:
-    """An unload call that has not been answered yet. Sequences that still need the adapter are ended at the time `due`
-    on the engine's clock, or never if `due` is infinite.
-    """
+    """An unload call that has not been answered yet."""
 
     owner: bytes
     unload: Unload
-    due: float
 
 
 class AdapterCalls:
     """Answers load, unload and pin calls, and keeps track of waiting calls and granted pins.
 
-    An adapter with a pending unload drains: its sequences run until they end or until the unload's deadline, new
-    sequences are refused, and later loads and pins wait until the adapter is unloaded. Every unload therefore completes
-    eventually.
+    An unload waits until no sequence needs the adapter. A later load or pin supersedes it, because the adapter is back
+    in service. A purge is not superseded. While it waits, new sequences are refused, and later loads and pins wait, so
+    every purge completes once the sequences before it have ended.
 
     `post` sends an answer. `leaves_room` returns whether all accepted requests still fit next to the pinned adapters.
     """
@@ -61,7 +58,6 @@ class AdapterCalls:
         prefixes: PrefixCache,
         live: LiveSequences,
         limits: PinLimits,
-        clock: Callable[[], float],
         post: Callable[[bytes, AdapterState], None],
         leaves_room: Callable[[], bool],
     ) -> None:
@@ -69,7 +65,6 @@ class AdapterCalls:
         self._prefixes = prefixes
         self._live = live
         self._limits = limits
-        self._clock = clock
         self._post = post
         self._leaves_room = leaves_room
         self._waiting: list[WaitingCall] = []
@@ -83,9 +78,9 @@ class AdapterCalls:
     def has_work(self) -> bool:
         return bool(self._waiting or self._unloads or self._lost_pins)
 
-    def is_draining(self, digest: str) -> bool:
-        """True if an unload of the adapter is pending."""
-        return digest in self._unloads
+    def is_purging(self, digest: str) -> bool:
+        """True if an unload of the adapter with `is_purge` is pending."""
+        return any(pending.unload.is_purge for pending in self._unloads.get(digest, ()))
 
     def load(self, owner: bytes, load: Load) -> None:
         self._wait(owner, load)
@@ -105,13 +100,9 @@ class AdapterCalls:
         self._wait(owner, pin)
 
     def unload(self, owner: bytes, unload: Unload) -> None:
-        if not is_duration(unload.deadline_s):
-            self._fail(owner, unload, "invalid_request", "deadline_s must be finite and not negative")
-            return
         self._end_pin(unload.digest)
         self._supersede(unload.digest, (Load, Pin))
-        due = float("inf") if unload.deadline_s is None else self._clock() + unload.deadline_s
-        self._unloads.setdefault(unload.digest, []).append(PendingUnload(owner, unload, due))
+        self._unloads.setdefault(unload.digest, []).append(PendingUnload(owner, unload))
 
     def drop(self, owner: bytes) -> None:
         """Drop the unanswered calls of a gateway that has disconnected, but keep its granted pins."""
@@ -123,18 +114,11 @@ class AdapterCalls:
             else:
                 del self._unloads[digest]
 
-    def overdue(self) -> list[str]:
-        """Adapters whose unload deadline has passed."""
-        if not self._unloads:
-            return []
-        now = self._clock()
-        return [digest for digest, pending in self._unloads.items() if any(one.due <= now for one in pending)]
-
     def add_wanted(self, wanted: dict[str, int]) -> None:
         """Add to `wanted` the adapters of lost pins and of waiting calls, at positions after those of all sequences."""
         digests = (*self._lost_pins, *(one.call.digest for one in self._waiting))
         for place, digest in enumerate(digests):
-            if not self.is_draining(digest):
+            if not self.is_purging(digest):
                 wanted.setdefault(digest, FIRST_CALL_POSITION + place)
 
     def retire(self, digest: str) -> None:
@@ -171,7 +155,7 @@ class AdapterCalls:
 
         A Load succeeds even if the adapter has been evicted in the meantime.
         """
-        if self.is_draining(adapter.digest):
+        if self.is_purging(adapter.digest):
             return
         if adapter.failure is not None and adapter.digest in self._lost_pins:
             self._end_pin(adapter.digest)
@@ -187,7 +171,7 @@ class AdapterCalls:
     def _is_done(self, waiting: WaitingCall) -> bool:
         """Answer a waiting call if possible, and return whether it was answered."""
         owner, call = waiting.owner, waiting.call
-        if self.is_draining(call.digest):
+        if self.is_purging(call.digest):
             return False
         # Request the adapter again, because it may have been loaded and evicted since the last check.
         adapter = self._adapters.prefetch(call.digest)
@@ -207,7 +191,9 @@ class AdapterCalls:
         return True
 
     def _wait(self, owner: bytes, call: Load | Pin) -> None:
-        if not self.is_draining(call.digest):
+        if not self.is_purging(call.digest):
+            for pending in self._unloads.pop(call.digest, ()):
+                self._fail_superseded(pending.owner, pending.unload)
             self._adapters.prefetch(call.digest)
         self._waiting.append(WaitingCall(owner, call))
 
@@ -230,9 +216,12 @@ class AdapterCalls:
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             if one.call.digest == digest and isinstance(one.call, kinds):
-                self._fail(one.owner, one.call, "superseded", "a later call requested the opposite")
+                self._fail_superseded(one.owner, one.call)
             else:
                 self._waiting.append(one)
+
+    def _fail_superseded(self, owner: bytes, call: Load | Unload | Pin) -> None:
+        self._fail(owner, call, "superseded", "a later call requested the opposite")
 
     def _answer(self, owner: bytes, call: Load | Unload | Pin, state: str, adapter: AdapterLoad | None = None) -> None:
         num_pages = 0 if adapter is None else adapter.num_pages

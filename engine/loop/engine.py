@@ -141,7 +141,7 @@ class Engine:
         self._floors = HostFloors(parts.protect, clock)
         share = limits.max_pinned_share
         pins = PinLimits(int(share * adapters.num_slots), int(share * pages.num_pages))
-        self._calls = AdapterCalls(adapters, prefixes, self._live, pins, clock, self._post, self._leaves_room)
+        self._calls = AdapterCalls(adapters, prefixes, self._live, pins, self._post, self._leaves_room)
         self._commits = StepCommits(scheduler, self._grants, self._stats, self._speculation, self._post, self._traces)
 
     @property
@@ -242,7 +242,6 @@ class Engine:
         started_s = self._clock()
         has_committed = self._commit_before_drafts()
         self._timers.fire()
-        self._end_overdue()
         self._follow_grammars()
         demand = self._scheduler.order_waiting()
         self._calls.add_wanted(demand.queue_positions)
@@ -469,7 +468,7 @@ class Engine:
             return problem
         if add.digest is not None and self._strikes.is_quarantined(add.digest):
             return "adapter_quarantined", "the adapter produced non-finite values too many times"
-        if add.digest is not None and self._calls.is_draining(add.digest):
+        if add.digest is not None and self._calls.is_purging(add.digest):
             return "adapter_unloaded", "the adapter is being unloaded"
         return None
 
@@ -481,15 +480,10 @@ class Engine:
         self._end(sequence, "length")
 
     def _set_timers(self, sequence: Sequence) -> None:
-        def time_out(sequence: Sequence) -> None:
-            self._end(sequence, "error", "deadline_exceeded", "the request did not finish before its deadline")
-
         def give_up_waiting(sequence: Sequence) -> None:
             if not sequence.has_run:
                 self._end(sequence, "error", "overloaded", "the request waited too long for its first step")
 
-        if sequence.add.timeout_s is not None:
-            self._timers.after(sequence, sequence.add.timeout_s, time_out)
         if self._limits.max_waiting_s != float("inf") and not sequence.is_background:
             self._timers.after(sequence, self._limits.max_waiting_s, give_up_waiting)
 
@@ -522,12 +516,6 @@ class Engine:
                 self._calls.retire(digest)
         for sequence in self._scheduler.running:
             sequence.is_tainted |= sequence.add.digest in digests
-
-    def _end_overdue(self) -> None:
-        """End sequences that still need an adapter whose unload deadline has passed."""
-        for digest in self._calls.overdue():
-            for sequence in self._live.of_digest(digest):
-                self._end(sequence, "error", "adapter_unloaded", "the adapter was unloaded")
 
     def _end_failed(self, settled: list[AdapterLoad]) -> None:
         for load in settled:

@@ -6,7 +6,6 @@ gateway's sequences, and finally with Finished. The engine sees adapter digests,
 
 from __future__ import annotations
 
-import math
 from typing import Generic, TypeVar
 
 import msgspec
@@ -117,8 +116,6 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """True if the sequence uses only what other sequences leave free: see `Scheduler`. The background sequences of a
     share key are a share of their own.
     """
-    timeout_s: float | None = None
-    """Seconds after which the sequence ends with `deadline_exceeded`. None means no deadline."""
     traceparent: str | None = None
     """Parent (W3C Trace Context) of the engine's spans for this sequence. If None, the sequence is not traced."""
     pause_s: float = 0.0
@@ -173,7 +170,8 @@ class EngineCall(msgspec.Struct, Generic[AnswerT], frozen=True, kw_only=True):
 class Load(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
     """Make an adapter resident. An AdapterState follows once the adapter is resident or has failed to load.
 
-    While an Unload of the adapter is pending, the load waits and starts after the Unload.
+    Pending Unloads of the adapter are answered with `superseded`. If one of them has `is_purge`, the load waits until
+    the adapter is unloaded.
     """
 
     digest: str
@@ -182,14 +180,15 @@ class Load(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
 class Unload(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
     """Free an adapter's pages and cached prefixes once no sequence needs the adapter. The answer is an AdapterState.
 
-    Until the answer, the adapter drains. Earlier sequences continue, but sequences that are still live after
-    `deadline_s` seconds end with `adapter_unloaded`. New sequences are refused with `adapter_unloaded`, so the pages
-    are always freed eventually. After the answer, the next sequence loads the adapter again. An unload ends the
-    adapter's pin, and answers waiting loads and pins with `superseded`. `is_purge` also deletes the host tier's copy.
+    Sequences may use the adapter until then, and the next one after the answer loads it again. An unload ends the
+    adapter's pin, and answers waiting loads and pins with `superseded`. A later Load or Pin answers the unload in the
+    same way.
+
+    `is_purge` also deletes the host tier's copy. Until the answer, new sequences are refused with `adapter_unloaded`,
+    and later loads and pins wait, so the pages are freed once earlier sequences have ended.
     """
 
     digest: str
-    deadline_s: float | None = None
     is_purge: bool = False
 
 
@@ -277,7 +276,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The end of a sequence and its final token counts. It follows the sequence's last SequenceOutput.
 
     `reason` is `stop` (end of sequence, stop id or pooled prompt), `length`, `abort` or `error`. With `error`, `code`
-    is one of `adapter_unavailable`, `adapter_unloaded`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`,
+    is one of `adapter_unavailable`, `adapter_unloaded`, `adapter_quarantined`, `invalid_request`,
     `prompt_too_long`, `request_too_large`, `not_finite`, `grammar_failed`, `no_token_allowed`, `engine_unavailable`,
     `request_excluded`, `replica_draining` or `overloaded`. `completion_tokens` counts the committed new tokens,
     including the end-of-sequence token; Stats counts the same tokens. `prompt_tokens` is 0 if the sequence was never
@@ -583,8 +582,3 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 ToEngine = Add | Extend | Abort | Load | Unload | Pin | ForgetPrefixes | Credit | StatsRequest
 FromEngine = StepOutput | Finished | Rejected | AdapterState | Stats | EngineReady | Heartbeat
-
-
-def is_duration(seconds: float | None) -> bool:
-    """True if this is a valid timer duration. None means no timer."""
-    return seconds is None or (math.isfinite(seconds) and seconds >= 0)

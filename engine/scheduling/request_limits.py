@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.engine.drafting.text_index import MAX_PLACES
-from loramux.engine.protocol.messages import POOLINGS, Add, SamplingParams, ThinkingBudget, is_duration
+from loramux.engine.protocol.messages import POOLINGS, Add, SamplingParams, ThinkingBudget
 from loramux.engine.protocol.service_tiers import SERVICE_TIERS
 from loramux.kernels.layout import MAX_EXTRA_TOKENS
 
@@ -65,8 +65,8 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
         return "invalid_request", f"a prediction must have at most {MAX_PREDICTION_TOKENS} tokens"
     if add.prediction and not 0 <= min(add.prediction) <= max(add.prediction) < vocab_size:
         return "invalid_request", f"the token ids of a prediction must be in [0, {vocab_size})"
-    if not is_duration(add.timeout_s) or not is_duration(add.pause_s):
-        return "invalid_request", "timeout_s and pause_s must be finite and not negative"
+    if not 0 <= add.pause_s < float("inf"):
+        return "invalid_request", "pause_s must be finite and not negative"
     if add.service_tier not in SERVICE_TIERS:
         return "invalid_request", f"service_tier must be one of {', '.join(SERVICE_TIERS)}"
     if add.host_floor_bytes < 0:

@@ -1,1 +1,1 @@
-"""Sequences, their caches' pages, their deadlines, and the rows of a step."""
+"""Sequences, their caches' pages, their timers, and the rows of a step."""

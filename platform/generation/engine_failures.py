@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loramux.platform.errors import ApiError, DeadlineExceeded, InvalidRequest, Unavailable
+from loramux.platform.errors import ApiError, InvalidRequest, Unavailable
 
 RETRY_S = 5.0
 
@@ -26,8 +26,6 @@ def engine_failure(code: str | None, message: str | None) -> ApiError:
             return kind(message, code="adapter_unavailable", retry_after_s=RETRY_S)
         case "adapter_quarantined":
             return InvalidRequest(message or "the adapter contains non-finite values", code=code)
-        case "deadline_exceeded":
-            return DeadlineExceeded(message or "the request did not finish before its deadline")
         case "overloaded":
             return Unavailable("the engine is overloaded; try again", code=code, retry_after_s=RETRY_S)
         case "engine_unavailable" | "replica_draining":

@@ -129,7 +129,6 @@ MEANINGS: Mapping[int, str] = {
     413: "The body is too large.",
     415: "The body's content coding is not supported.",
     429: "A quota is exhausted, or the caller has too many concurrent calls.",
-    504: "The deadline was exceeded.",
     529: "Temporarily unavailable.",
 }
 

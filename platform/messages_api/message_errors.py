@@ -23,7 +23,6 @@ ERROR_TYPES: Mapping[int, str] = {
     415: "invalid_request_error",
     429: "rate_limit_error",
     500: "api_error",
-    504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
 

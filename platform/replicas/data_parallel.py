@@ -126,9 +126,7 @@ class DataParallelEngines:
         self._clock = clock
         self._members = {name: _Member(name, engine, clock()) for name, engine in engines.items()}
         self._group = EngineGroup(NONE_READY, self._note_resident, shares_disk=True)
-        self.engine = RoutedEngine(
-            self._group, NO_ENGINE_ID, new_router, lambda outcome: None, lambda: None, clock=clock
-        )
+        self.engine = RoutedEngine(self._group, NO_ENGINE_ID, new_router, lambda outcome: None, lambda: None)
         self._beats: asyncio.Task[None] | None = None
 
     @property

@@ -20,7 +20,7 @@ PREFIX_TOKENS = 64
 class Route:
     """The replica that runs one sequence, and the record of its moves."""
 
-    def __init__(self, add: Add, order: BaseOrder | None, now_s: float) -> None:
+    def __init__(self, add: Add, order: BaseOrder | None) -> None:
         self.add = add
         self.order = order
         self.request = routing_request(add)
@@ -34,17 +34,10 @@ class Route:
         self.overloaded_ids: set[str] = set()
         self.has_moved = False
         self.has_fallen_back = False
-        self._begin_s = now_s
 
-    def add_now(self, now_s: float) -> Add:
-        """Return the Add message with the sequence's current limits. Time spent on a lost replica counts towards the
-        deadline.
-        """
-        if not self.has_moved:
-            return self.add
-        timeout_s = self.add.timeout_s
-        left_s = None if timeout_s is None else max(0.0, timeout_s - (now_s - self._begin_s))
-        return msgspec.structs.replace(self.add, max_tokens=self.max_tokens, timeout_s=left_s)
+    def add_now(self) -> Add:
+        """Return the Add message with the sequence's current limit."""
+        return msgspec.structs.replace(self.add, max_tokens=self.max_tokens) if self.has_moved else self.add
 
 
 def routing_request(add: Add) -> RoutingRequest:

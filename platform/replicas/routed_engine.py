@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
@@ -63,7 +62,6 @@ class RoutedEngine:
         new_router: Callable[[], RequestRouter],
         count_forwarded: Callable[[str], None],
         count_fallback: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
         base_id: str | None = None,
         is_own_only: bool = False,
         drawn_bases: Callable[[], Collection[str]] = lambda: (),
@@ -73,7 +71,6 @@ class RoutedEngine:
         self._new_router = new_router
         self._count_forwarded = count_forwarded
         self._count_fallback = count_fallback
-        self._clock = clock
         self._engines: Mapping[str, EngineClient] = {local_id: local}
         self._is_own_only = is_own_only
         self._drawn_bases = drawn_bases
@@ -138,7 +135,7 @@ class RoutedEngine:
         return self._local.trouble
 
     def submit(self, add: Add, order: BaseOrder | None = None) -> Stream:
-        route = Route(add, order, self._clock())
+        route = Route(add, order)
         return self._follow(route, self._place(route))
 
     def abort(self, sequence_id: str) -> None:
@@ -210,7 +207,7 @@ class RoutedEngine:
 
     def _submit_to(self, base: BaseReplicas, replica_id: str, route: Route) -> Stream:
         engine = self._engines[replica_id]
-        stream = engine.submit(route.add_now(self._clock()))
+        stream = engine.submit(route.add_now())
         route.base, route.replica_id, route.engine = base, replica_id, engine
         self._routes[route.add.sequence_id] = route
         base.router.note_started(replica_id, route.request)

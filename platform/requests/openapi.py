@@ -24,7 +24,7 @@ from loramux.platform.requests.openapi_examples import ERROR_EXAMPLES, example_o
 Json: TypeAlias = dict[str, Any]
 Responses: TypeAlias = dict[int | str, Json]
 
-GENERATION_ERRORS = (404, 409, 429, 503, 504)
+GENERATION_ERRORS = (404, 409, 429, 503)
 """Error statuses of generation requests, in addition to those that `describe` derives."""
 METHODS = ("get", "put", "post", "delete", "patch")
 _COMPONENTS = "#/components/schemas/"

@@ -62,10 +62,6 @@ ERROR_EXAMPLES: Mapping[int, tuple[str, dict[str, Any]]] = {
     ),
     500: ("An internal error.", _error("an internal error", "internal_error", None, "server_error")),
     503: ("Temporarily unavailable.", _error("the engine is restarting", "engine_unavailable", None, "server_error")),
-    504: (
-        "The deadline was exceeded.",
-        _error("the request did not finish before its deadline", "deadline_exceeded", None, "server_error"),
-    ),
 }
 
 _PREFIXES: Mapping[str, str] = {

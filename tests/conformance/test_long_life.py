@@ -123,9 +123,9 @@ class Life:
         if self.still_open and rng.random() < 0.1:
             self.engine.abort(b"", Abort(sequence_id=rng.choice(list(self.still_open))))
         if rng.random() < 0.02:
-            digest, deadline_s = self.subject.digests[rng.choice(NAMES)], rng.choice([None, 0.0])
+            digest, is_purge = self.subject.digests[rng.choice(NAMES)], rng.choice([False, True])
             call_id = f"unload {self.num_turns}"
-            self.engine.unload(b"", Unload(call_id=call_id, digest=digest, deadline_s=deadline_s))
+            self.engine.unload(b"", Unload(call_id=call_id, digest=digest, is_purge=is_purge))
             self.num_calls += 1
         if rng.random() < 0.02:
             digest = self.subject.digests[rng.choice(NAMES)]

@@ -108,8 +108,8 @@ class Life:
         if self.adds and rng.random() < 0.08:
             engine.abort(b"gateway", Abort(sequence_id=rng.choice(list(self.adds))))
         if rng.random() < 0.03:
-            digest, deadline = rng.choice(list(self.names)), rng.choice([None, 5.0])
-            engine.unload(b"gateway", Unload(call_id=f"u{number}", digest=digest, deadline_s=deadline))
+            digest, is_purge = rng.choice(list(self.names)), rng.choice([False, True])
+            engine.unload(b"gateway", Unload(call_id=f"u{number}", digest=digest, is_purge=is_purge))
             self.num_calls += 1
         if rng.random() < 0.03:
             engine.load(b"gateway", Load(call_id=f"l{number}", digest=rng.choice([*self.names, "missing"])))
@@ -137,7 +137,7 @@ class Life:
         for _ in range(20_000):
             if not simulation.engine.has_work:
                 break
-            # Advance the clock, so that pauses and deadlines expire too.
+            # Advance the clock, so that pauses end too.
             simulation.clock.now += 1.0
             self._step()
         else:
@@ -193,7 +193,6 @@ class Life:
             weight=rng.choice([1, 3]),
             priority=rng.choice([0, 0, 0, 1]),
             isolation_key=rng.choice([b"", b"x", b"y"]),
-            timeout_s=rng.choice([None, None, 3.0, 60.0]),
             pause_s=rng.choice([0.0, 0.0, 10.0]),
             tokens_at_once=rng.choice([1, 1, 3, 16]),
             prediction=self._prediction(prompt, max_tokens + 20, digest, activation, vocab_size),
@@ -397,7 +396,7 @@ def check_host_pages(life: Life) -> None:
 @pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
 @pytest.mark.parametrize("layers", ["whole", "mixed", "state of 2"])
 def test_pages_in_host_memory_lose_and_leak_nothing(layers: str, lookahead: bool) -> None:
-    life = live(7, lookahead, 250, layers, num_host_pages=30)
+    life = live(5, lookahead, 250, layers, num_host_pages=30)
     assert life.num_forgotten > 0
     assert stats_of(life.simulation).host_pages.restored_tokens > 0
 

@@ -21,8 +21,8 @@ class Calls:
         self.simulation.engine.load(OWNER, Load(call_id=self._next(), digest=digest))
         return str(self.num_calls)
 
-    def unload(self, digest: str, deadline_s: float | None = None, is_purge: bool = False) -> str:
-        unload = Unload(call_id=self._next(), digest=digest, deadline_s=deadline_s, is_purge=is_purge)
+    def unload(self, digest: str, is_purge: bool = False) -> str:
+        unload = Unload(call_id=self._next(), digest=digest, is_purge=is_purge)
         self.simulation.engine.unload(OWNER, unload)
         return str(self.num_calls)
 
@@ -59,12 +59,12 @@ def use(simulation: Simulation, *digests: str) -> None:
         assert simulation.tokens[name] == simulation.expected(add)
 
 
-def test_unload_finishes_while_requests_keep_arriving(simulation: Simulation) -> None:
+def test_purge_finishes_while_requests_keep_arriving(simulation: Simulation) -> None:
     calls = Calls(simulation)
     running = simulation.add("running", digest="a", max_tokens=12)
     for _ in range(3):
         simulation.step()
-    call = calls.unload("a")
+    call = calls.unload("a", is_purge=True)
     for turn in range(40):
         simulation.add(f"late{turn}", digest="a", max_tokens=12)
         simulation.step()
@@ -79,46 +79,36 @@ def test_unload_finishes_while_requests_keep_arriving(simulation: Simulation) ->
     assert simulation.stager.num_requests == 2
 
 
-def test_an_overdue_unload_frees_an_adapter_that_is_being_copied(simulation: Simulation) -> None:
+def test_requests_run_while_an_unload_waits(simulation: Simulation) -> None:
+    """Their adapter is back in service, although a long answer has kept it loaded since it was taken out."""
     calls = Calls(simulation)
-    simulation.add("s", digest="a")
-    simulation.adapter_pages.is_holding = True
-    simulation.step()
-    assert phase_of(simulation, "a") is AdapterPhase.COPYING
-    call = calls.unload("a", deadline_s=3.0)
-    simulation.clock.now = 3.0
-    simulation.step()
-    assert simulation.finished["s"].code == "adapter_unloaded"
-    simulation.add("late", digest="a")
-    simulation.step()
-    assert calls.outcome(call) is None
-    simulation.let_loads_go()
-    simulation.run(max_steps=20)
-    assert simulation.finished["late"].code == "adapter_unloaded"
-    assert calls.outcome(call) == "absent"
-    assert stats_of(simulation).num_adapter_pages == 0
-
-
-def test_overdue_unload_abandons_a_fetch_immediately(simulation: Simulation) -> None:
-    calls = Calls(simulation)
-    simulation.hold_loads()
-    simulation.add("s", digest="a")
-    simulation.step()
-    assert phase_of(simulation, "a") is AdapterPhase.REQUESTED
-    call = calls.unload("a", deadline_s=3.0)
-    simulation.step()
-    assert calls.outcome(call) is None, "a request still needs it"
-    simulation.clock.now = 3.0
-    simulation.step()
-    assert simulation.finished["s"].code == "adapter_unloaded"
-    assert calls.outcome(call) == "absent"
-    assert simulation.adapters.find("a") is None
-    late = simulation.add("late", digest="a")
-    simulation.step()
-    simulation.let_loads_go()
+    adds = [simulation.add("running", digest="a", max_tokens=12)]
+    for _ in range(3):
+        simulation.step()
+    call = calls.unload("a")
+    adds.append(simulation.add("next", digest="a"))
+    for _ in range(5):
+        simulation.step()
+    assert (simulation.finished["next"].reason, calls.outcome(call)) == ("length", None)
     simulation.run()
-    assert simulation.tokens["late"] == simulation.expected(late)
-    assert (simulation.stager.num_requests, stats_of(simulation).num_adapter_loads) == (2, 1)
+    assert calls.outcome(call) == "absent"
+    assert [simulation.tokens[add.sequence_id] for add in adds] == [simulation.expected(add) for add in adds]
+    assert simulation.stager.num_requests == 1
+
+
+@pytest.mark.parametrize("kind", ["load", "pin"])
+def test_load_or_pin_supersedes_an_unload_that_waits(simulation: Simulation, kind: str) -> None:
+    calls = Calls(simulation)
+    simulation.add("running", digest="a", max_tokens=12)
+    for _ in range(3):
+        simulation.step()
+    unload = calls.unload("a")
+    simulation.step()
+    later = calls.load("a") if kind == "load" else calls.pin("a")
+    simulation.step()
+    assert [calls.outcome(call) for call in (unload, later)] == ["superseded", "resident"]
+    simulation.run()
+    assert list(resident(simulation)) == ["a"]
 
 
 def test_unload_keeps_a_fetch_that_a_request_waits_for(simulation: Simulation) -> None:
@@ -142,28 +132,28 @@ def test_the_later_of_a_load_and_an_unload_wins(simulation: Simulation) -> None:
     simulation.step()
     simulation.let_loads_go()
     simulation.run()
-    assert [calls.outcome(call) for call in (before, unload, after)] == ["superseded", "absent", "resident"]
+    assert [calls.outcome(call) for call in (before, unload, after)] == ["superseded", "superseded", "resident"]
     assert list(resident(simulation)) == ["a"]
     assert simulation.stager.num_requests == 1, "the first load was superseded before the step"
 
 
-def test_load_after_an_unload_is_requested_in_the_same_step(simulation: Simulation) -> None:
+def test_load_after_a_purge_is_requested_in_the_same_step(simulation: Simulation) -> None:
     calls = Calls(simulation)
     calls.load("a")
     simulation.run()
-    unload, load = calls.unload("a"), calls.load("a")
+    unload, load = calls.unload("a", is_purge=True), calls.load("a")
     simulation.step()
     assert (calls.outcome(unload), simulation.stager.num_requests) == ("absent", 2)
     simulation.run()
     assert calls.outcome(load) == "resident"
 
 
-def test_load_waits_for_an_earlier_unload(simulation: Simulation) -> None:
+def test_load_waits_for_an_earlier_purge(simulation: Simulation) -> None:
     calls = Calls(simulation)
     simulation.add("user", digest="a", max_tokens=8)
     for _ in range(3):
         simulation.step()
-    unload, load = calls.unload("a"), calls.load("a")
+    unload, load = calls.unload("a", is_purge=True), calls.load("a")
     simulation.run()
     assert [one.call_id for one in simulation.answers] == [unload, load]
     assert simulation.stager.num_requests == 2
@@ -192,7 +182,7 @@ def test_unload_does_not_scan_all_sequences(simulation: Simulation, monkeypatch:
     for i in range(5):
         simulation.add(f"base{i}", max_tokens=20)
     simulation.step()
-    call = calls.unload("a", deadline_s=100.0)
+    call = calls.unload("a")
     looked_at: list[str] = []
     live = simulation.engine._live
     monkeypatch.setattr(type(live), "__iter__", lambda self: looked_at.append("all") or iter(()))
@@ -385,7 +375,7 @@ def happenings(calls: Calls, names: list[str], rng: random.Random) -> list[Calla
     engine = simulation.engine
     return [
         lambda: calls.load(rng.choice(names)),
-        lambda: calls.unload(rng.choice(names), rng.choice([None, 0.0, 4.0])),
+        lambda: calls.unload(rng.choice(names), rng.choice([False, True])),
         lambda: calls.pin(rng.choice(names)),
         lambda: calls.pin(rng.choice(names), is_pinned=False),
         lambda: engine.abort(OWNER, Abort(sequence_id=f"s{rng.randrange(300)}")),

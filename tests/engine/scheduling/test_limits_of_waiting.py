@@ -2,32 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.engine.protocol.messages import Abort, AdapterState, Extend, Unload
+from loramux.engine.protocol.messages import Abort, Extend
 from tests.engine.simulated_engine import Simulate, Simulation, stats_of
-
-
-def test_request_ends_at_its_deadline_and_is_billed_for_its_tokens(simulation: Simulation) -> None:
-    simulation.add("late", max_tokens=100, timeout_s=5.0)
-    other = simulation.add("other", max_tokens=30)
-    for _ in range(6):
-        simulation.step()
-    simulation.clock.now = 5.0
-    simulation.run()
-    finished = simulation.finished["late"]
-    assert (finished.reason, finished.code) == ("error", "deadline_exceeded")
-    assert finished.completion_tokens == len(simulation.tokens["late"]) > 0
-    assert simulation.tokens["other"] == simulation.expected(other)
-
-
-def test_request_that_never_ran_before_its_deadline_is_not_billed(simulation: Simulation) -> None:
-    simulation.hold_loads()
-    simulation.add("late", digest="a", timeout_s=5.0)
-    simulation.step()
-    simulation.clock.now = 6.0
-    simulation.step()
-    assert (simulation.finished["late"].prompt_tokens, simulation.finished["late"].completion_tokens) == (0, 0)
-    simulation.let_loads_go()
-    simulation.run()
 
 
 def test_first_step_wait_is_limited(simulate: Simulate) -> None:
@@ -156,46 +132,6 @@ def test_a_paused_sequence_can_be_aborted(simulation: Simulation) -> None:
     simulation.engine.abort(b"gateway", Abort(sequence_id="s"))
     simulation.run()
     assert simulation.finished["s"].reason == "abort"
-
-
-@pytest.mark.parametrize("num_users", [1, 2, 5])
-def test_unload_frees_the_adapter_at_its_deadline(simulation: Simulation, num_users: int) -> None:
-    for i in range(num_users):
-        simulation.add(f"s{i}", digest="a", max_tokens=100)
-    base = simulation.add("base", max_tokens=20)
-    for _ in range(5):
-        simulation.step()
-    simulation.engine.unload(b"gateway", Unload(call_id="u", digest="a", deadline_s=3.0))
-    simulation.step()
-    assert stats_of(simulation).num_adapter_pages == 2
-    simulation.clock.now = 3.0
-    states = []
-    while simulation.engine.has_work:
-        simulation.engine.step()
-        for outbound in simulation.engine.take_outbox():
-            match outbound.message:
-                case AdapterState(state=state):
-                    states.append(state)
-                case message if hasattr(message, "reason"):
-                    simulation.finished[message.sequence_id] = message
-                case message:
-                    for output in message.outputs:
-                        simulation.tokens[output.sequence_id].extend(output.token_ids)
-    assert states == ["absent"]
-    assert stats_of(simulation).num_adapter_pages == 0
-    assert {simulation.finished[f"s{i}"].code for i in range(num_users)} == {"adapter_unloaded"}
-    assert simulation.tokens["base"] == simulation.expected(base)
-
-
-def test_deadline_of_a_finished_unload_has_no_effect(simulation: Simulation) -> None:
-    simulation.add("first", digest="a", max_tokens=3)
-    simulation.engine.unload(b"gateway", Unload(call_id="u", digest="a", deadline_s=3.0))
-    simulation.run()
-    again = simulation.add("again", digest="a", max_tokens=30)
-    simulation.step()
-    simulation.clock.now = 4.0
-    simulation.run()
-    assert simulation.tokens["again"] == simulation.expected(again)
 
 
 def test_repeatedly_broken_adapter_is_refused(simulation: Simulation) -> None:

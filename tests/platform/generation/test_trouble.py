@@ -263,7 +263,6 @@ async def test_engine_errors_map_to_http_statuses(gateway: Any, code: str, statu
         ("no_token_allowed", "failed"),
         ("grammar_failed", "failed"),
         ("request_excluded", "failed"),
-        ("deadline_exceeded", "failed"),
         ("overloaded", "failed"),
         ("replica_draining", "failed"),
     ],

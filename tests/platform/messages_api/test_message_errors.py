@@ -146,9 +146,9 @@ async def test_an_engine_that_restarts_is_overloaded(gateway: Gateway) -> None:
 
 
 async def test_a_failure_before_the_first_token_has_a_status(gateway: Gateway) -> None:
-    gateway.engine.script = lambda add: Script(token_ids=(), error="deadline_exceeded")
+    gateway.engine.script = lambda add: Script(token_ids=(), error="overloaded")
     for stream in (False, True):
-        refusal(await post(gateway, stream=stream), 504, "timeout_error")
+        refusal(await post(gateway, stream=stream), 529, "overloaded_error")
 
 
 async def test_an_internal_error_has_the_envelope(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:

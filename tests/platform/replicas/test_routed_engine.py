@@ -96,7 +96,6 @@ class Fleet:
         self.peer = LosableEngine()
         self.router = ChosenRouter(["peer", "other", "local"])
         self.outcomes: Counter[str] = Counter()
-        self.clock_s = 10.0
         self.num_fallbacks = 0
         self.engine = RoutedEngine(
             self.local,
@@ -104,7 +103,6 @@ class Fleet:
             lambda: self.router,
             lambda outcome: self.outcomes.update([outcome]),
             self.note_fallback,
-            lambda: self.clock_s,
         )
         self.report()
 
@@ -121,16 +119,14 @@ def fleet() -> Fleet:
     return Fleet()
 
 
-async def test_unstarted_sequence_moves_with_its_id_and_remaining_time(fleet: Fleet) -> None:
-    stream = fleet.engine.submit(add("one", 4, timeout_s=30.0))
+async def test_unstarted_sequence_moves_with_its_id_and_limit(fleet: Fleet) -> None:
+    stream = fleet.engine.submit(add("one", 4))
     fleet.engine.extend("one", 6)
-    fleet.clock_s += 12.0
     fleet.peer.lose()
     tokens, end = await collect(stream)
     assert tokens == [5, 6, 7, 5, 6, 7]
     assert (end.reason, end.completion_tokens) == ("length", 6)
-    moved = msgspec.structs.replace(add("one", 6), timeout_s=18.0)
-    assert fleet.other.adds == [moved]
+    assert fleet.other.adds == [add("one", 6)]
     assert fleet.outcomes == {"moved": 1, "completed": 1}
     assert fleet.router.in_flight == []
     # A lost replica gets nothing until it is reported again.
@@ -190,10 +186,10 @@ async def test_sequence_that_full_queues_refuse_runs_where_slots_are_free(fleet:
     full, also_full, busy = RefusingEngine("overloaded"), RefusingEngine("overloaded"), ScriptedEngine()
     views = [view("local", num_running=7), view("full"), view("also full", num_running=6), view("busy", num_running=8)]
     fleet.engine.update(views, {"full": full, "also full": also_full, "busy": busy})
-    _, end = await collect(fleet.engine.submit(add("one", timeout_s=30.0)))
+    _, end = await collect(fleet.engine.submit(add("one")))
     assert end.reason == "length"
     assert (len(full.adds), len(also_full.adds), len(busy.adds)) == (1, 1, 0)
-    assert fleet.local.adds == [add("one", timeout_s=30.0)]
+    assert fleet.local.adds == [add("one")]
     assert fleet.outcomes == {"moved": 2}
     assert fleet.router.in_flight == []
 
