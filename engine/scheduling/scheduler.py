@@ -259,6 +259,9 @@ class Scheduler:
             self.queue.leave(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.queue.remove(sequence)
+            if is_broken:
+                # It was preempted while the step with the fault was in flight.
+                self._kv.disown(sequence)
         sequence.state = SequenceState.FINISHED
 
     def max_tokens(self, num_adapter_pages: int = 0, digest: str | None = None) -> int:
@@ -558,7 +561,7 @@ class Scheduler:
                 if entry.vocab_size != sequence.add.vocab_size or entry.num_labels != sequence.add.num_labels:
                     self._misstated.append(sequence)
                     continue
-                if sequence.num_reserved > self.max_tokens(entry.num_pages, entry.digest):
+                if sequence.num_paged > self.max_tokens(entry.num_pages, entry.digest):
                     self._unfit.append(sequence)
                     continue
             if num_free_slots == 0 and not can_free_slots:

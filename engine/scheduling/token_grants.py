@@ -49,7 +49,7 @@ class TokenGrants:
 
     def fits(self, sequence: Sequence) -> bool:
         """True if all tokens granted to the sequence still fit in the pool."""
-        return sequence.num_reserved <= self._most_tokens(sequence)
+        return sequence.num_paged <= self._most_tokens(sequence)
 
     def pauses(self, sequence: Sequence) -> bool:
         """Pause a sequence that has reached its limit. Returns False if it may not pause or its limit cannot be

@@ -299,6 +299,13 @@ class Sequence:
         return self.checkpoints[0] - self.num_computed if self.checkpoints else self.num_pending
 
     @property
+    def num_paged(self) -> int:
+        """Number of tokens that need pages by the time the sequence reaches its limit. A pooled sequence's limit is one
+        token beyond its prompt, which it never computes.
+        """
+        return self.num_prompt if self.is_pooled else self.num_reserved
+
+    @property
     def has_reached_limit(self) -> bool:
         """True if the last token within the limit is in flight or committed, so no further step can include the
         sequence.

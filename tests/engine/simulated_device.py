@@ -82,7 +82,8 @@ class SimulatedExecutor:
         self._chosen: list[int | None] = []
         self._states = [UNWRITTEN] * (num_pages * self._page_places)
         self._head_stored: dict[int, tuple[int, int]] = {}
-        self.not_finite_for: set[str] = set()
+        self.not_finite_for: set[str | None] = set()
+        """The adapters whose rows are not finite. None is the base."""
         self.batches: list[Batch] = []
 
     def submit(self, batch: Batch) -> SimulatedForward:

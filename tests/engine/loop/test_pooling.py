@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from loramux.engine.protocol.messages import POOLINGS, Abort, Add, Extend, Finished, SequenceOutput, StepOutput
+from loramux.engine.protocol.messages import POOLINGS, Abort, Add, Extend, Finished, Pin, SequenceOutput, StepOutput
 from loramux.engine.server.gateway_link import GatewayLink
 from tests.engine.simulated_engine import GREEDY, Simulation, simulate_engine, stats_of
 
@@ -214,3 +214,22 @@ def test_a_classifier_does_nothing_else(digest: str | None, fields: dict[str, ob
     states, ends = states_of(simulation)
     assert not states
     assert ends["s"].code == "invalid_request"
+
+
+def test_a_pooled_prompt_that_fills_the_context_leaves_room_for_pins() -> None:
+    simulation = simulate_engine(adapters={"a": 2}, max_batch_tokens=16, max_model_len=300)
+    add_pooled(simulation, "s", num_prompt=300)
+    simulation.step()
+    simulation.engine.pin(b"gateway", Pin(call_id="p", digest="a"))
+    for _ in range(3):
+        simulation.step()
+    assert [answer.state for answer in simulation.answers] == ["resident"]
+    assert "s" not in simulation.finished
+
+
+def test_a_pooled_prompt_that_fills_the_pool_beside_its_adapter_runs() -> None:
+    simulation = simulate_engine(num_pages=10, adapters={"a": 2})
+    add = add_pooled(simulation, "s", num_prompt=128, digest="a")
+    states, ends = states_of(simulation)
+    assert ends["s"].reason == "stop"
+    assert states["s"] == [expected(simulation, add)]

@@ -6,7 +6,7 @@ import pytest
 
 from loramux.engine.pages.page_pool import PageOwner
 from loramux.engine.protocol.messages import Abort, Add, Unload
-from tests.engine.simulated_engine import VOCAB_SIZE, Simulate, Simulation, stats_of
+from tests.engine.simulated_engine import VOCAB_SIZE, Simulate, Simulation, simulate_engine, stats_of
 
 PAGE = 16
 OWNER = b"owner-a"
@@ -199,3 +199,24 @@ def test_random_conversations_with_shared_prefixes_are_correct(simulate: Simulat
     counts = stats_of(simulation)
     assert counts.cached_tokens > 0
     assert counts.num_adapter_evictions > 0
+
+
+def until_preempted(simulation: Simulation, broken_step: int | None = None) -> int:
+    """Run two sequences until one is preempted, and return the number of steps. The rows of one step are not finite."""
+    for name in ("first", "second"):
+        simulation.add(name, num_prompt=40, max_tokens=60, isolation_key=b"x")
+    for step in range(100):
+        simulation.executor.not_finite_for = {None} if step == broken_step else set()
+        simulation.step()
+        if simulation.scheduler.num_preemptions:
+            return step
+    raise AssertionError("no preemption")
+
+
+def test_a_sequence_that_was_preempted_before_its_fault_is_known_leaves_no_pages() -> None:
+    before = until_preempted(simulate_engine(num_pages=8, lookahead=True))
+    simulation = simulate_engine(num_pages=8, lookahead=True)
+    assert until_preempted(simulation, before - 1) == before
+    simulation.run()
+    assert {end.code for end in simulation.finished.values()} == {"not_finite"}
+    assert len(simulation.prefixes) == 0
