@@ -124,6 +124,25 @@ class KvPages:
         is_known = (page + 1) * group.page_tokens < len(sequence.tokens)
         return is_known and self._find(sequence, 0, page, self._cache.find_anywhere) is not None
 
+    def computes_most(self, other: Sequence, num_tokens: int, sequence: Sequence, prefix: Prefix) -> bool:
+        """True if the next `num_tokens` tokens of another sequence fill pages that at least halve the number of tokens
+        that a waiting sequence with this prefix has to compute. False in hybrid decoders, where pages are of use only
+        up to a checkpoint.
+        """
+        own, add = other.add, sequence.add
+        if self._checkpoints is not None or (own.isolation_key, own.digest) != (add.isolation_key, add.digest):
+            return False
+        if sequence.num_unscored or not sequence.shares_prefixes or not other.shares_prefixes or other.is_tainted:
+            return False
+        page_tokens = self._page_tokens[0]
+        page = (prefix.num_tokens + len(sequence.tokens) - 1) // 2 // page_tokens
+        begin, end = page * page_tokens, (page + 1) * page_tokens
+        if end > min(other.num_computed + num_tokens, len(other.tokens), len(sequence.tokens) - 1):
+            return False
+        # Keys cover all tokens before, and take time to compute.
+        is_same = other.tokens[begin:end] == sequence.tokens[begin:end]
+        return is_same and self._key(other, 0, page) == self._key(sequence, 0, page)
+
     def copy_tokens(self, prefix: Prefix) -> int:
         """The time to copy a prefix's pages back from host memory, as a number of a prompt's tokens."""
         num_copies = sum(isinstance(page, HostPage) for page in chain(*prefix.pages, prefix.checkpoint))

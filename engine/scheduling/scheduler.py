@@ -580,6 +580,8 @@ class Scheduler:
             room = max(1, budget - num_copied)
             if unfinished and sequence.num_tokens - prefix.num_tokens > _longest_rest(sequence, unfinished, room):
                 continue
+            if admitted and self._waits_for_prefix(sequence, prefix, admitted):
+                continue
             if num_free_slots == 0 and (victim := self._vacate_slot(sequence.rank)) is not None:
                 scheduled.pop(victim, None)
                 num_free_slots = self._num_free_slots()
@@ -630,6 +632,17 @@ class Scheduler:
         if prefix.checkpoint and not fits(prefix, budget) and fits(NO_PREFIX, sequence.num_tokens):
             return NO_PREFIX
         return prefix
+
+    def _waits_for_prefix(self, sequence: Sequence, prefix: Prefix, admitted: list[ScheduledSequence]) -> bool:
+        """True if sequences that begin in this step compute most of this one's prompt, such as other choices of it. In
+        the next step, that part is in the prefix cache. A sequence waits for that at most once.
+        """
+        if sequence.has_waited_for_prefix:
+            return False
+        sequence.has_waited_for_prefix = any(
+            self._kv.computes_most(item.sequence, item.num_tokens, sequence, prefix) for item in admitted
+        )
+        return sequence.has_waited_for_prefix
 
     def _begin(
         self, sequence: Sequence, entry: AdapterLoad | None, prefix: Prefix, position: int, budget: int

@@ -113,6 +113,8 @@ class Sequence:
     """Keys of the sequence's first full blocks, computed when needed and kept after the pages are freed."""
     num_cached: int = 0
     """Number of prompt tokens found in the prefix cache when the sequence first ran."""
+    has_waited_for_prefix: bool = False
+    """True if the sequence has begun a step later, because other sequences were computing the start of its prompt."""
     num_reached: int = 0
     """Highest `num_computed` so far. Tokens before this position that run again count as recomputed."""
     num_adapter_pages: int = 0

@@ -162,6 +162,39 @@ def test_prefixes_of_a_broken_adapter_are_forgotten(simulation: Simulation) -> N
     assert answer(simulation, *again) == [0, 0]
 
 
+@pytest.mark.parametrize("windows", [(None,), (20, None)])
+def test_equal_prompts_are_computed_once(simulate: Simulate, windows: tuple[int | None, ...]) -> None:
+    simulation = simulate(max_batch_tokens=512, windows=windows)
+    prompt = tokens(100)
+    adds = [ask(simulation, f"choice {number}", prompt) for number in range(5)]
+    adds.append(ask(simulation, "longer", (*prompt, *tokens(90, seed=1))))
+    simulation.step()
+    assert len(simulation.scheduler.running) == 1
+    simulation.step()
+    assert len(simulation.scheduler.running) == 6
+    assert answer(simulation, *adds) == [0, 96, 96, 96, 96, 96]
+
+
+def test_prompts_that_share_less_than_half_do_not_wait_for_each_other(simulation: Simulation) -> None:
+    system = tokens(16)
+    adds = [ask(simulation, f"s{number}", (*system, *tokens(20, seed=number))) for number in (1, 2)]
+    simulation.step()
+    assert len(simulation.scheduler.running) == len(adds)
+
+
+def test_equal_prompts_of_other_owners_and_adapters_do_not_wait_for_each_other(simulate: Simulate) -> None:
+    simulation = simulate(adapters={"a": 2}, max_batch_tokens=512)
+    use = ask(simulation, "use", tokens(4), "a")
+    answer(simulation, use)
+    prompt = tokens(50)
+    adds = [
+        ask(simulation, f"s{number}", prompt, digest, owner)
+        for number, (digest, owner) in enumerate([(None, b"x"), (None, b"y"), ("a", b"x"), (None, b""), (None, b"")])
+    ]
+    simulation.step()
+    assert len(simulation.scheduler.running) == len(adds)
+
+
 def test_preempted_sequence_reuses_its_own_pages(simulate: Simulate) -> None:
     simulation = simulate(num_pages=12, max_batch_tokens=64)
     adds = [ask(simulation, f"s{i}", tokens(40, seed=i), max_tokens=60) for i in range(3)]
