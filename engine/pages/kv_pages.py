@@ -89,7 +89,7 @@ class KvPages:
         self._checkpoints: StateCheckpoints | None = None
         if layout.num_state_pages:
             assert copy_page is not None
-            self._checkpoints = StateCheckpoints(pages, reclaimer.policy, cache, layout.num_state_pages, copy_page)
+            self._checkpoints = StateCheckpoints(pages, cache, layout.num_state_pages, copy_page)
         # Stored rather than computed, because most steps read these values several times.
         self._page_tokens = tuple(group.page_tokens for group in layout.groups)
         self._has_windows = any(group.window is not None for group in layout.groups)
@@ -295,7 +295,7 @@ class KvPages:
         """Allocate pages for `num_tokens` more tokens. Returns False if there is no room for this queue position.
 
         In windowed layers, pages for tokens beyond the next step are allocated later. With `num_kept`, only free pages
-        are allocated, and that many stay free.
+        and those of cached prefixes are used, and that many stay free or idle.
         """
         end = sequence.num_computed + num_tokens
         if end <= sequence.num_room:
@@ -306,7 +306,7 @@ class KvPages:
             num_pages = (table.first_block + len(table.blocks)) // group.num_blocks
             needed.append(max(0, -(-last // page_tokens) - num_pages))
         needed_by_state = self._layout.num_state_pages - len(sequence.state_pages)
-        if num_kept is not None and not self._pages.can_alloc(sum(needed) + num_kept):
+        if num_kept is not None and not self._cache.make_room(sum(needed), num_kept):
             return False
         if not self._reclaimer.make_room(sum(needed) + needed_by_state, position):
             return False
@@ -343,7 +343,7 @@ class KvPages:
             return True
         # Only a prompt leaves checkpoints, so none contains the state after rows that may be rejected.
         assert not sequence.checkpoints
-        if not self._checkpoints.make_room(num_pages):
+        if not self._cache.make_room(num_pages):
             return False
         assert self._copy_page is not None
         sequence.saved_state = block_list(self._pages.alloc(num_pages, PageOwner.KV))

@@ -116,6 +116,19 @@ class PrefixCache:
             self._policy.add(cached)
             self.num_idle += 1
 
+    def make_room(self, num_pages: int, num_kept: int = 0) -> bool:
+        """Evict cached pages until `num_pages` pages are free. If they cannot be freed without evicting an adapter, or
+        if fewer than `num_kept` more pages would be free or idle, evict nothing and return False.
+        """
+        if self._pages.num_free + self.num_idle < num_pages + num_kept:
+            return False
+        while not self._pages.can_alloc(num_pages):
+            item = self._policy.take(lambda one: not one.has_slot)
+            if item is None:
+                return False
+            item.evict()
+        return True
+
     def evict(self, page: CachedPage) -> None:
         """Remove an idle page from the pool. Its copy in host memory can be restored."""
         self.num_evictions += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from loramux.engine.pages.eviction import EvictionPolicy
 from loramux.engine.pages.host_pages import AnyPage, HostPage
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
@@ -50,12 +49,9 @@ class StateCheckpoints:
     memory. A checkpoint that lacks a page is not used.
     """
 
-    def __init__(
-        self, pages: PagePool, policy: EvictionPolicy, cache: PrefixCache, num_pages: int, copy_page: CopyPage
-    ) -> None:
+    def __init__(self, pages: PagePool, cache: PrefixCache, num_pages: int, copy_page: CopyPage) -> None:
         """A state takes `num_pages` pages."""
         self._pages = pages
-        self._policy = policy
         self._cache = cache
         self._num_pages = num_pages
         self._copy_page = copy_page
@@ -77,13 +73,13 @@ class StateCheckpoints:
         """Copy a sequence's state into a checkpoint, unless there is one already. `digest` is that of the adapter on
         which the state depends, and `owner` the sequence's isolation key.
 
-        Returns False if there is no room: see `make_room`.
+        Returns False if there is no room: see `PrefixCache.make_room`.
         """
         if self.find(key, self._cache.find_anywhere):
             return True
         # The rest of an incomplete checkpoint comes from another computation, and rounding can differ between the two.
         self.forget(key)
-        if not self.make_room(self._num_pages):
+        if not self._cache.make_room(self._num_pages):
             return False
         targets = self._pages.alloc(self._num_pages, PageOwner.KV)
         for index, (source, target) in enumerate(zip(state_pages, targets, strict=True)):
@@ -121,21 +117,6 @@ class StateCheckpoints:
         """Remove a checkpoint, even an incomplete one, from the cache."""
         for index in range(self._num_pages):
             self._cache.forget(_key(key, index))
-
-    def make_room(self, num_pages: int) -> bool:
-        """Evict cached prefixes and checkpoints until `num_pages` pages are free. If they cannot be freed without
-        evicting an adapter, evict nothing and return False.
-        """
-        if self._pages.can_alloc(num_pages):
-            return True
-        if self._pages.num_free + self._cache.num_idle < num_pages:
-            return False
-        while not self._pages.can_alloc(num_pages):
-            item = self._policy.take(lambda one: not one.has_slot)
-            if item is None:
-                return False
-            item.evict()
-        return True
 
     def _release(self, checkpoint: tuple[AnyPage, ...]) -> None:
         for page in checkpoint:

@@ -212,9 +212,9 @@ class Scheduler:
     def room_for_drafts(self, sequence: Sequence, num_drafts: int) -> int:
         """Find pages for drafts after a decode row of this step. Returns the number of drafts with room.
 
-        Drafts never take a page that another sequence has to wait for, or whose contents may be needed again: new pages
-        are free pages, and leave one of each group of layers to each running sequence. In a hybrid decoder, the state
-        is copied, and only this copy may take the pages of cached prefixes.
+        Drafts never take a page that another sequence has to wait for: they leave a page of each group of layers to
+        each running sequence. They may take the pages of cached prefixes, because a pool in use has few free pages, and
+        the sequence soon needs a page for its next tokens anyway. In a hybrid decoder, the state is copied, too.
         """
         num_kept = len(self.running) * self._kv.num_groups
         if not self._kv.grow(sequence, 1 + num_drafts, num_kept=num_kept):

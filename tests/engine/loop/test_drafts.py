@@ -19,6 +19,7 @@ from loramux.engine.protocol.messages import (
     Add,
     Extend,
     Finished,
+    Load,
     SamplingParams,
     SequenceOutput,
     StepOutput,
@@ -210,19 +211,31 @@ def test_preempted_sequences_with_drafts_go_on_where_they_were(simulate: Simulat
     assert simulation.scheduler.num_preemptions > 0
 
 
-def test_drafts_take_no_page_from_the_prefix_cache(simulate: Simulate) -> None:
+def test_drafts_are_as_long_in_a_pool_that_is_full_of_idle_prefixes(simulate: Simulate) -> None:
+    plain = run(simulate(), [request("second", GREEDY, max_tokens=70)])
+    # Wrong tokens, after which drafts do not begin with a page.
+    predicted = [0 if place % 12 == 5 else token for place, token in enumerate(plain["second"].tokens)]
+    add = request("second", GREEDY, max_tokens=70, prediction=tuple(predicted))
+    num_steps = []
+    for num_before in (0, 90):
+        simulation = simulate(num_pages=8, speculates=True)
+        if num_before:
+            run(simulation, [request("first", GREEDY, max_tokens=num_before)])
+        started = stats_of(simulation).num_steps
+        assert run(simulation, [add])["second"].tokens == plain["second"].tokens
+        num_steps.append(stats_of(simulation).num_steps - started)
+    assert stats_of(simulation).num_prefix_evictions > 0
+    assert num_steps[0] == num_steps[1] < 45
+
+
+def test_drafts_evict_no_adapter(simulate: Simulate) -> None:
     plain = run(simulate(), [request("second", GREEDY, max_tokens=30)])
-    simulation = simulate(num_pages=7, speculates=True)
-    # The first request fills the pool. Its pages stay in the prefix cache.
-    run(simulation, [request("first", GREEDY, max_tokens=80)])
+    simulation = simulate(num_pages=12, adapters={"a": 8}, speculates=True)
+    simulation.engine.load(b"gateway", Load(call_id="l", digest="a"))
+    simulation.run()
     add = request("second", GREEDY, max_tokens=30, prediction=tuple(plain["second"].tokens))
-    simulation.engine.add(b"gateway", add)
-    while simulation.engine.has_work:
-        simulation.step()
-        for sequence in simulation.scheduler.running:
-            assert sequence.num_room - sequence.num_tokens < 16
-    assert simulation.tokens["second"] == plain["second"].tokens
-    assert stats_of(simulation).drafts.accepted_prediction_tokens > 0
+    assert run(simulation, [add])["second"].tokens == plain["second"].tokens
+    assert stats_of(simulation).num_adapter_evictions == 0
 
 
 def test_single_rows_of_prompts_beside_drafts_are_scored_and_pooled(simulate: Simulate) -> None:
