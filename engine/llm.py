@@ -437,6 +437,7 @@ def _config(settings: Mapping[str, Any]) -> EngineConfig:
         if name not in types:
             raise TypeError(f"EngineConfig has no field {name}")
         try:
+            value = value.item() if isinstance(value, np.generic) else value
             parsed[name] = msgspec.convert(msgspec.to_builtins(value, enc_hook=os.fspath), types[name])
         except (msgspec.ValidationError, TypeError):
             needed = inspect.formatannotation(types[name])
@@ -465,7 +466,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _is_token_id(one: Any) -> bool:
     # Every prompt has a length. A tensor has the method even if it is a single number.
-    return not hasattr(one, "__len__") or getattr(one, "ndim", None) == 0
+    return not isinstance(one, str) and (not hasattr(one, "__len__") or getattr(one, "ndim", None) == 0)
 
 
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:

@@ -60,6 +60,8 @@ def read_adapter(
     `tokenizer` and `special_tokens`, by role, are the base's. Without a tokenizer, that of the directory is not read.
     """
     config = directory / CONFIG_FILE
+    if not directory.is_dir():
+        raise AdapterRejected("file_missing", "there is no such directory", CONFIG_FILE)
     if not config.is_file():
         raise AdapterRejected(
             "file_missing",

@@ -124,7 +124,10 @@ def _known(
     """
     digest_of = {row.id: row.digest for row in versions}
     requested = connection.execute(_requested(set(digest_of.values()), tenant_ids, now_us))
-    known = {(digest_of[row.adapter_version_id], row.tenant_id) for row in requested}
+    # A version can have been created, and requested, since the versions were read.
+    known = {
+        (digest_of[row.adapter_version_id], row.tenant_id) for row in requested if row.adapter_version_id in digest_of
+    }
     return known | {
         (row.digest, row.tenant_id)
         for row in versions

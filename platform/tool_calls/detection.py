@@ -63,7 +63,7 @@ def last_marker(prompt: str, markers: Markers, continued: str = "") -> str | Non
     Only the end of the prompt and `continued`, the beginning of the answer if the request contains one, are examined,
     because earlier messages may mention markers.
     """
-    text = prompt.rstrip()
+    text = prompt.rstrip().removesuffix(markers.after_begin).rstrip()
     at_end = next((one for one in (markers.begin, markers.end) if text.endswith(one)), None)
     if at_end is not None:
         return at_end

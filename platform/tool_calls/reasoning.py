@@ -13,6 +13,8 @@ from loramux.platform.tool_calls.reader import MAX_GAP, WHITESPACE, overlap
 class Markers:
     begin: str
     end: str
+    after_begin: str = ""
+    """A text that some prompts have after the begin marker."""
 
 
 THINK = Markers("<think>", "</think>")
@@ -24,7 +26,7 @@ BRACKETED_THINK = Markers("[THINK]", "[/THINK]")
 CHANNEL = Markers("<|channel>thought", "<channel|>")
 """Gemma 4."""
 
-SEED_THINK = Markers("<seed:think>", "</seed:think>")
+SEED_THINK = Markers("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>")
 """Seed-OSS."""
 
 HARMONY = Markers("<|channel|>analysis<|message|>", "<|end|>")

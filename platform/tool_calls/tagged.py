@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from loramux.platform.tool_calls.argument_types import STRING, argument_types, json_argument
 from loramux.platform.tool_calls.call_parser import CallParser
@@ -22,7 +21,8 @@ class Tags:
 
     An argument is `key` KEY `key_end` VALUE `value_end`. Whitespace may come before each tag but `value_end`. With
     `value_begin`, it may also come after `key_end`, and the value begins after that tag. Values that are strings are
-    written as they are, others in JSON. If `has_lines`, a line break comes before and after each value.
+    written as they are, others in JSON, and a value ends at the first `value_end`, whatever else it contains. If
+    `has_lines`, a line break comes before and after each value.
     """
 
     begin: str
@@ -46,6 +46,7 @@ class TaggedCallParser(CallParser):
 
     def __init__(self) -> None:
         super().__init__()
+        self._types: dict[tuple[str, str], frozenset[str] | None] = {}
         self._tags = (self.tags.key, self.tags.key_end, self.tags.value_begin, self.tags.end)
 
     def _block(self, marker: str) -> Steps[None]:
@@ -76,14 +77,15 @@ class TaggedCallParser(CallParser):
             yield from reader.literal(tags.end)
             return
         if not (yield from reader.literal(tags.key)):
-            yield from reader.expect(tags.end)
+            if not (yield from reader.literal(tags.end)):
+                yield from reader.expect(self.ends[0])
             self._begin(name)
             self._argue("{}")
             return
         key = yield from self._key()
         self._begin(name)
         try:
-            yield from self._arguments(self.schemas.get(name, {}), key)
+            yield from self._arguments(name, key)
         except Malformed:
             if not reader.ends_within(*self._tags):
                 raise
@@ -93,26 +95,40 @@ class TaggedCallParser(CallParser):
             reader.mark()
 
     def _key(self) -> Steps[str]:
-        """Read the name of an argument after `Tags.key`, up to its value. Raises Malformed."""
+        """Read the name of an argument after `Tags.key`, up to its value. It can have quotes. Raises Malformed."""
         reader, tags = self._reader, self.tags
+        has_quotes = not tags.key_end.startswith('"') and (yield from reader.literal('"'))
         key = yield from reader.span(_KEY, MAX_NAME_LENGTH)
+        if has_quotes:
+            yield from reader.expect('"')
         yield from reader.expect(tags.key_end)
         if tags.value_begin:
             yield from reader.spaces()
             yield from reader.expect(tags.value_begin)
         return key.strip()
 
-    def _arguments(self, schema: Mapping[str, Any], key: str) -> Steps[None]:
+    def _arguments(self, name: str, key: str) -> Steps[None]:
         """Read the arguments of a call, from the value of the first one, whose name is `key`. Raises Malformed."""
         reader, tags = self._reader, self.tags
         before = "{"
         while True:
             self._argue(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-            yield from self._value(argument_types(schema, key))
+            if (name, key) not in self._types:
+                self._types[name, key] = argument_types(self.schemas.get(name, {}), key)
+            yield from self._value(self._types[name, key])
             yield from reader.spaces()
             if not (yield from reader.literal(tags.key)):
                 break
-            before, key = ", ", (yield from self._key())
+            try:
+                before, key = ", ", (yield from self._key())
+            except Malformed:
+                if reader.ends_within(*self._tags):
+                    raise
+                # The call is complete without it.
+                rest = reader.taken()
+                self._argue("}")
+                self._say(rest)
+                return
         if not (yield from reader.literal(tags.end)) and reader.ends_within(*self._tags):
             raise Malformed
         # A call with text in place of its end is complete, too.

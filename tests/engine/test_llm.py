@@ -182,7 +182,14 @@ def test_pieces_join_to_the_answer(llm: LLM) -> None:
 
 def test_text_and_its_tokens_are_the_same_prompt(llm: LLM) -> None:
     ids = llm.tokenize(PROMPT)
-    prompts: tuple[Any, ...] = (PROMPT, list(ids), np.array(ids), torch.tensor(ids), torch.tensor([ids]))
+    prompts: tuple[Any, ...] = (
+        PROMPT,
+        list(ids),
+        np.array(ids),
+        np.array([PROMPT]),
+        torch.tensor(ids),
+        torch.tensor([ids]),
+    )
     answers = [llm.generate(prompt, max_tokens=6, sampling=GREEDY) for prompt in prompts]
     assert {answer.prompt_token_ids for [answer] in answers} == {ids}
     assert len({answer.text for [answer] in answers}) == 1

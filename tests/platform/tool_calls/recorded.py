@@ -316,6 +316,23 @@ RECORDED = {
         "",
         (("f", '{"a": 5, "b": "five", "c": {"x": null}}'),),
     ),
+    "qwen3_coder: no arguments, and no end": Recorded(
+        "qwen3_coder", "<tool_call>\n<function=now>\n</tool_call>", "", (("now", "{}"),)
+    ),
+    "qwen3_coder: keys in quotes": Recorded(
+        "qwen3_coder",
+        '<function=order><parameter="code">5</parameter><parameter="count">5</parameter></function>',
+        "",
+        (("order", '{"code": "5", "count": 5}'),),
+        ORDER,
+    ),
+    "qwen3_coder: a later key is broken": Recorded(
+        "qwen3_coder",
+        "<function=order><parameter=count>5</parameter><parameter=<x>1</parameter></function>",
+        "<parameter=<x>1</parameter></function>",
+        (("order", '{"count": 5}'),),
+        ORDER,
+    ),
     "seed_oss: two calls in a block": Recorded(
         "seed_oss",
         "<seed:tool_call>\n<function=order>\n<parameter=note>\nkept\n</parameter>\n<parameter=count>5</parameter>\n"

@@ -4,9 +4,9 @@ import pytest
 
 from loramux.adapter_store.formats.version_files import answer_parsers
 from loramux.platform.tool_calls import harmony
-from loramux.platform.tool_calls.detection import parser_name_of
+from loramux.platform.tool_calls.detection import last_marker, parser_name_of
 from loramux.platform.tool_calls.parsers import PARSERS
-from loramux.platform.tool_calls.reasoning import REASONING_MARKERS
+from loramux.platform.tool_calls.reasoning import REASONING_MARKERS, SEED_THINK
 
 SHOWN = {
     "Llama 3.1, in JSON": (
@@ -54,3 +54,9 @@ def test_settings_name_every_parser() -> None:
 def test_template_decides_the_parser(source: str, name: str | None) -> None:
     assert parser_name_of(source) == name
     assert name in (None, harmony.NAME, *PARSERS)
+
+
+def test_thinking_is_open_after_a_budget_of_zero() -> None:
+    prompt = "<seed:bos>assistant\n<seed:think><seed:cot_budget_reflect>"
+    assert last_marker(prompt, SEED_THINK) == SEED_THINK.begin
+    assert last_marker(prompt + "Answer.</seed:cot_budget_reflect>\n</seed:think>", SEED_THINK) == SEED_THINK.end
