@@ -256,9 +256,13 @@ class AdapterPool:
             self.reclaimer.policy.discard(load)
             self._give_back(load)
 
-    def is_retired(self, slot: int) -> bool:
-        """True if the adapter in this slot has users, but no new sequence can use it."""
-        return slot in self._used and self._used[slot].is_retired
+    def in_slot(self, slot: int) -> AdapterLoad:
+        """The adapter in a slot that a sequence uses."""
+        return self._used[slot]
+
+    def has_retired(self, digest: str) -> bool:
+        """True if sequences use a copy of the adapter that no new sequence can use."""
+        return any(load.is_retired and load.digest == digest for load in self._used.values())
 
     def is_waited_for(self, load: AdapterLoad) -> bool:
         return load.digest in self._demand.queue_positions

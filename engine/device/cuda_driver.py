@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -47,9 +48,14 @@ def missing_for_triton() -> str | None:
     """Explain in one sentence why Triton cannot build the C extension with which it loads programs. Return None if it
     can.
     """
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    if any(cache.glob("*/cuda_utils*")):
+        # Triton has built it already.
+        return None
     install = f"install gcc, libc6-dev and python{sys.version_info.major}.{sys.version_info.minor}-dev"
     remedy = f"{install} (their names on Debian and Ubuntu), or use --device cpu"
-    if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
+    chosen = os.environ.get("CC")
+    if not any(map(shutil.which, ("gcc", "clang") if chosen is None else shlex.split(chosen)[:1])):
         return f"the device 'cuda' needs a C compiler, because Triton builds a C extension: {remedy}"
     # The same choice as in `triton.runtime.build`.
     scheme = sysconfig.get_default_scheme()

@@ -511,8 +511,13 @@ class Engine:
             self._strikes.strike(digest)
             self._adapters.changes.note(digest, "struck")
             self._prefixes.purge(digest)
-            # The adapter may have a new copy already, which these sequences did not use.
-            if not all(self._adapters.is_retired(one.slot) for one in broken if one.add.digest == digest):
+            # The adapter may have a new copy already, which these sequences did not use. A sequence that was preempted
+            # with its step in flight has no slot any more, and used the old copy if there is one.
+            slots = {one.slot for one in broken if one.add.digest == digest}
+            is_old = self._adapters.has_retired(digest) and all(
+                slot < 0 or self._adapters.in_slot(slot).is_retired for slot in slots
+            )
+            if not is_old:
                 self._calls.retire(digest)
         for sequence in self._scheduler.running:
             sequence.is_tainted |= sequence.add.digest in digests

@@ -82,7 +82,7 @@ class Scheduler:
     Background sequences use what the others leave free. They take no part in a step that computes another sequence's
     prompt, and have few rows while others run, but those they get at least once in MAX_YIELDS + 1 steps. They are
     preempted first for pages, and also when that gives another sequence a sequence slot, or its adapter room. Sequences
-    of the last tier are preempted when that gives a sequence of the first tier a slot or pages.
+    of the last tier are preempted when that gives a sequence of the first tier a slot or pages, or its adapter room.
     """
 
     def __init__(self, queue: FairQueue, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:
@@ -408,16 +408,17 @@ class Scheduler:
 
     def _adapters_of(self, yielding: list[Sequence]) -> list[AdapterLoad]:
         """The adapters that only these sequences use."""
-        num_users = Counter(one.slot for one in yielding)
-        loads = (self._adapters.find(digest) for digest in {one.add.digest: None for one in yielding} if digest)
-        return [load for load in loads if load is not None and 0 < load.num_users == num_users[load.slot]]
+        num_users = Counter(one.slot for one in yielding if one.slot >= 0)
+        loads = map(self._adapters.in_slot, num_users)
+        return [load for load in loads if load.num_users == num_users[load.slot]]
 
     def _num_pages_of(self, yielding: list[Sequence], digest: str | None) -> int:
         """Number of pages that preempting these sequences makes available to a sequence with the adapter `digest`, or
         more if they share pages.
         """
         num_pages = sum(self._kv.num_pages(one) for one in yielding)
-        return num_pages + sum(load.num_pages for load in self._adapters_of(yielding) if load.digest != digest)
+        own = None if digest is None else self._adapters.find(digest)
+        return num_pages + sum(load.num_pages for load in self._adapters_of(yielding) if load is not own)
 
     def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], lane: _Lane, budget: int) -> int:
         """Give rows that new sequences did not use to the running prompts. The first comes last, because it has most of
@@ -581,7 +582,8 @@ class Scheduler:
             if unfinished and sequence.num_tokens - prefix.num_tokens > _longest_rest(sequence, unfinished, room):
                 continue
             if admitted and self._waits_for_prefix(sequence, prefix, admitted):
-                continue
+                # Later sequences would take its slot and pages.
+                break
             if num_free_slots == 0 and (victim := self._vacate_slot(sequence.rank)) is not None:
                 scheduled.pop(victim, None)
                 num_free_slots = self._num_free_slots()

@@ -449,7 +449,7 @@ def test_retired_adapter_is_freed_after_its_last_use_beside_a_new_copy() -> None
     assert bench.phases == {}
     assert ("a", False) in bench.residency, "no new sequence starts with it"
     assert bench.pages.num_free == 6, "b was idle"
-    assert bench.pool.is_retired(used.slot)
+    assert bench.pool.has_retired("a")
     (other,) = bench.bring("a")
     assert other.slot != used.slot
     bench.pool.release(used.slot)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 from msgspec import structs
 
 from loramux.engine.adapters.adapter_strikes import MAX_STRIKES, MEMORY_S, AdapterStrikes
@@ -101,6 +103,42 @@ def test_running_sequences_keep_a_copy_whose_successor_cannot_be_loaded(simulate
     simulation.engine.extend(b"gateway", Extend(sequence_id="long", max_tokens=20))
     end(simulation)
     assert simulation.tokens["long"] == simulation.expected(structs.replace(add, max_tokens=20))
+
+
+@pytest.mark.parametrize("fields", [{"is_background": True}, {"service_tier": "flex"}], ids=["background", "flex"])
+@pytest.mark.parametrize("num_slots", [1, 4])
+def test_the_old_copy_of_a_struck_adapter_makes_room(
+    simulate: Simulate, num_slots: int, fields: dict[str, Any]
+) -> None:
+    simulation = simulate(adapters={"a": 16, "b": 10}, num_slots=num_slots, num_pages=24)
+    simulation.add("long", digest="a", max_tokens=110, share_key="f", **fields)
+    for _ in range(4):
+        simulation.step()
+    simulation.engine._calls.retire("a")
+    simulation.add("chat", digest="b", share_key="acme", service_tier="priority")
+    for _ in range(5):
+        simulation.step()
+    assert simulation.tokens["chat"]
+
+
+def test_a_late_fault_of_the_old_copy_leaves_the_new_one(simulate: Simulate) -> None:
+    """The sequence was preempted with its step in flight, so it has no slot any more."""
+    simulation = simulate(adapters={"a": 2}, lookahead=True)
+    simulation.add("old", digest="a", max_tokens=50)
+    for _ in range(4):
+        simulation.step()
+    simulation.engine._calls.retire("a")
+    simulation.add("new", digest="a", max_tokens=50)
+    for _ in range(4):
+        simulation.step()
+    old, new = (next(one for one in simulation.scheduler.running if one.sequence_id == name) for name in ("old", "new"))
+    # Both copies have users.
+    other = simulation.adapters.in_slot(old.slot)
+    other.num_users += 1
+    simulation.scheduler.preempt(old)
+    simulation.engine._strike([old])
+    assert not simulation.adapters.in_slot(new.slot).is_retired
+    other.num_users -= 1
 
 
 def break_one(simulation: Simulation, begin: Callable[[], object], name: str) -> None:

@@ -134,6 +134,7 @@ def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of Python's headers, on a machine with a compiler and without other directories of headers."""
     for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "no cache"))
     monkeypatch.setattr(cuda_driver.shutil, "which", lambda name: f"/usr/bin/{name}")  # type: ignore[attr-defined]
     paths = {"include": str(tmp_path)}
     monkeypatch.setattr(cuda_driver.sysconfig, "get_paths", lambda scheme: paths)  # type: ignore[attr-defined]
@@ -158,7 +159,14 @@ def test_a_gpu_requires_a_compiler(headers: Path, monkeypatch: pytest.MonkeyPatc
     missing = missing_for_triton()
     assert missing is not None
     assert "needs a C compiler" in missing
-    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setenv("CC", "/absent/cc -O2")
+    missing = missing_for_triton()
+    assert missing is not None
+    assert "needs a C compiler" in missing
+    built = headers / "cache" / "a1" / "cuda_utils.cpython-311-x86_64-linux-gnu.so"
+    built.parent.mkdir(parents=True)
+    built.touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(headers / "cache"))
     assert missing_for_triton() is None
 
 

@@ -363,3 +363,19 @@ def test_default_gets_no_pages_of_flex_for_its_adapter(simulate: Simulate) -> No
         simulation.step()
     assert not simulation.tokens["other"]
     assert simulation.scheduler.num_preemptions == 0
+
+
+def test_a_choice_that_waits_for_its_prompt_keeps_its_place(simulate: Simulate) -> None:
+    simulation = simulate(max_sequences=3, num_pages=200, max_batch_tokens=128, max_model_len=512)
+    simulation.add("running", max_tokens=100, share_key="other")
+    simulation.step()
+    prompt = tuple(range(40))
+    for name in ("first", "second"):
+        add = simulation.make_add(name, prompt, 50, isolation_key=b"one", share_key="acme", service_tier="priority")
+        simulation.engine.add(b"gateway", add)
+    simulation.add("later", max_tokens=50, share_key="another")
+    for _ in range(4):
+        simulation.step()
+    assert simulation.tokens["first"]
+    assert simulation.tokens["second"]
+    assert not simulation.tokens["later"]
