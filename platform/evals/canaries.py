@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import structlog
 
@@ -13,12 +14,15 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.platform.admission.database_health import TROUBLE
 from loramux.platform.evals.questions import ENDPOINT
-from loramux.platform.ledger.outcomes import Outcomes, version_outcomes
+from loramux.platform.ledger.outcomes import Outcomes, WatchedRequests, version_outcomes
 from loramux.platform.ledger.prices import BATCHES
 from loramux.platform.telemetry.package_metrics import EvalMetrics
 
 MAX_PAGES = 10
 """Maximum number of pages of WATCHED_AT_ONCE aliases that one call of `check` looks at."""
+
+ENOUGH_TENANTS = 100
+"""Number of tenants after which a call of `check` reads no further page. Each tenant takes up to about 0.2 s."""
 
 log = structlog.get_logger(__name__)
 
@@ -37,39 +41,40 @@ class Canaries:
 
     def check(self) -> None:
         """Look at up to MAX_PAGES pages of aliases. The next call goes on after them, and finally starts again."""
+        looks = list[tuple[WatchedAlias, dict[int, WatchedRequests]]]()
+        tenant_ids = set[str]()
         for _ in range(MAX_PAGES):
             page, self._after = self._aliases.watched(self._after)
             for watched in page:
-                try:
-                    self._check_one(watched)
-                except TROUBLE:
-                    raise
-                except Exception:
-                    log.exception("a canary cannot be judged", adapter_id=watched.adapter_id, alias=watched.alias.name)
-            if self._after == FIRST:
-                return
+                with _one_failure_logged(watched):
+                    looks.append((watched, self._requests(watched)))
+                    tenant_ids.update(watched.tenant_ids)
+            if self._after == FIRST or len(tenant_ids) >= ENOUGH_TENANTS:
+                break
+        # The requests of evals and batches wait behind others, so their times say nothing about the version.
+        every = [requests for _, by_number in looks for requests in by_number.values()]
+        found = version_outcomes(self._database, every, (ENDPOINT, BATCHES))
+        for watched, by_number in looks:
+            with _one_failure_logged(watched):
+                self._check_one(watched, {number: found[requests] for number, requests in by_number.items()})
 
-    def _check_one(self, watched: WatchedAlias) -> None:
-        verdicts = self._verdicts(watched)
-        if verdicts:
-            verdict = "; ".join(f"version {number}: {verdict}" for number, verdict in verdicts.items())
-            self._roll_back(watched, verdicts.keys(), verdict)
-
-    def _verdicts(self, watched: WatchedAlias) -> dict[int, str]:
-        """Return what speaks against each version that has failed."""
+    def _requests(self, watched: WatchedAlias) -> dict[int, WatchedRequests]:
+        """Return the requests by which each watched version is judged."""
         adapter, rule = self._registry.get_adapter(watched.adapter_id), watched.alias.canary
         if adapter is None or rule is None:
             return {}
-        verdicts = {}
-        for number in rule.versions:
-            model = f"{adapter.tenant_slug}/{adapter.name}@{number}"
-            since_us = watched.alias.updated_us
-            # The requests of evals and batches wait behind others, so their times say nothing about the version.
-            found = version_outcomes(self._database, watched.tenant_ids, model, since_us, (ENDPOINT, BATCHES))
-            verdict = judge(rule, found)
-            if verdict is not None:
-                verdicts[number] = verdict
-        return verdicts
+        model = f"{adapter.tenant_slug}/{adapter.name}"
+        since_us = watched.alias.updated_us
+        return {number: WatchedRequests(watched.tenant_ids, f"{model}@{number}", since_us) for number in rule.versions}
+
+    def _check_one(self, watched: WatchedAlias, found: Mapping[int, Outcomes]) -> None:
+        rule = watched.alias.canary
+        assert rule is not None
+        judged = {number: judge(rule, outcomes) for number, outcomes in found.items()}
+        failed = {number: verdict for number, verdict in judged.items() if verdict is not None}
+        if failed:
+            verdict = "; ".join(f"version {number}: {verdict}" for number, verdict in failed.items())
+            self._roll_back(watched, failed.keys(), verdict)
 
     def _roll_back(self, watched: WatchedAlias, numbers: Collection[int], verdict: str) -> None:
         alias = watched.alias
@@ -85,6 +90,17 @@ class Canaries:
             return
         self._metrics.rollbacks.inc()
         log.warning("a canary was rolled back", **names, verdict=verdict)
+
+
+@contextmanager
+def _one_failure_logged(watched: WatchedAlias) -> Iterator[None]:
+    """Keep a failure from holding up other canaries. Trouble with the database is raised, because it affects all."""
+    try:
+        yield
+    except TROUBLE:
+        raise
+    except Exception:
+        log.exception("a canary cannot be judged", adapter_id=watched.adapter_id, alias=watched.alias.name)
 
 
 def judge(rule: CanaryRule, found: Outcomes) -> str | None:

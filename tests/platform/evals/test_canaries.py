@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, event, insert, select, update
 from structlog.testing import capture_logs
 
 from loramux.adapter_store.registry import aliases
@@ -183,6 +183,40 @@ def test_other_traffic_of_the_tenant_does_not_hide_the_version(watched: Watched,
     assert shares(watched.check()) == {1: 100}
 
 
+def test_a_tenants_requests_are_read_once_for_all_its_canaries(watched: Watched, acme: Tenant) -> None:
+    for name, number in (("early", 2), ("other", 3)):
+        watched.aliases.set(watched.adapter_id, name, {1: 100})
+        watched.aliases.set(watched.adapter_id, name, {number: 100}, canary=RULE)
+    watched.serve(acme, 9, MODEL_FAILED)
+    watched.move()
+    watched.serve(acme, 1, MODEL_FAILED)
+    statements = list[str]()
+
+    def note(connection: Connection, cursor: Any, statement: str, *rest: Any) -> None:
+        statements.append(statement)
+
+    event.listen(watched.database._engine, "before_cursor_execute", note)
+    alias = watched.check()
+    event.remove(watched.database._engine, "before_cursor_execute", note)
+    assert sum("FROM usage_events" in statement for statement in statements) == 1
+    assert shares(alias) == {1: 90, 2: 10}, "each alias has its own start"
+    assert shares(watched.aliases.get(watched.adapter_id, "early")) == {1: 100}
+    assert shares(watched.aliases.get(watched.adapter_id, "other")) == {3: 100}
+
+
+def test_a_call_reads_no_further_page_after_enough_tenants(
+    watched: Watched, acme: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aliases, "WATCHED_AT_ONCE", 1)
+    for name in ("a", "b"):
+        watched.aliases.set(watched.adapter_id, name, {1: 100})
+        watched.aliases.set(watched.adapter_id, name, {2: 100}, canary=RULE)
+    watched.serve(acme, 9, MODEL_FAILED)
+    monkeypatch.setattr(canaries_module, "ENOUGH_TENANTS", 1)
+    watched.check()
+    assert [shares(watched.aliases.get(watched.adapter_id, name)) for name in ("a", "b")] == [{1: 100}, {2: 100}]
+
+
 def test_move_ends_the_watch(watched: Watched, acme: Tenant) -> None:
     watched.move()
     watched.serve(acme, 9, MODEL_FAILED)
@@ -300,7 +334,7 @@ def test_a_call_looks_at_a_bounded_number_of_canaries_and_the_next_goes_on(
         watched.aliases.set(watched.adapter_id, name, {1: 100})
         watched.aliases.set(watched.adapter_id, name, {2: 100}, canary=RULE)
     looked_at: list[str] = []
-    monkeypatch.setattr(Canaries, "_check_one", lambda self, one: looked_at.append(one.alias.name))
+    monkeypatch.setattr(Canaries, "_check_one", lambda self, one, found: looked_at.append(one.alias.name))
     canaries = Canaries(watched.database, AdapterRegistry(watched.database), watched.aliases, watched.metrics.evals)
     for _ in range(3):
         canaries.check()
@@ -317,14 +351,14 @@ def test_canary_that_cannot_be_read_or_judged_holds_up_no_other(
     with watched.database.write() as connection:
         change = update(adapter_aliases).where(table.name == "a")
         connection.execute(change.values(canary={"versions": [2], "verdict": None, "of_a_newer_server": 1}))
-    verdicts = Canaries._verdicts
+    check_one = Canaries._check_one
 
-    def fail(self: Canaries, one: WatchedAlias) -> dict[int, str]:
+    def fail(self: Canaries, one: WatchedAlias, found: Mapping[int, Outcomes]) -> None:
         if one.alias.name == "b":
             raise KeyError("a mistake of ours")
-        return verdicts(self, one)
+        check_one(self, one, found)
 
-    monkeypatch.setattr(Canaries, "_verdicts", fail)
+    monkeypatch.setattr(Canaries, "_check_one", fail)
     watched.move()
     watched.serve(acme, 9, MODEL_FAILED)
     with capture_logs() as logs:
