@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loramux.admin.server.client_addresses import TrustedProxies, origin_of
 from loramux.platform.errors import RateLimited
 from loramux.platform.listener.error_forms import error_form
+from loramux.platform.listener.root_path import RootPath
 from loramux.platform.requests.error_responses import RequestIds, error_response, request_id_of
 
 RETRY_AFTER_S = 1.0
@@ -20,12 +21,19 @@ class ForwardedClients:
     """ASGI middleware that counts requests instead of connections, because many clients share a proxy's connections."""
 
     def __init__(
-        self, app: ASGIApp, proxies: TrustedProxies, max_per_address: int, on_refusal: Callable[[], None]
+        self,
+        app: ASGIApp,
+        proxies: TrustedProxies,
+        max_per_address: int,
+        on_refusal: Callable[[], None],
+        root_path: str = "",
     ) -> None:
         self._app = app
         self._proxies = proxies
         self._max_per_address = max_per_address
         self._on_refusal = on_refusal
+        # The form of the refusal depends on the path, and this middleware is outside the app, which removes the prefix.
+        self._refusal = RootPath(RequestIds(self._refuse, error_form), root_path)
         # The number of requests in progress for each client address. Addresses without requests are removed.
         self._num_running: Counter[str] = Counter()
 
@@ -50,7 +58,7 @@ class ForwardedClients:
         origin = origin_of(client)
         if self._num_running[origin] >= self._max_per_address:
             self._on_refusal()
-            await RequestIds(self._refuse, error_form)(scope, receive, send)
+            await self._refusal(scope, receive, send)
             return
         self._num_running[origin] += 1
         try:

@@ -35,12 +35,13 @@ class HttpServer(uvicorn.Server):
         listener: socket.socket,
         book: ConnectionRegistry | None = None,
         keep_alive_s: int = KEEP_ALIVE_S,
+        root_path: str = "",
     ) -> None:
         self._book = book or ConnectionRegistry()
         if self._book.proxies:
             max_per_address = self._book.limits.max_per_address
             app = ForwardedClients(
-                app, self._book.proxies, max_per_address, lambda: self._book.note("forwarded_address_full")
+                app, self._book.proxies, max_per_address, lambda: self._book.note("forwarded_address_full"), root_path
             )
         super().__init__(
             uvicorn.Config(

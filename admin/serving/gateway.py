@@ -103,7 +103,7 @@ async def _serve(
             batches = assembled.batches.run(signals.drain, settings.run_batches)
             await stack.enter_async_context(in_background(batches, "batches"))
         await serve_until_stopped(
-            HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s),
+            HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s, settings.root_path),
             HttpServer(assembled.operations_app, admin_listener, admin, settings.keep_alive_s),
             signals,
             settings.drain_s,

@@ -236,7 +236,7 @@ async def _serve(
         await stack.enter_async_context(in_background(assembled.events.run(), "events"))
         await stack.enter_async_context(in_background(assembled.webhooks.run(signals.drain), "webhooks"))
         await serve_until_stopped(
-            HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s),
+            HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s, settings.root_path),
             HttpServer(assembled.admin_app, admin_listener, admin, settings.keep_alive_s),
             signals,
             settings.drain_s,

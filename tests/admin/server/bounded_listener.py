@@ -116,13 +116,16 @@ class Listener:
 
 @contextmanager
 def listening(
-    limits: ConnectionLimits | None = None, proxies: tuple[str, ...] = (), keep_alive_s: int = KEEP_ALIVE_S
+    limits: ConnectionLimits | None = None,
+    proxies: tuple[str, ...] = (),
+    keep_alive_s: int = KEEP_ALIVE_S,
+    root_path: str = "",
 ) -> Iterator[Listener]:
     metrics = GatewayMetrics()
     bound = bind("127.0.0.1", 0, "port")
     registry = ConnectionRegistry(limits, TrustedProxies(proxies), metrics.listeners, "openai")
     listener = Listener(bound.getsockname()[1], registry, metrics)
-    server = HttpServer(listener, bound, listener.book, keep_alive_s)
+    server = HttpServer(listener, bound, listener.book, keep_alive_s, root_path)
 
     async def serve() -> None:
         listener.loop = asyncio.get_running_loop()

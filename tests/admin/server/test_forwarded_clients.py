@@ -71,7 +71,7 @@ def test_only_trusted_proxies_are_believed(
 
 def test_behind_a_trusted_proxy_requests_are_counted_by_forwarded_address() -> None:
     limits = ConnectionLimits(max_connections=20, max_per_address=2)
-    with listening(limits, ("127.0.0.1",)) as listener, ExitStack() as stack:
+    with listening(limits, ("127.0.0.1",), root_path="/prefix") as listener, ExitStack() as stack:
 
         def ask(client: str, path: str = "/") -> socket.socket:
             return stack.enter_context(listener.open(request("GET", path, {"x-forwarded-for": client})))
@@ -83,9 +83,10 @@ def test_behind_a_trusted_proxy_requests_are_counted_by_forwarded_address() -> N
         assert (refused.status, int(refused.headers["retry-after"])) == (429, 1)
         assert refused.headers["x-request-id"].startswith("req_")
         assert json.loads(refused.read())["error"]["code"] == "too_many_connections"
-        status, told = answer(ask("198.51.100.7", "/v1/messages"))
-        assert (status, json.loads(told)["type"]) == (429, "error"), "in Anthropic's form"
-        assert listener.num_refused("forwarded_address_full") == 2
+        for path in ("/v1/messages", "/prefix/v1/messages"):
+            status, told = answer(ask("198.51.100.7", path))
+            assert (status, json.loads(told).get("type")) == (429, "error"), "in Anthropic's form"
+        assert listener.num_refused("forwarded_address_full") == 3
         # Neither the proxy's connections nor other clients' requests count towards this client's limit.
         assert [answer(ask(f"198.51.100.{number}"))[0] for number in range(8, 14)] == [200] * 6
         listener.call(listener.may_end.set)
