@@ -124,7 +124,7 @@ def assemble_gateway(
             capacity = (lambda: (engine.info or info).max_sequences) if several is None else several.capacity
             room = RoomLimits(capacity=capacity)
             batches = BatchRunner(gateway, kept.files, BatchQueue(database), gateway.metrics.batches, room)
-        app = create_openai_app(gateway, kept, server_loads_adapters=bool(settings.load_sources))
+        app = create_openai_app(gateway, kept, is_additional=True)
         engines = {} if several is None else several.engines
         yield AssembledGateway(gateway, app, _operations_app(gateway, settings, is_loopback, engines), batches)
 

@@ -122,18 +122,18 @@ def create_openai_app(
     services: GatewayServices,
     kept: BatchServices | None,
     runtime_adapters: RuntimeAdapters | None = None,
-    server_loads_adapters: bool = False,
+    is_additional: bool = False,
 ) -> FastAPI:
     """Create the app. `services.run.maintenance.run()` must run alongside it.
 
     Without `kept`, the app has no blob store, and the routes for files and batches refuse all calls. Without
-    `runtime_adapters`, it has no routes that load adapters. If `server_loads_adapters`, the app is that of an
-    additional gateway, and these routes say that only its server has them.
+    `runtime_adapters`, it has no routes that load adapters. If it `is_additional`, a gateway besides the server, these
+    routes say where to send the calls.
     """
     # Only the health routes are public.
     app = listener_app("loramux")
     app.state.services, app.state.batches, app.state.runtime_adapters = services, kept, runtime_adapters
-    app.router.routes.extend(_routes(runtime_adapters is not None or server_loads_adapters).routes)
+    app.router.routes.extend(_routes(runtime_adapters is not None or is_additional).routes)
     add_health(app, services.database, services.engine, services.trouble)
     errors = ErrorResponses(form_of=error_form)
     handlers = {

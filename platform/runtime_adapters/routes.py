@@ -107,7 +107,9 @@ async def adapters_of(request: Request, caller: Caller) -> RuntimeAdapters:
     act_as(Actor(caller.key_id, None if request.client is None else request.client.host, request_id_of(request)))
     adapters = cast(RuntimeAdapters | None, request.app.state.runtime_adapters)
     if adapters is None:
-        raise NotOnThisGateway("an additional gateway does not load adapters: call the server's own port")
+        raise NotOnThisGateway(
+            "an additional gateway does not load adapters: call the server's own port, if it has load_sources"
+        )
     return adapters
 
 

@@ -71,6 +71,7 @@ def test_two_gateways_share_an_engine_a_database_and_a_limit(
     joining = ("--model", demo_base, "--engine", engine[1], "--database-url", url)
     gateway = start("gateway", *joining, "--data-dir", tmp_path / "second", *ports)
     processes.append(gateway)
+    (tmp_path / "empty.db").touch()
     # While that gateway starts, check that gateways with an invalid setup exit with a message.
     refusals = {
         "there is no engine": start(
@@ -94,6 +95,8 @@ def test_two_gateways_share_an_engine_a_database_and_a_limit(
         assert http.get(f"{gateway_url}/health/ready").status_code == 200
         assert "loramux_running_requests" in http.get(f"{metrics_url}/metrics").text
         assert http.get(f"{metrics_url}/admin/v1/tenants").status_code == 404
+        loading = http.post(f"{gateway_url}/v1/load_lora_adapter", json={}, headers={"authorization": f"Bearer {key}"})
+        assert loading.json()["error"]["code"] == "not_on_this_gateway"
         assert ask(server_url, key, 5)[0] == ask(gateway_url, key, 5)[0] == 200
 
         # Each request reserves 21 tokens, and the burst is 210 tokens with almost no refill, so 10 of 40 requests

@@ -351,7 +351,7 @@ async def test_without_sources_there_are_no_such_calls(lab: Lab) -> None:
 
 
 async def test_an_additional_gateway_says_where_to_send_calls_that_it_cannot_do(lab: Lab) -> None:
-    app = create_openai_app(lab.gateway.services, None, server_loads_adapters=True)
+    app = create_openai_app(lab.gateway.services, None, is_additional=True)
     key = {"authorization": f"Bearer {lab.key}"}
     calls = [("POST", path) for path in ("/v1/load_lora_adapter", "/load_lora_adapter", "/v1/unload_lora_adapter")]
     calls += [("GET", "/server_info"), ("GET", "/v1/batches"), ("POST", "/v1/files"), ("GET", "/v1/files/file-1")]
