@@ -10,7 +10,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -63,9 +63,10 @@ class _Pusher:
         wait: Wait,
         running: Running,
         untrained: bool,
+        without: Collection[str],
     ) -> _Steps:
         if isinstance(weights, str | Path):
-            files = yield from self._directory_files(Path(weights), config)
+            files = yield from self._directory_files(Path(weights), config, without)
         else:
             files = _memory_files(weights, config)
         params: dict[str, Any] = {"wait": wait, "running": running, "untrained": untrained}
@@ -86,7 +87,9 @@ class _Pusher:
             yield min(MAX_PAUSE_S, error.retry_after_s or 1.0)
         raise AssertionError("unreachable")
 
-    def _directory_files(self, directory: Path, config: object) -> Generator[_Call, httpx.Response | None, _Files]:
+    def _directory_files(
+        self, directory: Path, config: object, without: Collection[str]
+    ) -> Generator[_Call, httpx.Response | None, _Files]:
         """Read the files with which `loramux adapters push` makes a version of a directory."""
         if config is not None:
             raise ValueError("a directory has its own configuration: omit config")
@@ -94,7 +97,7 @@ class _Pusher:
         if has_tokenizer(directory):
             facts = _document((yield {"method": "GET", "url": "server/vocabulary"}))
         try:
-            with joined_directory(directory) as joined, version_files(joined, lambda: facts) as paths:
+            with joined_directory(directory) as joined, version_files(joined, lambda: facts, without) as paths:
                 return _files({path.name: path.read_bytes() for path in paths})
         except AdapterRejected as error:
             raise PushRefused(error.message, error.code, error.param) from None
@@ -146,18 +149,20 @@ class WeightsPush(_Pusher):
         wait: Wait = "ready",
         running: Running = "finish",
         untrained: bool = False,
+        without: Collection[str] = (),
     ) -> PushedVersion:
         """Create a version and return when it is ready, or, with `wait="resident"`, when the engine has loaded it.
 
         `config` is a `peft.LoraConfig` or the content of `adapter_config.json`, and is needed unless `weights` is a
         directory, which becomes the same version as with `loramux adapters push`. `alias` then stands for the version.
         `running="stop"` cancels requests that still run on the alias's earlier versions. `untrained` accepts weights
-        whose products B A are all zero.
+        whose products B A are all zero. `without` names optional files that a directory's version leaves out, such as
+        `chat_template.jinja`, `added_vocabulary.json` and `pooling.json`, also if they are made from other files.
 
         Raises ValueError or PushRefused for weights that cannot be sent, AdminError if the server refuses the push or
         rejects the version, ServerUnreachable, or OSError.
         """
-        steps = self._steps(weights, config, alias, wait, running, untrained)
+        steps = self._steps(weights, config, alias, wait, running, untrained, without)
         response: httpx.Response | None = None
         while True:
             try:
@@ -201,9 +206,10 @@ class AsyncWeightsPush(_Pusher):
         wait: Wait = "ready",
         running: Running = "finish",
         untrained: bool = False,
+        without: Collection[str] = (),
     ) -> PushedVersion:
         """`WeightsPush.push` as a coroutine. Weights from memory are copied before its first suspension."""
-        steps = self._steps(weights, config, alias, wait, running, untrained)
+        steps = self._steps(weights, config, alias, wait, running, untrained, without)
         response: httpx.Response | None = None
         while True:
             try:

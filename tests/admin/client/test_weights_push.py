@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.admin.client import weights_push
 from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
-from loramux.admin.client.push import push_adapter
+from loramux.admin.client.push import PushRefused, push_adapter
 from loramux.admin.client.weights_push import AsyncWeightsPush, WeightsPush
 from tests.admin.admin_side import ADMIN_KEY
 from tests.docs.write import DOCS
@@ -140,6 +140,20 @@ def test_a_directory_becomes_the_version_that_the_command_makes(
         with pytest.raises(ValueError, match="a directory has its own configuration"):
             policy.push(directory, CONFIG)
     assert by_program.version_digest == by_command.version_digest
+
+
+def test_a_directory_is_pushed_without_files_that_the_push_would_refuse(
+    client: AdminClient, admin_url: str, make_adapter: Callable[..., Path]
+) -> None:
+    directory = make_adapter()
+    with WeightsPush(admin_url, ADMIN_KEY, "acme/policy") as policy:
+        plain = policy.push(directory)
+        (directory / "modules.json").write_text('[{"type": "models.Dense", "path": "1_Dense"}]')
+        (directory / "chat_template.jinja").write_text("{{ messages }}")
+        with pytest.raises(PushRefused, match="only Transformer, Pooling and Normalize"):
+            policy.push(directory)
+        pushed = policy.push(directory, without=("chat_template.jinja", "pooling.json"))
+    assert pushed.version_digest == plain.version_digest
 
 
 def test_tied_weights_are_sent_twice(tmp_path: Path) -> None:
