@@ -101,7 +101,7 @@ class Visit:
         try:
             return await self.rest.post(path, body, once=self.form.text("once"))
         except RestError as error:
-            if error.code != "idempotency_key_in_use":
+            if error.code not in ("idempotency_key_in_use", "idempotency_key_reused"):
                 raise
             raise Conflict("this form was already sent: reload the page in a moment to see the result") from None
 

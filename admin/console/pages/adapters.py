@@ -74,6 +74,8 @@ async def show(visit: Visit) -> Response:
 
 async def _scores(rest: RestCalls, adapter_id: str, numbers: Sequence[int]) -> dict[int, Document]:
     """Return the newest finished eval of each version that has one."""
+    if not numbers:
+        return {}
     page = await rest.get(f"/adapters/{adapter_id}/evals", newest_of=numbers)
     return {one["version"]: one for one in page["data"]}
 

@@ -11,9 +11,9 @@ from loramux.admin.console.confirmation import Confirmation
 from loramux.admin.console.forms import Form
 from loramux.admin.console.panels import panel
 from loramux.admin.console.rest_calls import Document, RestError
-from loramux.admin.console.visit import Visit
+from loramux.admin.console.visit import Visit, refusal_text
 from loramux.platform.amounts import amount_of, amount_text, money_text
-from loramux.platform.errors import InvalidRequest
+from loramux.platform.errors import ApiError, InvalidRequest
 from loramux.platform.quotas.metrics import METRICS, Unit
 from loramux.platform.quotas.policies import MODES
 
@@ -56,8 +56,8 @@ async def preview(visit: Visit) -> Response:
     """
     try:
         return visit.page("quota_check.html", answer=await _checked(visit), problem=None)
-    except (InvalidRequest, RestError) as error:
-        return visit.page("quota_check.html", error.status, answer=None, problem=error.message)
+    except (ApiError, RestError) as error:
+        return visit.page("quota_check.html", error.status, answer=None, problem=refusal_text(error))
 
 
 async def _checked(visit: Visit) -> Document:

@@ -270,9 +270,10 @@
       event.preventDefault();
       play(form, event.submitter?.matches("[data-continue]") ?? false);
     } else if (form.method === "post") {
-      // A double click must not send the form twice.
+      // A double click must not send the form twice. After Stop or Esc, the form stays, and can be sent again.
       if (form.isSent) event.preventDefault();
       form.isSent = true;
+      setTimeout(() => { form.isSent = false; }, 2000);
     }
   });
 

@@ -154,6 +154,8 @@ async def list_evals(
     """List the evals of an adapter's versions. Of each version, the newest 20 finished evals are kept."""
     adapter = await find_adapter(services, caller, adapter_id)
     if newest_of:
+        if version is not None or paging.after is not None or paging.before is not None:
+            raise InvalidRequest("newest_of cannot be combined with version, after or before", param="newest_of")
         page = await services.call(services.adapters.evals.newest, adapter.id, newest_of)
     else:
         page = await services.call(services.adapters.evals.list, adapter.id, version, *paging)

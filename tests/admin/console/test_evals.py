@@ -98,6 +98,10 @@ async def test_form_sent_twice_starts_one_eval(tab: Tab) -> None:
         await tab.browser.post(f"{tab.here}/evals", version="2", compare="", lines=LINES, once=once)
     [found] = tab.side.services.adapters.evals.list(tab.adapter_id, 2, 10).data
     tab.side.services.adapters.evals.cancel(found.id)
+    fields = {"csrf": tab.browser.csrf, "compare": "", "lines": LINES, "once": once, "version": "1"}
+    changed = await tab.browser.client.post(f"/console{tab.here}/evals", data=fields)
+    assert (changed.status_code, "This form was already sent" in changed.text) == (409, True)
+    assert f'name="once" value="{once}"' in changed.text, "the form that is shown again is the same form"
 
 
 async def test_running_eval_stays_on_its_page(tab: Tab) -> None:

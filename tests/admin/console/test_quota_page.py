@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import html
+from typing import Any
 
 import pytest
 
+from loramux.admin.console.rest_calls import RestCalls, RestError
 from tests.admin.admin_side import AdminSide
 from tests.admin.console.signed_in_browser import Browser, first_match
 from tests.admin.metered_requests import begin_request
@@ -100,3 +102,18 @@ async def test_error_of_a_dry_run_is_shown_in_its_dialog(operator: Browser, tena
     assert response.status_code in (400, 404)
     assert "hx-retarget" not in response.headers
     assert said in response.text
+
+
+async def test_dry_run_that_meets_a_rate_limit_says_how_long_to_wait(
+    operator: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*call: Any) -> Any:
+        raise RestError(429, {"message": "too many calls"}, 7)
+
+    monkeypatch.setattr(RestCalls, "post", refuse)
+    response = await operator.client.post(
+        "/console/quotas/preview",
+        data={"tenant": "acme", "metric": "tokens_per_minute", "limit": "1000", "csrf": operator.csrf},
+        headers={"hx-request": "true"},
+    )
+    assert (response.status_code, "try again in 7 s" in response.text) == (429, True)

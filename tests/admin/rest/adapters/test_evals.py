@@ -100,6 +100,9 @@ async def test_newest_finished_evals_of_versions_are_listed(stand: Stand) -> Non
     assert listed["has_more"] is False
     for wrong in ([0], [MAX_VERSION + 1], list(range(1, 102))):
         assert (await stand.http.get(f"{stand.path}/evals", params={"newest_of": wrong})).status_code == 400
+    for name, value in (("version", 2), ("after", listed["first_id"]), ("before", listed["first_id"])):
+        response = await stand.http.get(f"{stand.path}/evals", params={"newest_of": 1, name: value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "newest_of")
 
 
 async def test_answers_are_paged_by_line(stand: Stand) -> None:
