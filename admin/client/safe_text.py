@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable
 
 REPLACED = frozenset({"Cc", "Cf", "Cs"})
 """Unicode's categories of control, format and surrogate characters."""
@@ -19,8 +20,13 @@ def safe_text(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(one if is_safe(one) else "\ufffd" for one in text if one != "\r")
+    return replace_unsafe(text.replace("\r", ""), lambda _: "\ufffd")
 
 
-def is_safe(character: str) -> bool:
+def replace_unsafe(text: str, replacement: Callable[[str], str]) -> str:
+    unsafe = {one: replacement(one) for one in set(text) if not _is_safe(one)}
+    return text.translate(str.maketrans(unsafe)) if unsafe else text
+
+
+def _is_safe(character: str) -> bool:
     return character in KEPT or unicodedata.category(character) not in REPLACED

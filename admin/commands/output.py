@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 
-from loramux.admin.client.safe_text import is_safe, safe_text
+from loramux.admin.client.safe_text import replace_unsafe, safe_text
 from loramux.admin.exit_codes import REFUSED, UNREACHABLE, WRONG_CALL
 
 if TYPE_CHECKING:
@@ -116,9 +116,7 @@ def json_text(document: object, indent: int | None = None) -> str:
     """
     is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     text = json.dumps(document, indent=indent, ensure_ascii=not is_unicode)
-    if text.isascii() and "\x7f" not in text:
-        return text
-    return "".join(one if is_safe(one) else json.dumps(one)[1:-1] for one in text)
+    return replace_unsafe(text, lambda one: json.dumps(one)[1:-1])
 
 
 def tell(document: object, sentence: str, as_json: bool) -> None:

@@ -47,7 +47,8 @@ one of them is given, then a profile that `--profile` or `LORAMUX_PROFILE` names
 
 `--json` prints one JSON document to standard output. For a failure, this is
 `{"error": {"message": ..., "code": ..., "param": ...}}`. Without `--json`, a failure is a sentence on standard error.
-A wrong option or argument (exit code 2) is such a sentence even with `--json`.
+A wrong option or argument (exit code 2) is such a sentence even with `--json`. So is a failure of `bench` to write a
+file after it has printed its figures.
 
 `loramux --install-completion` installs completion for bash, zsh or fish.
 """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -182,6 +184,8 @@ def _check_output(path: Path, may_replace: bool) -> None:
 
     try:
         is_taken = path.exists()
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         check_writable(partial_path(path))
     except OSError as error:
         fail(f"{path} cannot be written: {error.strerror}", WRONG_CALL)

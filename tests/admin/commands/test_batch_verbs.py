@@ -129,6 +129,15 @@ def test_run_into_a_directory_that_cannot_be_written_sends_nothing(
     assert [path.name for path in tmp_path.glob("x*")] == [file.name]
 
 
+def test_run_refuses_to_replace_a_directory_before_it_sends_anything(
+    kept: BatchServices, file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "requests.output.jsonl").mkdir()
+    done = invoke("run", file, "--overwrite")
+    assert (done.exit_code, "cannot be written: Is a directory" in done.stderr) == (2, True), done.output
+    assert printed_json(invoke("batches", "list", "--json"))["data"] == []
+
+
 def test_answers_that_cannot_be_written_are_named(
     admin_side: AdminSide, kept: BatchServices, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
