@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from sqlalchemy import Select, select
 
@@ -63,17 +64,17 @@ def version_outcomes(
         for requests in wanted:
             by_model[requests.model].append(requests)
         num_read = Counter[WatchedRequests]()
-        for model, status, started_us, first_token_us in rows:
-            for requests in by_model[model]:
-                if started_us >= requests.since_us and num_read[requests] < MAX_READ:
+        for row in rows:
+            for requests in by_model[row.model]:
+                if row.started_us >= requests.since_us and num_read[requests] < MAX_READ:
                     num_read[requests] += 1
-                    tallies[requests].add(status, started_us, first_token_us)
+                    tallies[requests].add(row.status, row.started_us, row.first_token_us)
     return {requests: tally.outcomes() for requests, tally in tallies.items()}
 
 
 def _recent_requests(
     tenant_id: str, wanted: Collection[WatchedRequests], but_endpoints: Collection[str]
-) -> Select[tuple[str, str, int, int | None]]:
+) -> Select[Any]:
     # No index has the model, and one more would slow down every request. The database drops other models' rows much
     # faster than Python would.
     table = usage_events.c
