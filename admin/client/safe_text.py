@@ -24,8 +24,8 @@ def safe_text(text: str) -> str:
 
 
 def replace_unsafe(text: str, replacement: Callable[[str], str]) -> str:
-    unsafe = {one: replacement(one) for one in set(text) if not _is_safe(one)}
-    return text.translate(str.maketrans(unsafe)) if unsafe else text
+    unsafe = {ord(one): replacement(one) for one in set(text) if not _is_safe(one)}
+    return text.translate(unsafe) if unsafe else text
 
 
 def _is_safe(character: str) -> bool:
