@@ -541,6 +541,12 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         num_background = self.num_background_running + self.num_background_waiting
         return self.num_running + self.num_waiting - num_background
 
+    @property
+    def num_reclaimable_pages(self) -> int:
+        """Number of pages available to new requests: free pages, and pages of idle adapters and prefixes."""
+        idle = sum(one.num_pages for one in self.adapters if one.num_users == 0 and not one.is_pinned)
+        return self.num_free_pages + self.num_idle_prefix_pages + idle
+
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An engine's first message to each gateway, with the engine's limits on sequences."""

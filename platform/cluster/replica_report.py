@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from loramux.engine.protocol.messages import PROTOCOL, EngineReady, Stats
-from loramux.platform.replicas.records import Count, base_fingerprint, num_reclaimable_pages
+from loramux.platform.replicas.records import Count, base_fingerprint
 from loramux.platform.replicas.residency import MAX_SUMMARY_BYTES, SummaryRefused, read_summary, summarise
 
 NUM_STEPS = 8
@@ -78,7 +78,7 @@ class CoarseState:
         self._last = HeldState(
             holds=summarise(one.digest for one in stats.adapters),
             num_sequences=_coarse(stats.num_foreground, self._last.num_sequences, self._sequence_step),
-            num_free_pages=_coarse(num_reclaimable_pages(stats), self._last.num_free_pages, self._page_step),
+            num_free_pages=_coarse(stats.num_reclaimable_pages, self._last.num_free_pages, self._page_step),
         )
         return self._last
 

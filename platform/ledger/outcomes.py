@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Select, select
+from sqlalchemy import Row, Select, select
 
+from loramux.engine.protocol.service_tiers import SERVICE_TIERS
 from loramux.migrations.database import Database
 from loramux.migrations.schema import usage_events
 from loramux.platform.ledger.settlement import MODEL_FAILED
@@ -23,7 +24,8 @@ MAX_SEARCHED = 50_000
 @dataclass(frozen=True, slots=True)
 class Outcomes:
     """`num_failed` requests of `num_requests` failed by a possible fault of the version. Requests that failed for
-    another reason are not counted. `first_token_s` are the times to first tokens in seconds, sorted.
+    another reason are not counted. `first_token_s` are the times to first tokens in seconds, sorted, without those of
+    the last service tier, whose requests wait for others.
     """
 
     num_requests: int
@@ -33,7 +35,8 @@ class Outcomes:
     @property
     def first_token_p95_s(self) -> float | None:
         count = len(self.first_token_s)
-        return self.first_token_s[min(count - 1, count * 95 // 100)] if count else None
+        # The nearest rank, as on the console's page of latencies.
+        return self.first_token_s[-(-count * 95 // 100) - 1] if count else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ def version_outcomes(
             for requests in by_model[row.model]:
                 if row.started_us >= requests.since_us and num_read[requests] < MAX_READ:
                     num_read[requests] += 1
-                    tallies[requests].add(row.status, row.started_us, row.first_token_us)
+                    tallies[requests].add(row)
     return {requests: tally.outcomes() for requests, tally in tallies.items()}
 
 
@@ -78,11 +81,13 @@ def _recent_requests(
     # No index has the model, and one more would slow down every request. The database drops other models' rows much
     # faster than Python would.
     table = usage_events.c
-    columns = (table.model, table.endpoint, table.status, table.started_us, table.finished_us, table.first_token_us)
+    times = (table.started_us, table.finished_us, table.first_token_us)
+    columns = (table.model, table.endpoint, table.status, *times, table.service_tier)
     since_us = min(requests.since_us for requests in wanted)
     searched = select(*columns).where(table.tenant_id == tenant_id, table.finished_us > since_us)
     recent = searched.order_by(table.finished_us.desc()).limit(MAX_SEARCHED).subquery("recent").c
-    found = select(recent.model, recent.status, recent.started_us, recent.first_token_us).where(
+    shown = (recent.model, recent.status, recent.started_us, recent.first_token_us, recent.service_tier)
+    found = select(*shown).where(
         recent.model.in_({requests.model for requests in wanted}),
         recent.started_us >= since_us,
         recent.endpoint.not_in(but_endpoints),
@@ -97,12 +102,12 @@ class _Tally:
     num_failed: int = 0
     first_token_s: list[float] = field(default_factory=list)
 
-    def add(self, status: str, started_us: int, first_token_us: int | None) -> None:
-        if status != "failed":
+    def add(self, row: Row[Any]) -> None:
+        if row.status != "failed":
             self.num_requests += 1
-            self.num_failed += status == MODEL_FAILED
-        if first_token_us is not None:
-            self.first_token_s.append((first_token_us - started_us) / 1_000_000)
+            self.num_failed += row.status == MODEL_FAILED
+        if row.first_token_us is not None and row.service_tier != SERVICE_TIERS[-1]:
+            self.first_token_s.append((row.first_token_us - row.started_us) / 1_000_000)
 
     def outcomes(self) -> Outcomes:
         return Outcomes(self.num_requests, self.num_failed, tuple(sorted(self.first_token_s)))

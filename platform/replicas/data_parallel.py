@@ -11,7 +11,6 @@ import structlog
 from loramux.engine.protocol.messages import EngineReady, Stats, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.replicas.engine_group import NO_ENGINE_ID, EngineGroup
-from loramux.platform.replicas.records import num_reclaimable_pages
 from loramux.platform.replicas.reports import ReplicaFigures, ReplicaReport, UnknownReplica
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.routers import RequestRouter
@@ -61,7 +60,7 @@ class _Member:
             return None
         num_running = 0 if stats is None else stats.num_running - stats.num_background_running
         num_waiting = 0 if stats is None else stats.num_waiting - stats.num_background_waiting
-        num_free_pages = info.num_pages if stats is None else num_reclaimable_pages(stats)
+        num_free_pages = info.num_pages if stats is None else stats.num_reclaimable_pages
         return ReplicaView(
             id=self.name,
             is_local=False,
@@ -85,7 +84,7 @@ class _Member:
                 state="unreachable",
                 reason=self.engine.trouble or "it is starting",
             )
-        num_free_pages = info.num_pages if self._stats is None else num_reclaimable_pages(self._stats)
+        num_free_pages = info.num_pages if self._stats is None else self._stats.num_reclaimable_pages
         return ReplicaReport(
             id=self.name,
             address=info.device,

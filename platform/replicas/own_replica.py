@@ -8,7 +8,7 @@ import msgspec
 
 from loramux.engine.protocol.messages import Stats
 from loramux.platform.replicas.certificates import OwnCertificates
-from loramux.platform.replicas.records import ReplicaRow, num_reclaimable_pages
+from loramux.platform.replicas.records import ReplicaRow
 from loramux.platform.replicas.replica_table import Summary
 from loramux.platform.replicas.residency import read_summary, summarise
 from loramux.platform.routing.views import ReplicaView
@@ -36,7 +36,7 @@ class OwnReplica:
                 # Of several engines, one can be gone.
                 "capacity": stats.max_sequences or self.row.capacity,
                 "num_pages": stats.num_pages,
-                "num_free_pages": num_reclaimable_pages(stats),
+                "num_free_pages": stats.num_reclaimable_pages,
             }
         self.row = msgspec.structs.replace(self.row, **changes)
         prefixes = b"" if stats is None else summarise(one.digest for one in stats.adapters)

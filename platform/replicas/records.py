@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from loramux.engine.protocol.messages import EngineReady, Stats
+from loramux.engine.protocol.messages import EngineReady
 
 MAX_CERTIFICATES_CHARS = 8192
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -45,9 +45,3 @@ def base_fingerprint(ready: EngineReady) -> str:
     """Return a hash that is equal for engines with the same model, dtype, quantisation and page size."""
     parts = (ready.base_sha256, ready.dtype, ready.quantization, ready.page_tokens)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
-
-
-def num_reclaimable_pages(stats: Stats) -> int:
-    """Return the number of pages available to new requests: free pages, and pages of idle adapters and prefixes."""
-    idle = sum(one.num_pages for one in stats.adapters if one.num_users == 0 and not one.is_pinned)
-    return stats.num_free_pages + stats.num_idle_prefix_pages + idle

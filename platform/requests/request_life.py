@@ -338,10 +338,11 @@ async def answer(
 
     A failure before the first token therefore gets an error status, even if the response is to be streamed.
     """
-    deltas = generation.deltas()
+    plan, deltas = generation.plan, generation.deltas()
     first = await anext(deltas, None)
     if first is not None:
-        services.metrics.api.first_token_seconds.labels(generation.plan.endpoint).observe(time.monotonic() - started_s)
+        seconds = services.metrics.api.first_token_seconds
+        seconds.labels(plan.endpoint, plan.service_tier).observe(time.monotonic() - started_s)
     if body.stream and first is not None and isinstance(endpoint, Endpoint):
         return sse.EventStream(_events(first, deltas, generation, endpoint, shape), headers)
     collected = [] if first is None else [first, *[delta async for delta in deltas]]

@@ -166,8 +166,8 @@ class BackgroundRun:
         try:
             async for delta in generation.deltas():
                 if not has_begun:
-                    seconds = time.monotonic() - self._started_s
-                    self._services.metrics.api.first_token_seconds.labels(generation.plan.endpoint).observe(seconds)
+                    plan, seconds = generation.plan, self._services.metrics.api.first_token_seconds
+                    seconds.labels(plan.endpoint, plan.service_tier).observe(time.monotonic() - self._started_s)
                 events = self._answer.events(delta)
                 if self._keeps_events:
                     self._waiting += split_events(events)

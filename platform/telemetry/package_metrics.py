@@ -78,6 +78,7 @@ class ApiMetrics:
             "Time from the end of a call's validation to the first text of its answer",
             SECONDS,
             "endpoint",
+            "tier",
         )
         self.template_seconds = new.histogram(
             "loramux_adapter_template_seconds", "Time to render a chat with an adapter's template", COMMIT_SECONDS

@@ -57,7 +57,7 @@ class ResidentNames:
 
 def render_routing(stats: Stats, info: EngineReady | None, served_name: str, names: Sequence[str]) -> bytes:
     """Return the text exposition. `names` are the adapters in the pool."""
-    used = stats.num_pages - stats.num_free_pages - stats.num_idle_prefix_pages
+    used = max(0, stats.num_pages - stats.num_reclaimable_pages)
     base = {"model_name": served_name}
     metrics = [
         _gauge("num_requests_running", "Sequences in the engine's steps", stats.num_running, base),

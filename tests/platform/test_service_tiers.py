@@ -36,6 +36,10 @@ def allow(gateway: Gateway, highest: str, default: str = "default") -> None:
     gateway.services.callers.tenants.update(gateway.tenant.id, changes, lambda _: None)
 
 
+def metric_lines(gateway: Gateway) -> list[str]:
+    return gateway.services.metrics.render().decode().splitlines()
+
+
 async def sent(gateway: Gateway, path: str, body: dict[str, Any], **more: Any) -> dict[str, Any]:
     response = await gateway.http.post(path, json={"model": "base", **body, **more}, headers=HEADERS)
     assert response.status_code == 200, response.text
@@ -65,6 +69,7 @@ async def test_answer_engine_and_ledger_have_the_tier(
     assert document["service_tier"] == tier
     assert gateway.engine.adds[-1].service_tier == tier
     assert [event.service_tier for event in gateway.usage()] == [tier]
+    assert f'tier="{tier}"' in next(line for line in metric_lines(gateway) if "first_token_seconds_count{" in line)
 
 
 @pytest.mark.parametrize(

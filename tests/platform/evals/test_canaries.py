@@ -153,6 +153,22 @@ def test_slow_version_is_taken_back(watched: Watched, acme: Tenant) -> None:
     assert alias.canary.verdict == "version 2: the 95th percentile of the time to the first token is 2.5 s"
 
 
+def test_one_slow_request_of_twenty_is_not_the_95th_percentile() -> None:
+    assert Outcomes(20, 0, (0.2,) * 19 + (2.0,)).first_token_p95_s == 0.2
+    assert Outcomes(20, 0, (0.2,) * 18 + (2.0,) * 2).first_token_p95_s == 2.0
+    assert Outcomes(40, 0, (0.2,) * 38 + (2.0,) * 2).first_token_p95_s == 0.2
+    assert Outcomes(1, 0, (0.2,)).first_token_p95_s == 0.2
+
+
+def test_requests_of_the_last_tier_can_be_slow_but_must_not_fail(watched: Watched, acme: Tenant) -> None:
+    watched.move()
+    watched.serve(acme, 10)
+    watched.serve(acme, 10, wait_s=60.0, service_tier="flex")
+    assert shares(watched.check()) == {1: 90, 2: 10}
+    watched.serve(acme, 3, MODEL_FAILED, service_tier="flex")
+    assert shares(watched.check()) == {1: 100}
+
+
 def test_good_version_and_other_requests_stay(watched: Watched, acme: Tenant) -> None:
     watched.move()
     watched.serve(acme, 20)
@@ -395,5 +411,5 @@ def test_errors_are_judged_by_their_share(num_requests: int, num_failed: int, is
 
 
 def test_percentile_ignores_a_few_slow_requests() -> None:
-    assert judge(RULE, Outcomes(100, 0, (0.1,) * 95 + (9.0,) * 5)) is not None
-    assert judge(RULE, Outcomes(100, 0, (0.1,) * 96 + (9.0,) * 4)) is None
+    assert judge(RULE, Outcomes(100, 0, (0.1,) * 94 + (9.0,) * 6)) is not None
+    assert judge(RULE, Outcomes(100, 0, (0.1,) * 95 + (9.0,) * 5)) is None

@@ -331,4 +331,4 @@ async def test_requests_are_counted_under_their_own_name(gateway: Gateway) -> No
     sample = gateway.services.metrics.registry.get_sample_value
     for endpoint in ("messages", "count_tokens"):
         assert sample("loramux_requests_total", {"endpoint": endpoint, "status": "200"}) == 1
-    assert sample("loramux_first_token_seconds_count", {"endpoint": "messages"}) == 1
+    assert sample("loramux_first_token_seconds_count", {"endpoint": "messages", "tier": "default"}) == 1

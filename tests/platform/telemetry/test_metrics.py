@@ -21,7 +21,7 @@ async def test_metrics_count_answers_and_tokens_without_naming_anyone(gateway: A
         'loramux_requests_total{endpoint="other",status="404"} 1.0',
         'loramux_tokens_total{kind="prompt"} 2.0',
         'loramux_tokens_total{kind="completion"} 3.0',
-        'loramux_first_token_seconds_count{endpoint="completions"} 1.0',
+        'loramux_first_token_seconds_count{endpoint="completions",tier="default"} 1.0',
         "loramux_running_requests 0.0",
     ):
         assert line in text.splitlines()

@@ -13,11 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from loramux.adapter_store.registry.digest_owners import DigestOwner
 from loramux.adapter_store.tiers.tier_figures import Held, TierFigures
 from loramux.admin.serving.app import create_admin_app
-from loramux.engine.protocol.messages import Load, Pin, Stats, StatsRequest
+from loramux.engine.protocol.messages import Load, Pin, ResidentAdapter, Stats, StatsRequest
 from loramux.platform.admission.records import LoadCharge
-from loramux.platform.telemetry.routing_metrics import FRESH_S, ResidentNames
+from loramux.platform.telemetry.routing_metrics import FRESH_S, ResidentNames, render_routing
 from tests.admin.admin_side import AdminSide
 from tests.admin.rest.tenants_and_keys import bearer, new_key
+from tests.platform.cluster.test_replica_report import stats
 from tests.platform.ready_adapters import add_ready_adapter
 
 pytestmark = pytest.mark.anyio
@@ -142,8 +143,19 @@ async def test_routers_find_the_load_and_the_adapters_in_the_pool(admin_side: An
     assert adapters.value > 1_700_000_000
     assert samples["vllm:num_requests_running"].labels == {"model_name": "the-base"}
     assert (samples["vllm:num_requests_running"].value, samples["vllm:num_requests_waiting"].value) == (0, 0)
-    assert 0 < samples["vllm:kv_cache_usage_perc"].value < 1
+    assert samples["vllm:kv_cache_usage_perc"].value == 0, "idle adapters can be evicted"
     assert samples["vllm:cache_config_info"].labels == {"block_size": "16", "num_gpu_blocks": "64"}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "share"),
+    [({}, 0.0), ({"is_pinned": True}, 0.9375), ({"num_users": 1}, 0.9375)],
+    ids=["idle", "pinned", "in use"],
+)
+def test_pages_that_can_be_evicted_are_not_in_use_for_routers(adapter: dict[str, Any], share: float) -> None:
+    resident = ResidentAdapter(**{"digest": "a", "slot": 0, "num_pages": 60, "num_users": 0, **adapter})
+    found = msgspec.structs.replace(stats(num_free_pages=4), num_pages=64, adapters=(resident,))
+    assert f'vllm:kv_cache_usage_perc{{model_name="b"}} {share}' in render_routing(found, None, "b", ()).decode()
 
 
 def test_names_of_resident_adapters_are_read_again_after_a_while() -> None:
