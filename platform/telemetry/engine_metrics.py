@@ -108,6 +108,7 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     yield _counter("loramux_engine_decode_read_bytes", "Bytes that measured decode steps had to read", reads.num_bytes)
     yield _counter("loramux_engine_decode_seconds", "Duration of measured decode steps", reads.seconds)
     yield _gauge("loramux_engine_memory_bandwidth_bytes", "Measured bandwidth of device memory", reads.bandwidth)
+    yield _counter("loramux_engine_ended_sequences", "Sequences that ended while they were running", stats.num_ended)
     yield _gauge("loramux_engine_running_sequences", "Running sequences", stats.num_running)
     waiting = stats.waiting
     reasons = {"adapter": waiting.adapter, "pages": waiting.pages, "slot": waiting.slot, "grant": waiting.grant}

@@ -35,7 +35,7 @@ def test_the_panel_divides_these_metrics() -> None:
     }
     # Rates over the same interval divide like the counters themselves, and `> 0` drops engines without a GPU.
     expression = re.sub(r"rate\((\w+)\[\$__rate_interval\]\)", r"\1", target["expr"]).replace(" > 0", "")
-    named = re.fullmatch(r"max\((\w+) / \((\w+) \* (\w+)\)\)", expression)
+    named = re.fullmatch(r"max by \(instance, engine\) \((\w+) / \((\w+) \* (\w+)\)\)", expression)
     assert named is not None, expression
     read, seconds, bandwidth = (values[name] for name in named.groups())
     assert read / (seconds * bandwidth) == pytest.approx(READS.utilization)

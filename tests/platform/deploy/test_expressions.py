@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from loramux.platform.listener.app import ENDPOINTS
 
 DEPLOY = Path(__file__).parents[3] / "platform" / "deploy"
@@ -39,3 +41,17 @@ def test_the_alert_on_first_tokens_leaves_out_the_tier_that_waits() -> None:
     selectors = re.findall(r"loramux_first_token_seconds_\w+(\{[^}]*\})?", ALERTS)
     assert len(selectors) == 5
     assert all('tier!="flex"' in selector for selector in selectors)
+
+
+def test_panels_show_each_engine_by_itself() -> None:
+    shown = [one for each in EXPRESSIONS.values() for one in each if re.search(r"loramux_(engine|adapter)_", one)]
+    assert len(shown) > 25
+    for expression in shown:
+        assert "instance, engine) (" in expression
+        assert "max(" not in expression
+
+
+@pytest.mark.parametrize("alert", ["EngineNotStepping", "AdaptersFailToLoad", "PoolThrashes", "ComputesAgain"])
+def test_alerts_compare_figures_of_one_engine(alert: str) -> None:
+    [rule] = re.findall(rf"alert: Loramux{alert}\n(.*?)labels:", ALERTS, re.DOTALL)
+    assert rule.count("by (instance, engine) (") == 2
