@@ -193,6 +193,11 @@ class EngineServices:
         """This server's engines by name, if it has several. Otherwise empty."""
         return {} if self.fleet is None else self.fleet.engines
 
+    @property
+    def measured(self) -> Mapping[str, EngineClient]:
+        """`Fleet.measured`, or empty if this server exports the metrics of `client`."""
+        return {} if self.fleet is None else self.fleet.measured
+
 
 @dataclass(frozen=True, slots=True)
 class AdminSlots:

@@ -39,10 +39,10 @@ def metrics_router(
     token: str | None,
     is_loopback: bool,
     names: RoutingNames | None = None,
-    engines: Mapping[str, EngineClient] | None = None,
+    engines: Callable[[], Mapping[str, EngineClient]] = dict,
 ) -> APIRouter:
     """The `/metrics` route and, with `names`, `/metrics/routing`. If a token is set, every call needs it. While the
-    engine does not answer, `loramux_engine_up` is the only engine metric. If there are several `engines` behind
+    engine does not answer, `loramux_engine_up` is the only engine metric. If `engines` returns the engines behind
     `engine`, `/metrics` has the metrics of each.
     """
     router = APIRouter()
@@ -54,7 +54,8 @@ def metrics_router(
     async def scrape(request: Request) -> Response:
         """Get metrics for Prometheus. Requires the scrape token if one is set, otherwise a call from this machine."""
         _check_scraper(request, token, is_loopback)
-        own = await _engine_text(engine) if not engines else await _engines_text(engines)
+        several = engines()
+        own = await _engines_text(several) if several else await _engine_text(engine)
         return Response(metrics.render() + own, media_type=CONTENT_TYPE)
 
     if names is None:
@@ -108,6 +109,8 @@ async def _engine_text(engine: EngineClient) -> bytes:
 
 async def _engines_text(engines: Mapping[str, EngineClient]) -> bytes:
     stats = await asyncio.gather(*map(_stats, engines.values()))
-    return render_engines(
-        {name: (found, engine.info) for (name, engine), found in zip(engines.items(), stats, strict=True)}
+    # In a thread, because a cluster can have many engines.
+    return await asyncio.to_thread(
+        render_engines,
+        {name: (found, engine.info) for (name, engine), found in zip(engines.items(), stats, strict=True)},
     )

@@ -110,7 +110,12 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     engines = services.engine.engines
     app.include_router(
         metrics_router(
-            services.metrics, services.engine.client, services.metrics_token, services.is_loopback, names, engines
+            services.metrics,
+            services.engine.client,
+            services.metrics_token,
+            services.is_loopback,
+            names,
+            lambda: services.engine.measured,
         )
     )
     add_health(app, services.database, services.engine.client, services.trouble, tells_why=True, engines=engines)

@@ -69,6 +69,7 @@ class ClusterSharing:
     def __init__(
         self, calls: ReplicaCalls, cluster: EngineGroup, metrics: ReplicaMetrics, draw: BaseDraw, router: str
     ) -> None:
+        self._cluster = cluster
         try:
             self.engine = RoutedEngine(
                 cluster,
@@ -85,6 +86,11 @@ class ClusterSharing:
     def capacity(self) -> int:
         """Return how many sequences the engines of `engine` can run at once."""
         return self.fleet.capacity()
+
+    @property
+    def measured(self) -> Mapping[str, EngineClient]:
+        """Implements `Fleet.measured`."""
+        return self._cluster.engines
 
     def open_presence(self) -> ClusterFleet:
         return self.fleet

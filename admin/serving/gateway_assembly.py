@@ -270,6 +270,6 @@ def _operations_app(
     install_error_handling(app)
     is_open = is_loopback and not settings.trusted_proxies
     token = revealed(settings.metrics_token)
-    app.include_router(metrics_router(gateway.metrics, gateway.engine, token, is_open, engines=engines))
+    app.include_router(metrics_router(gateway.metrics, gateway.engine, token, is_open, engines=lambda: engines))
     add_health(app, gateway.database, gateway.engine, gateway.trouble, tells_why=True, engines=engines)
     return app

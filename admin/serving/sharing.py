@@ -65,7 +65,7 @@ class Sharing:
         self._local = local
         self._relayed = relayed
         self.capacity = capacity
-        self.engines = engines
+        self.engines = self.measured = engines
         self._database = database
         self._metrics = metrics
         self._executor = executor

@@ -121,7 +121,7 @@ class DataParallelEngines:
         new_router: Callable[[], RequestRouter],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.engines = engines
+        self.engines = self.measured = engines
         self._clock = clock
         self._members = {name: _Member(name, engine, clock()) for name, engine in engines.items()}
         self._group = EngineGroup(NONE_READY, self._note_resident, shares_disk=True)

@@ -73,6 +73,11 @@ class EngineGroup:
         if any(engine.is_ready for engine in engines.values()):
             self._is_shown.set()
 
+    @property
+    def engines(self) -> Mapping[str, EngineClient]:
+        """The engines that were shown last."""
+        return self._engines
+
     async def shown(self) -> None:
         """Wait until an engine has been ready."""
         await self._is_shown.wait()

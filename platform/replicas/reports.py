@@ -53,6 +53,12 @@ class Fleet(Protocol):
     def engines(self) -> Mapping[str, EngineClient]:
         """This server's engines by the identifiers of their reports, if it has several. Otherwise empty."""
 
+    @property
+    def measured(self) -> Mapping[str, EngineClient]:
+        """The engines whose metrics this server exports one by one: its own, if it has several, or those of its cluster
+        at this moment. A sum over a cluster would lose the counts of its earlier replicas when this server restarts.
+        """
+
     def reports(self) -> Sequence[ReplicaReport]:
         """Report on this server, or on its engines if it has several, then on its peers, then on refused servers. Empty
         if this server has one engine and does not share requests.

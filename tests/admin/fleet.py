@@ -17,6 +17,7 @@ class ScriptedFleet:
 
     def __init__(self, own: EngineClient, peer: EngineClient) -> None:
         self.engines: Mapping[str, EngineClient] = {}
+        self.measured: Mapping[str, EngineClient] = {}
         self._engines = {OWN: own, PEER: peer}
 
     def reports(self) -> Sequence[ReplicaReport]:

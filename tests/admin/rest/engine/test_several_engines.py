@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,8 +10,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.admin.serving.app import create_admin_app
+from loramux.admin.serving.cluster import ClusterSharing
+from loramux.platform.base_draw import BaseDraw
 from loramux.platform.replicas.data_parallel import DataParallelEngines
+from loramux.platform.replicas.engine_group import EngineGroup
+from loramux.platform.routing.routers import HOMES
 from tests.admin.admin_side import ADMIN_KEY, MODEL_SOURCE, AdminSide
+from tests.platform.cluster.calls_here import CallsHere
 from tests.platform.replicas.lab import ChosenRouter
 from tests.platform.scripted_engine import ScriptedEngine
 
@@ -107,3 +113,20 @@ async def test_health_and_findings_name_the_engine_that_is_not_ready(
     pair[0].die()
     assert [grade for grade, _ in await findings()] == ["failed", "failed"]
     assert (await operator.get("/health/ready")).status_code == 503
+
+
+async def test_replicas_of_a_cluster_are_measured_one_by_one(
+    admin_side: AdminSide, pair: tuple[ScriptedEngine, ScriptedEngine], tmp_path: Path
+) -> None:
+    group, calls = EngineGroup("no replica is ready"), CallsHere(tmp_path)
+    sharing = ClusterSharing(calls, group, admin_side.services.metrics.replicas, BaseDraw("", None), HOMES)
+    engine = replace(admin_side.services.engine, client=sharing.engine, fleet=sharing)
+    app = create_admin_app(replace(admin_side.services, engine=engine, metrics_token=None, is_loopback=True))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        assert "loramux_engine_up 0.0" in (await client.get("/metrics")).text.splitlines()
+        for shown in ({"a": pair[0], "b": pair[1]}, {"b": pair[1]}):
+            group.show(shown, None)
+            lines = (await client.get("/metrics")).text.splitlines()
+            steps = [line for line in lines if line.startswith("loramux_engine_steps_total")]
+            assert steps == [f'loramux_engine_steps_total{{engine="{name}"}} 0.0' for name in shown]
+    calls.context.destroy(linger=0)
