@@ -14,12 +14,11 @@ _ALL = (
         changes=(
             (
                 """\
-        if load.num_users == 0:
             self.reclaimer.policy.discard(load)
-        load.num_users += 1
+            self._used[load.slot] = load
 """,
                 """\
-        load.num_users += 1
+            self._used[load.slot] = load
 """,
             ),
         ),

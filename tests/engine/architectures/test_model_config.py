@@ -639,7 +639,7 @@ def test_directory_without_usable_config_is_refused(tmp_path: Path, text: str | 
 
 
 def test_missing_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotSupported, match="does not exist"):
+    with pytest.raises(ModelNotSupported, match="there is no directory"):
         ModelConfig.load(tmp_path / "none")
 
 
