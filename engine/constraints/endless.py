@@ -106,10 +106,12 @@ def _object_ends(node: dict[str, Any], ends: Callable[[Any], bool]) -> bool:
     can_add = any(map(ends, others))
     required, at_least = node.get("required"), node.get("minProperties")
     for name in required if isinstance(required, list) else ():
+        if not isinstance(name, str):
+            continue
         if name in properties:
             if not ends(properties[name]):
                 return False
-        elif isinstance(name, str):
+        else:
             matching = [child for pattern, child in patterns.items() if _surely_matches(pattern, name)]
             if not all(map(ends, matching)) or (others and not can_add):
                 return False

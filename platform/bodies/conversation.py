@@ -18,7 +18,8 @@ from loramux.platform.tokenizer.content_form import ContentForms, formed_content
 
 MAX_ID_CHARACTERS = 256
 
-_PASSED_ID = re.compile("[a-zA-Z0-9]{9}")
+_PASSED_ID = re.compile("(?=.*[a-zA-Z])[a-zA-Z0-9]{9}")
+"""The IDs that chat templates get as they are. IDs without a letter would be like the numbers that replace others."""
 
 PART_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Fields of a text part that tell Anthropic's and OpenAI's servers where to cache the prompt. They have no effect."""

@@ -21,6 +21,7 @@ LIST = {"type": "array", "items": {"$ref": "#/$defs/node"}, "minItems": 2}
         pytest.param(SELF, True, id="only itself"),
         pytest.param({"type": "object", "properties": {"a": SELF}}, False, id="optional property"),
         pytest.param({"type": "object", "properties": {"a": SELF}, "required": ["a"]}, True, id="required property"),
+        pytest.param({"type": "object", "properties": {"a": SELF}, "required": [["a"], 1]}, False, id="no names"),
         pytest.param({"type": ["object", "null"], "properties": {"a": SELF}, "required": ["a"]}, False, id="or null"),
         pytest.param({"properties": {"a": SELF}, "required": ["a"]}, False, id="or a value of another type"),
         pytest.param({**A, "additionalProperties": SELF}, True, id="required additional property"),

@@ -221,8 +221,9 @@ NINE = """\
     [
         (("call_1", "x" * 64, "call_1"), "000000000;000000001;000000000"),
         (("abc123XYZ", "call_1", "abc-123-4"), "abc123XYZ;000000001;000000002"),
+        (("000000001", "call_1"), "000000000;000000001"),
     ],
-    ids=["other servers", "own"],
+    ids=["other servers", "own", "numbers"],
 )
 def test_templates_get_ids_that_those_of_mistral_accept(ids: tuple[str, ...], shown: str) -> None:
     history = [
