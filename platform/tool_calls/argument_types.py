@@ -19,6 +19,9 @@ STRING = frozenset({"string"})
 _MAX_SCHEMAS = 100
 """Number of schemas that are looked at to find the types of one argument. Schemas can refer to themselves."""
 
+_MAX_VALUES = 1000
+"""Number of an enum's values, of a schema's types and of a reference's steps that are looked at."""
+
 _FIRST_CHARACTERS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 
 _NAMES = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
@@ -83,14 +86,14 @@ class _Search:
             return self._types(referenced)
         stated = schema.get("type")
         if stated is not None:
-            names = [stated] if isinstance(stated, str) else stated if isinstance(stated, list) else []
+            names = [stated] if isinstance(stated, str) else stated[:_MAX_VALUES] if isinstance(stated, list) else []
             found = {"number" if one == "integer" else one for one in names if isinstance(one, str)}
             if schema.get("nullable") is True:
                 found.add("null")
             return frozenset(found) or None
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list) and values:
-            return frozenset(_NAMES.get(kind, "number") for kind in set(map(type, values)))
+            return frozenset(_NAMES.get(kind, "number") for kind in set(map(type, values[:_MAX_VALUES])))
         for keyword in ("anyOf", "oneOf"):
             if alternatives := self._listed(schema, keyword):
                 kinds = [self._types(one) for one in alternatives]
@@ -115,7 +118,7 @@ class _Search:
         reference = schema.get("$ref")
         if not isinstance(reference, str):
             return None
-        start, *steps = reference.split("/")
+        start, *steps = reference.split("/", _MAX_VALUES)
         found: Any = self._root if start == "#" else None
         for step in steps:
             found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None

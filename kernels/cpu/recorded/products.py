@@ -72,7 +72,7 @@ def _record_order(tape: Tape, inputs: torch.Tensor, x: torch.Tensor) -> torch.Te
 
 
 def _record_joined(tape: Tape, joined: JoinedLinear, x: torch.Tensor) -> torch.Tensor:
-    """Each product writes whole panels, the last of which the next product must not share."""
+    """A product writes whole panels, so no two of the products may share a panel."""
     linears = [one for one in joined.linears if isinstance(one, QuantizedLinear) and not one.out_features % OUTPUTS]
     if len(linears) < len(joined.linears):
         raise NotRecordable("joined products of other weights, or of parts of panels")

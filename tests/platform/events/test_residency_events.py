@@ -135,7 +135,7 @@ def test_only_own_use_of_weights_counts(clocked: Database, acme: Tenant, clock: 
     num_reports = 0
 
     def used() -> set[str]:
-        """The digests whose state the tenant sees, which are also those of which it is told."""
+        """Return the digests whose state the tenant can see. It is told of exactly these."""
         nonlocal num_reports
         num_reports += 1
         first = 10 * num_reports

@@ -46,6 +46,10 @@ def test_schemas_that_refer_to_themselves_take_little_time(keyword: str) -> None
     for one in many:
         argument_types({"properties": {"x": one}, "$defs": {"a": again}}, "x")
         argument_types({**one, "$defs": {"a": again}}, "x")
+    # A model can write many names, and each of them is looked for.
+    for one in ({"enum": [*range(100_000)]}, {"type": ["null"] * 100_000}, {"$ref": "#" + "/a" * 100_000}):
+        for number in range(1_000):
+            argument_types({"additionalProperties": one}, f"x{number}")
     # Without a limit, one of them would take days.
     assert time.thread_time() - began_s < 2
 
