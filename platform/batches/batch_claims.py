@@ -73,6 +73,10 @@ class BatchQueue:
         """
         return self._claim(but_tenants)
 
+    def has_waiting(self, but_tenants: tuple[str, ...]) -> bool:
+        """True if there is a batch that no server runs, except those of `but_tenants`."""
+        return RowClaims(self._database, batches, UNFINISHED, self._lease_us).find(but_tenants) is not None
+
     def claim_ending(self, but_tenants: tuple[str, ...] = ()) -> ClaimedBatch | None:
         """Like `claim`, but only a batch that can end without an engine: it has been cancelled, has expired, or has an
         answer to each line.

@@ -23,6 +23,7 @@ from loramux.platform.batches.batch_files import BatchFiles
 from loramux.platform.batches.batch_rows import Batch, BatchState
 from loramux.platform.batches.input_lines import parsed_line
 from loramux.platform.batches.line_run import LATER, TROUBLE, LineRuns, PlannedLine, ReadLine, Refusal
+from loramux.platform.batches.places import PlaceGivenUp, Places
 from loramux.platform.batches.room import MAX_ENTERING, Entry, Room, RoomLimits
 from loramux.platform.batches.tenant_files import TenantFiles
 from loramux.platform.engine_link.engine_client import EngineUnavailable
@@ -64,6 +65,10 @@ class BatchPace:
     """Interval between looks for a batch, and at the state of a running one."""
     retry_s: float = 60.0
     """Longest pause of a batch after a request was refused for lack of quota."""
+    idle_s: float = 5.0
+    """How long a batch keeps its place without running a line for lack of quota, if another batch waits for a place.
+    Also the shortest time until it can have a place again.
+    """
     caller_s: float = 1.0
     """How long the key and the tenant are trusted without another look."""
     engine_s: float = 30.0
@@ -89,6 +94,7 @@ class BatchRunner:
         requests = services.run.requests
         self._room = Room(services.engine, limits or RoomLimits(), lambda: requests.num_awaited > 0)
         self._pace = pace or BatchPace()
+        self._places = Places(queue, MAX_RUNNING)
 
     async def run(self, draining: asyncio.Event, claims: bool = True) -> None:
         """Run until cancelled or until `draining` is set. Another server can then continue the batches at once.
@@ -99,7 +105,7 @@ class BatchRunner:
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batches") as executor:
             loop = ClaimLoop(
                 services=self._services,
-                claim=self._queue.claim,
+                claim=self._places.claim,
                 claim_without_engine=self._queue.claim_ending,
                 run_one=partial(self._run, executor),
                 what="batches",
@@ -128,7 +134,8 @@ class BatchRunner:
         try:
             with TemporaryDirectory(dir=self._files.scratch) as scratch:
                 files = BatchFiles(claim, self._files, batch, Path(scratch), self._services.settings)
-                run = _BatchRun(self._services, claim, self._metrics, self._room, self._pace, batch, files)
+                shared = (self._metrics, self._room, self._places, self._pace)
+                run = _BatchRun(self._services, claim, *shared, batch, files)
                 await run.settle_earlier()
                 if not await call_on(executor, files.fetch_input):
                     return
@@ -143,6 +150,10 @@ class BatchRunner:
             # The server stops. Another one, or this one after a restart, continues the batch at once.
             await self._give_back(claim, batch)
             raise
+        except PlaceGivenUp as error:
+            self._places.rest(batch.tenant_id, error.until_s)
+            log.info("a batch is given back", batch_id=batch.id, reason=str(error))
+            await self._give_back(claim, batch)
         except EngineUnavailable as error:
             log.warning("a batch is given back", batch_id=batch.id, reason=str(error))
             await self._give_back(claim, batch)
@@ -166,6 +177,7 @@ class _BatchRun:
         claim: BatchClaim,
         metrics: BatchMetrics,
         room: Room,
+        places: Places,
         pace: BatchPace,
         batch: Batch,
         files: BatchFiles,
@@ -174,6 +186,7 @@ class _BatchRun:
         self._claim = claim
         self._metrics = metrics
         self._room = room
+        self._places = places
         self._pace = pace
         self._batch = batch
         self._files = files
@@ -187,6 +200,10 @@ class _BatchRun:
         self._tasks: set[asyncio.Task[None]] = set()
         self._state: BatchState = "in_progress"
         self._paused_until_s = 0.0
+        self._lacks_quota = False
+        """True if the last refusal was for lack of quota."""
+        self._answered_s = 0.0
+        """When a line was last answered."""
         self._is_engine_gone = False
         """True once this server's engine has not run for `engine_s` seconds. The batch then leaves this server."""
         self._caller: tuple[float, Principal | PermissionDenied] | None = None
@@ -197,9 +214,11 @@ class _BatchRun:
             await self._services.run.settler.settle(request_id, usage or NEVER_RAN)
 
     async def run_lines(self) -> None:
-        """Run the lines until each has an answer, or the batch has been cancelled or has expired. Raises
-        EngineUnavailable if lines are left and the engine has not run for a while.
+        """Run the lines until each has an answer, or the batch has been cancelled or has expired.
+
+        If lines are left, raises EngineUnavailable if the engine has not run for a while, or PlaceGivenUp.
         """
+        self._answered_s = time.monotonic()
         watch = asyncio.create_task(self._watch())
         try:
             await self._run_lines()
@@ -288,8 +307,9 @@ class _BatchRun:
             await asyncio.wait(self._tasks, timeout=self._pace.poll_s, return_when=asyncio.FIRST_COMPLETED)
             self._raise_failures()
             return
-        rest_s = min(self._resting.values()) - time.monotonic()
-        await asyncio.sleep(min(max(0.0, rest_s), self._pace.poll_s))
+        until_s = min(self._resting.values())
+        await self._offer_place(until_s)
+        await asyncio.sleep(min(max(0.0, until_s - time.monotonic()), self._pace.poll_s))
 
     async def _pause(self) -> None:
         """Rest after a refusal, unless the batch ends before."""
@@ -297,7 +317,17 @@ class _BatchRun:
             rest_s = self._paused_until_s - time.monotonic()
             if rest_s <= 0:
                 return
+            self._raise_failures()
+            await self._offer_place(self._paused_until_s)
             await asyncio.sleep(min(rest_s, self._pace.poll_s))
+
+    async def _offer_place(self, until_s: float) -> None:
+        """Raise PlaceGivenUp if a batch waits for a place, and this one lacks quota until `until_s` and runs nothing."""
+        if self._tasks or not self._lacks_quota or until_s - self._answered_s < self._pace.idle_s:
+            return
+        with suppress(*TROUBLE):
+            if await self._services.call(self._places.are_wanted):
+                raise PlaceGivenUp(max(until_s, time.monotonic() + self._pace.idle_s))
 
     async def _entered(self, most: int) -> Sequence[Entry]:
         """Enter the room with up to `most` lines, unless the batch ends before."""
@@ -325,7 +355,9 @@ class _BatchRun:
     async def _run_line(self, read: ReadLine, planned: PlannedLine | ApiError, entry: Entry) -> None:
         try:
             refusal = await self._lines.run(read, planned, entry)
-            if refusal is not None:
+            if refusal is None:
+                self._answered_s = time.monotonic()
+            else:
                 await self._put_off(read, refusal)
         finally:
             self._running.discard(read.waiting.line)
@@ -333,6 +365,7 @@ class _BatchRun:
     async def _put_off(self, read: ReadLine, refusal: Refusal) -> None:
         """Let a refused line wait, which comes back because it has no answer, or fail it after too many attempts."""
         line, error = read.waiting, refusal.error
+        self._lacks_quota = isinstance(error, QuotaExceeded)
         # A line that was not in a step cannot be why the engine does not run.
         has_waited = error.status == 429 or (error.code == "engine_unavailable" and not refusal.has_run)
         self._tries[line.line] += not has_waited
