@@ -101,7 +101,7 @@ class Batches:
             locked = select(tenants.c.id).where(tenants.c.id == owner.tenant_id).with_for_update()
             if connection.scalar(locked) is None:
                 raise Unauthenticated(DELETED)
-            if not lock_file(connection, file.id):
+            if not lock_file(connection, file.id, self._database.now_us(connection)):
                 raise NotFound("there is no such file", code="file_not_found", param="file_id")
             is_open = (batches.c.tenant_id == owner.tenant_id, batches.c.state.in_(UNFINISHED))
             if connection.scalar(select(func.count()).select_from(batches).where(*is_open)) == MAX_OPEN_BATCHES:

@@ -160,21 +160,22 @@ class TenantFiles:
 
     def get(self, owner: Owner, file_id: str) -> TenantFile:
         """Raises NotFound, also for another tenant's file."""
-        query = select(files).where(files.c.id == file_id, files.c.state == "ready", owner.sees(files))
         row = None
         if is_identifier(file_id):
             with self._database.read() as connection:
-                row = connection.execute(query).one_or_none()
+                is_own = (files.c.id == file_id, owner.sees(files), *_is_ready(self._database.now_us(connection)))
+                row = connection.execute(select(files).where(*is_own)).one_or_none()
         if row is None:
-            raise NotFound("there is no such file", code="file_not_found", param="file_id")
+            raise _not_found()
         return _file(row)
 
     def list(self, owner: Owner, listing: Listing, purpose: str | None = None) -> tuple[Sequence[TenantFile], bool]:
         """Return one page of the files, and whether there are more."""
-        query = select(files).where(files.c.state == "ready", owner.sees(files))
+        query = select(files).where(owner.sees(files))
         if purpose is not None:
             query = query.where(files.c.purpose == purpose)
         with self._database.read() as connection:
+            query = query.where(*_is_ready(self._database.now_us(connection)))
             rows = connection.execute(paged(query, files.c.id, listing)).all()
         return [_file(row) for row in rows[: listing.limit]], len(rows) > listing.limit
 
@@ -183,7 +184,7 @@ class TenantFiles:
         try:
             self._blobs.get(file.blob_key, destination)
         except BlobNotFound:
-            raise NotFound("there is no such file", code="file_not_found", param="file_id") from None
+            raise _not_found() from None
         except BlobStoreUnavailable as error:
             raise _unavailable(error) from error
 
@@ -191,12 +192,12 @@ class TenantFiles:
         """Delete a file. Raises NotFound, or Conflict while an unfinished batch needs the file."""
         file = self.get(owner, file_id)
         with self._database.write() as connection:
-            lock_file(connection, file_id)
+            lock_file(connection, file_id, self._database.now_us(connection))
             if connection.scalar(select(_is_needed(file_id))):
                 raise Conflict("a batch that has not finished needs the file: cancel it first", code="file_in_use")
             is_ready = (files.c.id == file_id, files.c.state == "ready")
             if connection.execute(update(files).where(*is_ready).values(state="deleting")).rowcount == 0:
-                raise NotFound("there is no such file", code="file_not_found", param="file_id")
+                raise _not_found()
         try:
             self._delete(file)
         except BlobStoreUnavailable as error:
@@ -211,13 +212,17 @@ class TenantFiles:
         with self._database.read() as connection:
             now_us = self._database.now_us(connection)
             is_stale = and_(files.c.state == "uploading", files.c.created_us < now_us - UPLOAD_US)
-            is_over = or_(files.c.state == "deleting", is_stale, files.c.expires_us <= now_us)
-            query = select(files).where(is_over, ~_is_needed(files.c.id))
-            over = [_file(row) for row in connection.execute(query.limit(1000))]
+            ends = or_(files.c.state == "deleting", is_stale, files.c.expires_us <= now_us)
+            is_over = (ends, ~_is_needed(files.c.id))
+            over = [_file(row) for row in connection.execute(select(files).where(*is_over).limit(1000))]
         for file in over:
             with self._database.write() as connection:
-                connection.execute(update(files).where(files.c.id == file.id).values(state="deleting"))
-            self._delete(file)
+                # A batch may need the file by now. The lock comes first, so that the update sees this batch.
+                connection.execute(select(files.c.id).where(files.c.id == file.id).with_for_update())
+                change = update(files).where(files.c.id == file.id, *is_over).values(state="deleting")
+                is_changed = connection.execute(change).rowcount == 1
+            if is_changed:
+                self._delete(file)
         with self._database.read() as connection:
             purged = connection.execute(select(file_purges)).all()
         # Only blobs of tenants that this database has purged: another database may use the same blob store.
@@ -243,17 +248,33 @@ def paged(query: Any, id_column: Any, listing: Listing) -> Any:
 
 
 def mark_ready(connection: Connection, file_id: str) -> None:
-    connection.execute(update(files).where(files.c.id == file_id, files.c.state == "uploading").values(state="ready"))
+    """Make a file visible. Raises NotFound if it has been deleted meanwhile."""
+    change = update(files).where(files.c.id == file_id, files.c.state == "uploading").values(state="ready")
+    if connection.execute(change).rowcount == 0:
+        raise _not_found()
 
 
-def lock_file(connection: Connection, file_id: str) -> bool:
+def lock_file(connection: Connection, file_id: str, now_us: int) -> bool:
     """Lock a ready file's row, so that the file is not deleted while a batch is created. Return False without one."""
-    query = select(files.c.id).where(files.c.id == file_id, files.c.state == "ready")
+    query = select(files.c.id).where(files.c.id == file_id, *_is_ready(now_us))
     return connection.scalar(query.with_for_update()) is not None
 
 
+def _is_ready(now_us: int) -> Sequence[ColumnElement[bool]]:
+    """The conditions for a file that its tenant can use. A file that a batch needs expires after the batch."""
+    lives = or_(files.c.expires_us.is_(None), files.c.expires_us > now_us, _is_needed(files.c.id))
+    return files.c.state == "ready", lives
+
+
 def _is_needed(file_id: Any) -> ColumnElement[bool]:
-    return exists().where(batches.c.input_file_id == file_id, batches.c.finished_us.is_(None))
+    """Match the input of an unfinished batch, and its output and error files, which are being written."""
+    columns = (batches.c.input_file_id, batches.c.output_file_id, batches.c.error_file_id)
+    own = or_(*[column == file_id for column in columns])
+    return exists().where(own, batches.c.finished_us.is_(None))
+
+
+def _not_found() -> NotFound:
+    return NotFound("there is no such file", code="file_not_found", param="file_id")
 
 
 def _unavailable(error: BlobStoreUnavailable) -> Unavailable:

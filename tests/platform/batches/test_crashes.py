@@ -21,6 +21,8 @@ from loramux.platform.batches.answer_writer import AnswerWriter
 from loramux.platform.batches.batch_claims import BatchClaim, BatchQueue, StoredAnswer, WaitingLine
 from loramux.platform.batches.input_lines import InputLine, read_lines
 from loramux.platform.batches.output_lines import answered
+from loramux.platform.batches.tenant_files import UPLOAD_US
+from loramux.platform.errors import NotFound
 from loramux.platform.ledger.settlement import Settlement
 from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
 from tests.platform.clocked_databases import FakeClock
@@ -178,6 +180,40 @@ async def test_interrupted_files_are_written_again(gateway_on_each: Gateway, clo
     assert gateway_on_each.engine.adds == []
     file = await gateway_on_each.openai.files.retrieve(begun.output_file_id or "")
     assert file.expires_at == file.created_at + 3 * 3600, "the file must not expire before it is written"
+
+
+async def test_files_of_an_unfinished_batch_are_not_swept(
+    gateway_on_each: Gateway, clock: FakeClock, tmp_path: Path
+) -> None:
+    """The batch first ended its lines long ago, so that its new files look as old."""
+    lab, files = BatchLab(gateway_on_each), gateway_on_each.kept.files
+    dead = await dead_server(lab, tmp_path)
+    for one, custom_id in zip(dead.lines, "ab", strict=True):
+        dead.store(one, custom_id)
+    dead.claim.begin_files(dead.batch_id)
+    clock.advance(UPLOAD_US / 1e6 + 1)
+    finish = BatchClaim.finish
+
+    def finish_late(*args: Any) -> None:
+        files.clear_up()
+        finish(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchClaim, "finish", finish_late)
+        await continued(dead, clock)
+
+
+async def test_batch_without_its_output_file_does_not_end(
+    gateway_on_each: Gateway, clock: FakeClock, tmp_path: Path
+) -> None:
+    lab = BatchLab(gateway_on_each)
+    dead = await dead_server(lab, tmp_path)
+    for one, custom_id in zip(dead.lines, "ab", strict=True):
+        dead.store(one, custom_id)
+    batch = dead.claim.begin_files(dead.batch_id)
+    with pytest.raises(NotFound):
+        dead.claim.finish(batch.id, "completed", [batch.output_file_id, None], 0)
+    await continued(dead, clock)
 
 
 async def test_stopped_server_gives_its_batch_back(gateway: Gateway) -> None:

@@ -9,13 +9,17 @@ from typing import Any
 import httpx
 import pytest
 from openai import NotFoundError
+from sqlalchemy import update
 
 from loramux.adapter_store.errors import BlobStoreUnavailable
+from loramux.migrations.schema import files as file_rows
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.batches import form_upload
 from loramux.platform.batches.form_upload import UploadForm
 from loramux.platform.batches.services import MAX_TRANSFERS
-from loramux.platform.batches.tenant_files import UPLOAD_US, Owner, TenantFiles
+from loramux.platform.batches.tenant_files import UPLOAD_US, Owner, TenantFile, TenantFiles
+from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
+from tests.platform.clocked_databases import FakeClock
 from tests.platform.gateways import Gateway
 
 pytestmark = pytest.mark.anyio
@@ -177,6 +181,50 @@ async def test_what_is_over_is_cleared_up(gateway: Gateway, tmp_path: Path) -> N
     files.clear_up()
     assert list(files._blobs.list_keys()) == [kept.blob_key]
     assert over.id not in {one["id"] for one in (await gateway.http.get("/v1/files")).json()["data"]}
+
+
+async def test_expired_file_is_gone_before_it_is_swept(
+    gateway_on_each: Gateway, clock: FakeClock, tmp_path: Path
+) -> None:
+    gateway, files = gateway_on_each, gateway_on_each.kept.files
+    source = tmp_path / "file"
+    source.write_bytes(content_of([line("a")]))
+    owner = Owner(gateway.tenant.id, "key", is_limited=False)
+    unused, needed = (files.create(owner, name, source, 3_600_000_000) for name in ("unused", "needed"))
+    new = {"endpoint": CHAT, "completion_window": "24h"}
+    await gateway.openai.batches.create(input_file_id=needed.id, **new)
+    clock.advance(3600)
+    assert [one.id async for one in gateway.openai.files.list()] == [needed.id]
+    with pytest.raises(NotFoundError):
+        await gateway.openai.files.retrieve(unused.id)
+    with pytest.raises(NotFoundError):
+        await gateway.openai.batches.create(input_file_id=unused.id, **new)
+    async with BatchLab(gateway).running():
+        [batch] = [one async for one in gateway.openai.batches.list()]
+        assert (await BatchLab(gateway).finished(batch)).status == "completed"
+    assert [one.id async for one in gateway.openai.files.list(purpose="batch")] == []
+
+
+async def test_file_that_is_kept_by_now_is_not_swept(
+    gateway_on_each: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep has read its list before."""
+    files, source = gateway_on_each.kept.files, tmp_path / "file"
+    source.write_bytes(b"x")
+    owner = Owner(gateway_on_each.tenant.id, "key", is_limited=False)
+    for name in ("first", "second"):
+        files.create(owner, name, source, 0)
+    delete = TenantFiles._delete
+
+    def delete_late(self: TenantFiles, file: TenantFile) -> None:
+        with gateway_on_each.database.write() as connection:
+            connection.execute(update(file_rows).where(file_rows.c.id != file.id).values(expires_us=None))
+        delete(self, file)
+
+    monkeypatch.setattr(TenantFiles, "_delete", delete_late)
+    files.clear_up()
+    assert len(list(files._blobs.list_keys())) == 1
+    assert len((await gateway_on_each.http.get("/v1/files")).json()["data"]) == 1
 
 
 async def test_unreachable_store_is_reported(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
