@@ -51,6 +51,9 @@ TOKENS_AT_ONCE = 64
 STOP_TOKENS_AT_ONCE = 8
 """The same for lines with stop strings, which the gateway must find before the engine has generated much more."""
 
+UNANSWERED = replace(NEVER_RAN, has_begun=True)
+"""The settlement of a request that the engine got and that has no answer. It pays only for its adapter's load."""
+
 Store = Callable[[WaitingLine, StoredAnswer], Awaitable[None]]
 """Stores an answer. Raises ClaimLost, or SQLAlchemyError or DatabaseTrouble if it may not be stored."""
 
@@ -123,7 +126,7 @@ class LineRuns:
             found = _told(error)
         if isinstance(found, ApiError):
             entry.leave()
-            if found.status in LATER and not _is_full(found):
+            if found.status in LATER and not _is_final(found):
                 return Refusal(found, has_reserved)
             await self.fail(line, found)
             return None
@@ -175,9 +178,9 @@ class LineRuns:
             answer = await services.compute(make) if asked.has_long_answer else make()
             await self._store(line.waiting, answer)
         except ApiError as error:
-            refusal, charged = Refusal(error, has_reserved=True, has_run=generation.was_in_step), NEVER_RAN
+            refusal, charged = Refusal(error, has_reserved=True, has_run=generation.was_in_step), UNANSWERED
         except ClaimLost:
-            await settle(services, plan, NEVER_RAN)
+            await settle(services, plan, UNANSWERED)
             raise
         await settle(services, plan, charged)
         return refusal
@@ -214,9 +217,11 @@ async def _collected(
     return 200, shape.whole(deltas, generation.usage)
 
 
-def _is_full(error: ApiError) -> bool:
-    """True if a limit on what is stored refused the request. Waiting does not help."""
-    return isinstance(error, QuotaExceeded) and METRICS[error.policy.metric].kind is Kind.STOCK
+def _is_final(error: ApiError) -> bool:
+    """True if a limit of 0, or a limit on what is stored, refused the request. Waiting does not help."""
+    if not isinstance(error, QuotaExceeded):
+        return False
+    return error.policy.limit == 0 or METRICS[error.policy.metric].kind is Kind.STOCK
 
 
 def _told(error: Exception) -> ApiError:

@@ -32,6 +32,7 @@ from loramux.platform.generation.settler import NEVER_RAN
 from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.quotas.policies import ADAPTER
 from loramux.platform.requests.claim_loop import ClaimLoop
+from loramux.platform.requests.request_life import OVERLOADED
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.package_metrics import BatchMetrics
 from loramux.platform.threads import call_on
@@ -41,8 +42,8 @@ MAX_RUNNING = 4
 NAMED_AT_ONCE = 64
 """Number of lines that get their request ids in one transaction."""
 MAX_TRIES = 5
-"""Number of attempts after which a line fails although its error is temporary. Waiting for a quota or for
-the engine does not count.
+"""Number of attempts after which a line fails although its error is temporary. Waiting for a quota, for the
+engine or for an adapter does not count.
 """
 MAX_UNSTORED = 128
 """Number of lines beyond the room's capacity that can run or wait until their answers are stored."""
@@ -69,6 +70,8 @@ class BatchPace:
     """How long a batch keeps its place without running a line for lack of quota, if another batch waits for a place.
     Also the shortest time until it can have a place again.
     """
+    adapter_s: float = 900.0
+    """How long the lines of a model wait while its adapter cannot be loaded. Then each fails at its next attempt."""
     caller_s: float = 1.0
     """How long the key and the tenant are trusted without another look."""
     engine_s: float = 30.0
@@ -195,7 +198,11 @@ class _BatchRun:
         self._running: set[int] = set()
         """The numbers of the lines that are running."""
         self._resting: dict[str, float] = {}
-        """When the lines of a model can run again whose quota is used up, by the model's name."""
+        """When the lines of a model can run again whose quota is used up or whose adapter cannot be loaded, by the
+        model's name.
+        """
+        self._unloadable: dict[str, float] = {}
+        """Since when a model's adapter cannot be loaded, by the model's name."""
         self._tries: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._state: BatchState = "in_progress"
@@ -291,7 +298,7 @@ class _BatchRun:
                 entry.leave()
 
     async def _name_lines(self) -> Sequence[WaitingLine]:
-        """Return the next lines, without those of models whose quota is used up."""
+        """Return the next lines, without those of resting models."""
         now_s = time.monotonic()
         self._resting = {model: until_s for model, until_s in self._resting.items() if until_s > now_s}
         named = partial(self._claim.waiting, but_lines=self._running.copy(), but_models=tuple(self._resting))
@@ -322,8 +329,11 @@ class _BatchRun:
             await asyncio.sleep(min(rest_s, self._pace.poll_s))
 
     async def _offer_place(self, until_s: float) -> None:
-        """Raise PlaceGivenUp if a batch waits for a place, and this one lacks quota until `until_s` and runs nothing."""
-        if self._tasks or not self._lacks_quota or until_s - self._answered_s < self._pace.idle_s:
+        """Raise PlaceGivenUp if another batch waits for a place, and this one runs nothing for lack of quota."""
+        # Another claim would begin to wait for unloadable adapters again.
+        if self._tasks or self._unloadable or not self._lacks_quota:
+            return
+        if until_s - self._answered_s < self._pace.idle_s:
             return
         with suppress(*TROUBLE):
             if await self._services.call(self._places.are_wanted):
@@ -355,27 +365,34 @@ class _BatchRun:
     async def _run_line(self, read: ReadLine, planned: PlannedLine | ApiError, entry: Entry) -> None:
         try:
             refusal = await self._lines.run(read, planned, entry)
-            if refusal is None:
-                self._answered_s = time.monotonic()
-            else:
+            if refusal is not None:
                 await self._put_off(read, refusal)
         finally:
             self._running.discard(read.waiting.line)
 
     async def _put_off(self, read: ReadLine, refusal: Refusal) -> None:
         """Let a refused line wait, which comes back because it has no answer, or fail it after too many attempts."""
-        line, error = read.waiting, refusal.error
+        line, error, now_s = read.waiting, refusal.error, time.monotonic()
+        rest_s = error.retry_after_s or 1.0
         self._lacks_quota = isinstance(error, QuotaExceeded)
-        # A line that was not in a step cannot be why the engine does not run.
-        has_waited = error.status == 429 or (error.code == "engine_unavailable" and not refusal.has_run)
-        self._tries[line.line] += not has_waited
-        if self._tries[line.line] >= MAX_TRIES and error.status in LATER:
+        is_of_model = isinstance(error, QuotaExceeded) and error.policy.scope == ADAPTER
+        if error.code == "adapter_unavailable":
+            # The rests become longer, because the cause can be an object store that is down for a while.
+            unloadable_s = now_s - self._unloadable.setdefault(line.model, now_s)
+            is_last = unloadable_s >= self._pace.adapter_s
+            rest_s, is_of_model = max(rest_s, unloadable_s), True
+        else:
+            # A line that was not in a step cannot be why the engine does not run.
+            is_waiting = error.code == OVERLOADED or (error.code == "engine_unavailable" and not refusal.has_run)
+            self._tries[line.line] += not (is_waiting or error.status == 429)
+            is_last = self._tries[line.line] >= MAX_TRIES
+        if is_last and error.status in LATER:
             if refusal.has_reserved:
                 line = await self._services.call(self._claim.rename, self._batch.id, line)
             await self._lines.fail(replace(read, waiting=line), error)
             return
-        until_s = time.monotonic() + min(error.retry_after_s or 1.0, self._pace.retry_s)
-        if isinstance(error, QuotaExceeded) and error.policy.scope == ADAPTER:
+        until_s = now_s + min(rest_s, self._pace.retry_s)
+        if is_of_model:
             # The other models are not affected.
             self._resting[line.model] = until_s
             self._waiting = deque(one for one in self._waiting if one.model != line.model)
@@ -391,6 +408,10 @@ class _BatchRun:
 
     async def _record(self, answers: Sequence[tuple[WaitingLine, StoredAnswer]]) -> None:
         self._state = await self._services.call(self._claim.record, self._batch.id, answers)
+        self._answered_s = time.monotonic()
+        for line, answer in answers:
+            if answer.has_succeeded:
+                self._unloadable.pop(line.model, None)
         num_completed = sum(answer.has_succeeded for _, answer in answers)
         self._metrics.lines.labels("completed").inc(num_completed)
         self._metrics.lines.labels("failed").inc(len(answers) - num_completed)

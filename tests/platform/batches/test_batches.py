@@ -18,12 +18,13 @@ from sqlalchemy import insert
 
 from loramux.adapter_store.errors import ClaimLost, RequestsRunning
 from loramux.adapter_store.ingest.purge_rows import PurgeRows
+from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import prices
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
-from loramux.platform.batches import batch_rows
+from loramux.platform.batches import batch_rows, runner
 from loramux.platform.batches.batch_claims import BatchClaim, StoredAnswer, WaitingLine
 from loramux.platform.batches.batch_rows import BatchState
 from loramux.platform.batches.line_run import LineRuns, PlannedLine, ReadLine
@@ -38,6 +39,7 @@ from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
 from tests.platform.gateways import open_gateway
+from tests.platform.ready_adapters import digest_of
 from tests.platform.scripted_engine import Script
 from tests.platform.storing import KEY, allow
 
@@ -424,6 +426,82 @@ async def test_request_above_a_quota_fails(lab: BatchLab) -> None:
     assert errors[0]["response"]["body"]["error"]["code"] == "request_too_large"
 
 
+@pytest.mark.parametrize("metric", ["batch_tokens_per_day", "concurrent_requests"])
+async def test_request_fails_if_a_quota_is_zero(lab: BatchLab, metric: str) -> None:
+    lab.gateway.limit(metric, 0)
+    async with lab.running():
+        _, errors = await lab.outputs(await lab.finished(await lab.create([line("a")])))
+    response = errors[0]["response"]
+    assert (response["status_code"], response["body"]["error"]["param"]) == (429, metric)
+
+
+async def test_adapter_that_cannot_be_loaded_delays_only_its_lines(lab: BatchLab) -> None:
+    """Without its rest, the adapter's lines would come first."""
+    for name in "ab":
+        lab.gateway.add_adapter("acme", name)
+    engine, is_down = lab.gateway.engine, True
+
+    def script(add: Add) -> Script:
+        is_lost = is_down and add.digest == digest_of("acme/a@1")
+        return Script(token_ids=(), error="adapter_unavailable") if is_lost else Script(token_ids=(5, 6))
+
+    engine.script = script
+    lab.pace = replace(lab.pace, retry_s=3600.0)
+    batch = await lab.create([line(f"{number}", model=f"acme/{'ab'[number % 2]}") for number in range(20)])
+    async with lab.running():
+        await lab.until(batch, lambda now: now.request_counts.completed == 10)
+    # At most one line for each place in the engine was tried.
+    assert len(engine.adds) - 10 <= lab.limits.capacity()
+    is_down = False
+    async with lab.running():
+        batch = await lab.finished(batch)
+    answers, errors = await lab.outputs(batch)
+    assert (len(answers), errors) == (20, [])
+
+
+async def test_lines_of_an_adapter_that_cannot_be_loaded_for_long_fail(lab: BatchLab) -> None:
+    lab.gateway.add_adapter("acme", "a")
+    lab.gateway.engine.script = lambda add: Script(token_ids=(), error="adapter_unavailable")
+    lab.pace = replace(lab.pace, adapter_s=0.1)
+    async with lab.running():
+        batch = await lab.finished(await lab.create([line(f"{number}", model="acme/a") for number in range(12)]))
+    _, errors = await lab.outputs(batch)
+    assert {one["response"]["body"]["error"]["code"] for one in errors} == {"adapter_unavailable"}
+    assert len(errors) == 12
+    # A line that was not tried before fails at its first attempt.
+    assert len(lab.gateway.engine.adds) < 4 * 12
+
+
+async def test_overloaded_engine_fails_no_line(lab: BatchLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MAX_TRIES", 2)
+    engine = lab.gateway.engine
+
+    def script(add: Add) -> Script:
+        return Script(token_ids=(), error="overloaded") if len(engine.adds) <= 4 else Script(token_ids=(5, 6))
+
+    engine.script = script
+    async with lab.running():
+        answers, errors = await lab.outputs(await lab.finished(await lab.create([line("a")])))
+    assert (ids(answers), errors) == (["a"], [])
+
+
+@pytest.mark.usefixtures("within_a_day")
+async def test_line_without_an_answer_pays_for_the_load_of_its_adapter(lab: BatchLab) -> None:
+    for name in "ab":
+        lab.gateway.add_adapter("acme", name)
+    lab.gateway.limit("cold_loads_per_minute", 1)
+    lab.gateway.engine.script = lambda add: Script(token_ids=(), error="adapter_unavailable")
+    lab.pace = replace(lab.pace, retry_s=3600.0)
+    async with lab.running():
+        await lab.create([line("a", model="acme/a")])
+        async with asyncio.timeout(20):
+            while not lab.gateway.usage():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    body = {"model": "acme/b", "prompt": "a", "max_tokens": 2}
+    refused = await lab.gateway.http.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (429, "cold_loads_per_minute")
+
+
 async def test_line_that_cannot_be_stored_fails(
     accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor
 ) -> None:
@@ -518,6 +596,7 @@ async def test_lines_fail_without_their_caller(lab: BatchLab, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["disabled", "purged"])
+@pytest.mark.usefixtures("within_a_day")
 async def test_adapter_that_goes_midway_fails_its_lines(lab: BatchLab, how: str) -> None:
     adapter_id = lab.gateway.add_adapter("acme", "support")
     resume = lab.hold_after(4)
@@ -526,7 +605,7 @@ async def test_adapter_that_goes_midway_fails_its_lines(lab: BatchLab, how: str)
         await lab.until(batch, lambda now: now.request_counts.completed == 4)
         if how == "purged":
             # A purge waits for running requests, so the batch must rest.
-            policy = QuotaPolicies(lab.gateway.database).set(lab.gateway.tenant.id, "concurrent_requests", 0)
+            policy = QuotaPolicies(lab.gateway.database).set(lab.gateway.tenant.id, "batch_tokens_per_day", 30)
             resume.set()
             async with asyncio.timeout(20):
                 while True:
