@@ -156,14 +156,16 @@ class Generation:
         self._watch = asyncio.create_task(watch())
 
     def abandon(self) -> None:
-        """End every sequence because the client has left. Committed tokens are charged."""
-        if self.status == "open" and not self._is_stopping:
+        """End every sequence because the client has left. Committed tokens are charged. Does nothing if the answer is
+        complete, which is then stored if the request asks for it.
+        """
+        if not self._has_ended.is_set():
             self.is_abandoned = True
             self._stop()
 
     def cancel(self) -> None:
         """End the request on an administrator's behalf. The client gets an error, and committed tokens are charged."""
-        if self.status == "open" and not self._is_stopping:
+        if not self._has_ended.is_set():
             self._fail(RequestCancelled("an administrator cancelled this request"))
 
     async def run(self) -> Settlement:

@@ -12,6 +12,8 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from loramux.admin.serving.expired_rows import ExpiredRows
 from loramux.migrations import schema
 from loramux.migrations.database import Database
+from loramux.platform.generation.settler import Settler
+from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.responses_api import response_input
 from loramux.platform.responses_api.stored_items import read_items
@@ -207,6 +209,26 @@ async def test_response_expires_and_is_swept(storing: Gateway) -> None:
     assert await status_of(storing, made["id"]) == MISSING
     assert ExpiredRows(storing.database).sweep()["responses"] == 1
     assert (await status_of(storing, kept["id"]))[0] == 200
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+async def test_response_is_stored_although_its_client_leaves_while_it_is_settled(
+    storing: Gateway, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    settle = Settler.settle
+
+    async def settle_late(self: Settler, request_id: str, settlement: Settlement) -> None:
+        for generation in storing.services.run.requests._tasks.values():
+            generation.abandon()
+        await settle(self, request_id, settlement)
+
+    monkeypatch.setattr(Settler, "settle", settle_late)
+    answer = await storing.http.post(RESPONSES, json={"model": "base", "input": "Hi", "stream": is_streamed})
+    assert answer.status_code == 200
+    assert [event.status for event in storing.usage()] == ["completed"]
+    with storing.database.read() as connection:
+        [response_id] = connection.scalars(select(schema.responses.c.id))
+    assert await status_of(storing, response_id) == (200, None)
 
 
 async def test_too_long_response_is_not_stored(storing: Gateway) -> None:
