@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -180,6 +181,8 @@ class LineRuns:
         except ApiError as error:
             refusal, charged = Refusal(error, has_reserved=True, has_run=generation.was_in_step), UNANSWERED
         except ClaimLost:
+            with suppress(SQLAlchemyError, DatabaseTrouble):
+                await services.call(services.stored.forget, plan.target.tenant_id, plan.request_id)
             await settle(services, plan, UNANSWERED)
             raise
         await settle(services, plan, charged)

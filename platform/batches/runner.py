@@ -218,6 +218,9 @@ class _BatchRun:
     async def settle_earlier(self) -> None:
         """Settle the requests that an earlier claim has left, each once, as their stored answers say."""
         for request_id, usage in await self._services.call(self._claim.unsettled, self._batch.id):
+            if usage is None:
+                # The request's line runs again, and nobody knows the name of what it has stored.
+                await self._services.call(self._services.stored.forget, self._batch.tenant_id, request_id)
             await self._services.run.settler.settle(request_id, usage or NEVER_RAN)
 
     async def run_lines(self) -> None:

@@ -40,6 +40,13 @@ class StoredObjects:
             changes=Changes(),
         )
 
+    def forget(self, tenant_id: str, request_id: str) -> None:
+        """Delete the response or chat completion that a request has stored, if there is one. Blocking."""
+        if self.is_open:
+            home = request_id.removeprefix("req_")
+            self.responses.delete(tenant_id, f"resp_{home}")
+            self.chats.delete(tenant_id, f"chatcmpl-{home}")
+
     def check_room(self, tenant_id: str) -> None:
         """Raise QuotaExceeded if nothing more can be stored for a tenant. Blocking."""
         with self.database.read() as connection:

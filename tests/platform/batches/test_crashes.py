@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from loramux.adapter_store.errors import ClaimLost
 from loramux.migrations import schema
 from loramux.migrations.claims import end_claims
+from loramux.migrations.database import Database
 from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.database_health import DatabaseTrouble
 from loramux.platform.admission.records import ReservationRequest
 from loramux.platform.admission.reservation_rows import LEASE_US
 from loramux.platform.batches import answer_writer, runner
@@ -24,10 +29,13 @@ from loramux.platform.batches.output_lines import answered
 from loramux.platform.batches.tenant_files import UPLOAD_US
 from loramux.platform.errors import NotFound
 from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.requests.services import GatewaySettings
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
 from tests.platform.clocked_databases import FakeClock
-from tests.platform.gateways import Gateway
+from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.scripted_engine import Script
+from tests.platform.storing import KEY, allow
 
 pytestmark = pytest.mark.anyio
 
@@ -214,6 +222,47 @@ async def test_batch_without_its_output_file_does_not_end(
     with pytest.raises(NotFound):
         dead.claim.finish(batch.id, "completed", [batch.output_file_id, None], 0)
     await continued(dead, clock)
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [(CHAT, ClaimLost("lost")), ("/v1/responses", DatabaseTrouble("down"))],
+    ids=["lost claim", "failing database"],
+)
+async def test_line_that_runs_again_stores_one_object(
+    clocked: Database,
+    clock: FakeClock,
+    tokenizer: ModelTokenizer,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    error: Exception,
+) -> None:
+    """The first attempt has stored its answer for the tenant, but not for the batch."""
+    record, has_failed = BatchClaim.record, threading.Event()
+
+    def fail_once(*args: Any) -> Any:
+        if has_failed.is_set():
+            return record(*args)
+        has_failed.set()
+        raise error
+
+    monkeypatch.setattr(BatchClaim, "record", fail_once)
+    async with open_gateway(clocked, tokenizer, threads, GatewaySettings(response_key=KEY)) as gateway:
+        allow(clocked, gateway.tenant.id)
+        lab = BatchLab(gateway)
+        asked = {"messages": [{"role": "user", "content": "a"}]} if url == CHAT else {"input": "a"}
+        body = {"model": "base", "store": True, **asked}
+        batch = await lab.create([{**line("a", url=url), "body": body}], endpoint=url)
+        async with lab.running():
+            await asyncio.to_thread(has_failed.wait, 20)
+        clock.advance(31)
+        async with lab.running():
+            [answer], errors = await lab.outputs(await lab.finished(batch))
+    assert errors == []
+    table = schema.chat_completions if url == CHAT else schema.responses
+    with clocked.read() as connection:
+        assert connection.scalars(select(table.c.id)).all() == [answer["response"]["body"]["id"]]
 
 
 async def test_stopped_server_gives_its_batch_back(gateway: Gateway) -> None:
