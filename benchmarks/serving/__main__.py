@@ -41,8 +41,8 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.machine import describe
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import RandomAdapters
-from benchmarks.harness import exit_on_sigterm, finite, reports_failure
-from benchmarks.machine import out_file
+from benchmarks.harness import exit_on_sigterm, finite, percentile, reports_failure
+from benchmarks.machine import add_allow_busy, out_file, require_idle
 from benchmarks.peers.child_server import HOST, NO_DRAFTS, child_server, free_port, own_environment
 from benchmarks.peers.vocabulary import FIRST_WORD
 from benchmarks.running_engine import GREEDY, start_engine
@@ -317,20 +317,16 @@ def _difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max((abs(first[token] - second[token]) for token in first.keys() & second.keys()), default=math.inf)
 
 
-def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    places = {"p50": 0.5, "p99": 0.99}
-    return {
-        f"{name}_{key}_ms": round(ordered[int(place * (len(ordered) - 1))] * 1e3, 2) for key, place in places.items()
-    }
+def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+    return {f"{name}_p{place}_ms": finite(round(percentile(seconds, place) * 1e3, 2)) for place in (50, 99)}
 
 
-def _shown(observed: Observed) -> dict[str, float]:
+def _shown(observed: Observed) -> dict[str, float | None]:
     figures = {"tokens_s": round(observed.tokens_s, 1), "requests": len(observed.first_tokens_s)}
     return figures | _percentiles("ttft", observed.first_tokens_s) | _percentiles("gap", observed.gaps_s)
 
 
-def _window(window: Window) -> dict[str, float]:
+def _window(window: Window) -> dict[str, float | None]:
     figures = {"tokens_s": round(window.num_tokens / window.seconds, 1), "requests": len(window.journeys)}
     return figures | _percentiles("ttft", window.first_tokens_s) | _percentiles("gap", window.gaps_s)
 
@@ -349,6 +345,15 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     add("--open", type=int, default=96, help="open requests of the closed loop (%(default)s)")
     add("--sequences", type=int, default=128, help="most sequences that run at once (%(default)s)")
     add("--seconds", type=float, default=15.0, help="length of each measurement (%(default)s)")
+    add_allow_busy(parser)
+
+
+def begin(arguments: argparse.Namespace, **head: Any) -> Serving:
+    """Describe the machine and the run, which is not complete yet. Exit if the run measures a busy CPU, unless that is
+    allowed.
+    """
+    busy = {} if arguments.device == "cuda" else {"busy_share": round(require_idle(arguments.allow_busy), 3)}
+    return Serving(arguments, {"command": sys.argv[1:], **head, "machine": describe(), **busy, "is_complete": False})
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -367,7 +372,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     exit_on_sigterm()
     arguments = parse(argv)
-    serving = Serving(arguments, {"command": sys.argv[1:], "speculate": NO_DRAFTS[1], "machine": describe()})
+    serving = begin(arguments, speculate=NO_DRAFTS[1])
     with tempfile.TemporaryDirectory(dir=arguments.files) as files, tempfile.TemporaryDirectory() as data:
         started = time.perf_counter()
         base = Path(files) / BASE_NAME
@@ -387,6 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             serving.settle(server)
         if "in-process" not in arguments.skip:
             serving.in_process(base, rates)
+    serving.keep("is_complete", True)
     return 0
 
 

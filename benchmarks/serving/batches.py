@@ -19,7 +19,6 @@ import json
 import math
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -30,11 +29,9 @@ from typing import Any
 import torch
 
 from benchmarks.answers import CheckError
-from benchmarks.gpu.machine import describe
 from benchmarks.harness import exit_on_sigterm, percentile, reports_failure, rotated
-from benchmarks.machine import add_allow_busy, require_idle
 from benchmarks.peers.child_server import processor_s
-from benchmarks.serving.__main__ import BASE_NAME, WARM_S, Server, Serving, add_server
+from benchmarks.serving.__main__ import BASE_NAME, WARM_S, Server, Serving, add_server, begin
 from benchmarks.serving.clients import arrivals, closed_loop, greedy, open_loop
 from benchmarks.serving.files import make_adapters, make_base
 from loramux.admin.bench.asks import COMPLETIONS, Ask
@@ -180,7 +177,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_server(parser)
     # More than the engine runs at once.
     parser.set_defaults(open=256)
-    add_allow_busy(parser)
     parser.add_argument("--repeats", type=int, default=7, help="rounds (%(default)s)")
     parser.add_argument("--load", type=float, default=0.1, help="the polite tenant's share of the capacity")
     return parser.parse_args(argv)
@@ -190,8 +186,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     exit_on_sigterm()
     arguments = parse(argv)
-    require_idle(arguments.allow_busy)
-    serving = Serving(arguments, {"command": sys.argv[1:], "machine": describe()})
+    serving = begin(arguments)
     with tempfile.TemporaryDirectory(dir=arguments.files) as files, tempfile.TemporaryDirectory() as data:
         base = Path(files) / BASE_NAME
         make_base(serving.model, serving.max_len, base, serving.device, serving.dtype)
@@ -203,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             serving.check(server)
             for name, value in measure(Measurement(serving, server, Path(data))).items():
                 serving.keep(name, value)
+    serving.keep("is_complete", True)
     return 0
 
 

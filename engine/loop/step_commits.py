@@ -77,6 +77,10 @@ class StepCommits:
             committed.append(sequence)
             if traces is not None:
                 traces.committed(sequence)
+            if sequence.num_cached and sequence.num_completion == 1:
+                cached_tokens = min(sequence.num_cached, sequence.num_prompt)
+                cached = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=(), cached_tokens=cached_tokens)
+                outputs[sequence.owner].append(cached)
             reason = self._note_token(sequence, token_id, token.logprobs, outputs)
             num_first = len(sequence.tokens)
             draft = drafts.get(sequence) if drafts else None
@@ -226,5 +230,9 @@ def _joined(outputs: list[SequenceOutput]) -> tuple[SequenceOutput, ...]:
             continue
         token_ids = tuple(chain.from_iterable(part.token_ids for part in parts))
         logprobs = tuple(chain.from_iterable(part.logprobs for part in parts))
-        joined.append(SequenceOutput(sequence_id=sequence_id, token_ids=token_ids, logprobs=logprobs))
+        cached_tokens = max(part.cached_tokens for part in parts)
+        output = SequenceOutput(
+            sequence_id=sequence_id, token_ids=token_ids, logprobs=logprobs, cached_tokens=cached_tokens
+        )
+        joined.append(output)
     return tuple(joined)

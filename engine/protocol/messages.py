@@ -264,6 +264,10 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The pooled hidden state of a sequence with `Add.pooling`, after the final norm, or the logits of its classes, as
     little-endian float32. It is sent once, whole.
     """
+    cached_tokens: int = 0
+    """Number of prompt tokens found in the prefix cache. It is sent once, before the first new token, so that it can be
+    billed if the engine dies or reports the end late. 0 in other outputs.
+    """
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):

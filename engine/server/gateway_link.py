@@ -109,12 +109,14 @@ class HeldTokens:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[PromptLogprob] = []
         self._pooled = b""
+        self._cached_tokens = 0
 
     def join(self, output: SequenceOutput) -> None:
         self._token_ids.extend(output.token_ids)
         self._logprobs.extend(output.logprobs)
         self._prompt_logprobs.extend(output.prompt_logprobs)
         self._pooled += output.pooled
+        self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
 
     @property
     def is_empty(self) -> bool:
@@ -127,6 +129,7 @@ class HeldTokens:
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
             pooled=self._pooled,
+            cached_tokens=self._cached_tokens,
         )
 
     def take(self, sequence_id: str, max_bytes: int) -> SequenceOutput:
@@ -138,6 +141,7 @@ class HeldTokens:
             num_tokens = num_fitting(self._logprobs, left_bytes) if self._logprobs else left_bytes // TOKEN_BYTES
             num_tokens = max(1, num_tokens)
         part = HeldTokens()
+        part._cached_tokens, self._cached_tokens = self._cached_tokens, 0
         part._token_ids, self._token_ids = self._token_ids[:num_tokens], self._token_ids[num_tokens:]
         part._logprobs, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
         part._prompt_logprobs, self._prompt_logprobs = (

@@ -72,6 +72,7 @@ class Choice:
         0 if the request asks only for the prompt.
         """
         self.finished: Finished | None = None
+        self._cached_tokens = 0
         self._is_given_up = False
         self.is_done = False
         """True if the last delta has been returned."""
@@ -83,6 +84,7 @@ class Choice:
         """
         if self.is_done:
             return None
+        self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         self._prompt_logprobs += output.prompt_logprobs
         self._pooled += output.pooled
         if self._only_prompt and output.token_ids:
@@ -183,7 +185,8 @@ class Choice:
 
     @property
     def cached_tokens(self) -> int:
-        return 0 if self.finished is None else self.finished.cached_tokens
+        # The final report can be late, and a lost engine sends none.
+        return self._cached_tokens if self.finished is None else max(self._cached_tokens, self.finished.cached_tokens)
 
     @property
     def accepted_prediction_tokens(self) -> int:

@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,21 +118,29 @@ class SettlementSpool:
         Raises OSError if that file cannot be written. All records then remain waiting.
         """
         with self._lock:
-            kept = [*map(record_of, refused), *(line + b"\n" for line in self._damaged)]
-            if kept:
-                log.error("some settlements could not be replayed and were set aside", count=len(kept), file=REFUSED)
-                with (self._directory / REFUSED).open("ab") as file:
-                    file.writelines(kept)
-                    file.flush()
-                    os.fsync(file.fileno())
+            self._set_aside([*map(record_of, refused), *(line + b"\n" for line in self._damaged)])
             if self._left_bytes:
                 (self._directory / LEFT).unlink()
-            if kept or self._left_bytes:
                 self._sync_directory()
             self._left_bytes, self._damaged = 0, []
             self._settled = self._replayed
             if self._settled == self._end:
                 self._empty()
+
+    def set_aside(self, refused: Iterable[Closing]) -> None:
+        """Append records that were never in the spool to the file REFUSED. Raises OSError if it cannot be written."""
+        with self._lock:
+            self._set_aside([*map(record_of, refused)])
+
+    def _set_aside(self, lines: Sequence[bytes]) -> None:
+        if not lines:
+            return
+        log.error("some settlements could not be replayed and were set aside", count=len(lines), file=REFUSED)
+        with (self._directory / REFUSED).open("ab") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        self._sync_directory()
 
     def _empty(self) -> None:
         """Start again at the beginning of the file. If this fails, settled records may harmlessly be replayed."""

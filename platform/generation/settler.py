@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -145,21 +146,28 @@ class Settler:
         Raises OSError if the disk fails, which delays only the settlements on disk.
         """
         held = tuple(self._held.values())
-        refused = await self._settle_all(held)
-        if refused is None:
-            return
-        for closing in held:
-            self._release(closing, is_settled=closing not in refused)
-        self._note_settled(held, refused)
-        if self._spool is None or self._spool.num_bytes == 0:
+        outcome = await self._settle_all(held)
+        if outcome is None:
             return
         loop = asyncio.get_running_loop()
-        contents = await loop.run_in_executor(self._spooling, self._spool.begin_replay)
-        refused = await self._settle_all(contents.closings)
-        if refused is None:
+        if outcome.refused and self._spool is not None:
+            try:
+                await loop.run_in_executor(self._spooling, self._spool.set_aside, outcome.refused)
+            except OSError as error:
+                # They are in the log, and must not keep requests from being admitted.
+                log.error("the refused settlements could not be written to the spool", error=str(error))
+        for closing in held:
+            if closing not in outcome.still_held:
+                self._release(closing, is_settled=closing not in outcome.refused)
+        self._note_settled(held, outcome)
+        if self._spool is None or self._spool.num_bytes == 0:
             return
-        await loop.run_in_executor(self._spooling, self._spool.end_replay, refused)
-        self._note_settled(contents.closings, refused)
+        contents = await loop.run_in_executor(self._spooling, self._spool.begin_replay)
+        outcome = await self._settle_all(contents.closings)
+        if outcome is None:
+            return
+        await loop.run_in_executor(self._spooling, self._spool.end_replay, outcome.refused)
+        self._note_settled(contents.closings, outcome)
 
     def close(self) -> None:
         """Stop the spool's thread, and log in full every settlement that is still in memory."""
@@ -168,9 +176,9 @@ class Settler:
         for closing in tuple(self._held.values()):
             self._give_up(closing)
 
-    async def _settle_all(self, closings: Sequence[Closing]) -> list[Closing] | None:
-        """Settle the closings. Log and return those that are to be set aside: the database refuses them, or they failed
-        MAX_TRIES times. Others that failed for an unknown reason are spooled again, behind the waiting ones.
+    async def _settle_all(self, closings: Sequence[Closing]) -> _Outcome | None:
+        """Settle the closings, and log those that are to be set aside. Those that failed for an unknown reason are
+        spooled again, behind the waiting ones, or stay in memory if they are there and the spool does not accept them.
 
         Return None if the database is failing.
         """
@@ -189,25 +197,29 @@ class Settler:
                 # A request that never ran may have no reservation, so its refusal is not an error.
                 if isinstance(outcome, BaseException) and closing.settlement.has_run:
                     refused[closing] = outcome
-        again = []
+        again, still_held = [], []
         for closing, error in failed.items():
             num_tries = self._num_tries.pop(closing.request_id, 0) + 1
             if num_tries < MAX_TRIES and await self._spool_one(closing):
-                log.error("a settlement failed; trying again", request_id=closing.request_id, error=repr(error))
-                self._num_tries[closing.request_id] = num_tries
                 again.append(closing)
+            elif num_tries < MAX_TRIES and closing.request_id in self._held:
+                still_held.append(closing)
             else:
                 refused[closing] = error
+                continue
+            log.error("a settlement failed; trying again", request_id=closing.request_id, error=repr(error))
+            self._num_tries[closing.request_id] = num_tries
         self._again = tuple(again)
         for closing, error in refused.items():
             log.error("a settlement was refused or failed too often", error=repr(error), **_in_full(closing))
-        return list(refused)
+        return _Outcome(list(refused), still_held)
 
-    def _note_settled(self, closings: Sequence[Closing], refused: Sequence[Closing]) -> None:
-        self._metrics.settle_failures.inc(len(refused))
-        count = len(closings) - len(self._again)
-        if count:
-            log.info("waiting settlements were written to the ledger", count=count, refused=len(refused))
+    def _note_settled(self, closings: Sequence[Closing], outcome: _Outcome) -> None:
+        num_refused = len(outcome.refused)
+        self._metrics.settle_failures.inc(num_refused)
+        count = len(closings) - num_refused - len(outcome.still_held) - len(self._again)
+        if count or num_refused:
+            log.info("waiting settlements were written to the ledger", count=count, refused=num_refused)
 
     async def _settle_now(self, closing: Closing) -> bool:
         """Settle in the database. Return whether the database accepted or already had the settlement."""
@@ -261,6 +273,16 @@ class Settler:
             "the gateway stopped before it wrote this settlement: add the record to DATA_DIR/spool/replaying.jsonl",
             **_in_full(closing),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a replay did not settle and did not spool again."""
+
+    refused: list[Closing]
+    """The database refuses them, or they failed MAX_TRIES times."""
+    still_held: list[Closing]
+    """They stay in memory and are tried again."""
 
 
 def _is_refusal(outcome: BaseException) -> bool:

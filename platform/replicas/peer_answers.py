@@ -59,6 +59,8 @@ def _check_output(output: SequenceOutput, stream: SequenceStream) -> None:
         raise FrameRefused("it sent log-probabilities of other tokens")
     if stream.num_scored + len(output.prompt_logprobs) > len(stream.add.prompt):
         raise FrameRefused("it sent log-probabilities of more tokens than the prompt has")
+    if not 0 <= output.cached_tokens <= len(stream.add.prompt):
+        raise FrameRefused("it counted other tokens than the prompt has")
     if output.pooled and (stream.add.pooling is None or stream.has_state):
         raise FrameRefused("it sent a pooled state that was not asked for")
     if output.pooled and not is_state(output.pooled):

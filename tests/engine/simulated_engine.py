@@ -74,6 +74,8 @@ class Simulation:
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[str, Finished] = field(default_factory=dict)
     answers: list[AdapterState] = field(default_factory=list)
+    cached: Counter[str] = field(default_factory=Counter)
+    """The cached prompt tokens of each sequence, as its outputs say."""
 
     def add(
         self,
@@ -109,6 +111,7 @@ class Simulation:
                 case StepOutput(outputs=outputs):
                     for output in outputs:
                         assert output.sequence_id not in self.finished, "tokens after the end"
+                        self.cached[output.sequence_id] += output.cached_tokens
                         self.tokens[output.sequence_id].extend(output.token_ids)
                 case Finished():
                     self.finished[outbound.message.sequence_id] = outbound.message

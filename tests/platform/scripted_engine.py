@@ -264,10 +264,12 @@ class ScriptedEngine:
             while sequence.ending is None and (tokens := sequence.next_tokens() or await sequence.later_tokens()):
                 if await sequence.ends_within(script.delay_s):
                     break
+                is_first = sequence.num_committed == 0
                 sequence.num_committed += len(tokens)
                 yield SequenceOutput(
                     sequence_id=add.sequence_id,
                     token_ids=tokens,
+                    cached_tokens=script.cached_tokens if is_first else 0,
                     logprobs=tuple(_logprobs(add, token, script.logprob) for token in tokens)
                     if add.sampling.num_logprobs is not None
                     else (),

@@ -26,6 +26,7 @@ def cached(simulation: Simulation, name: str, prompt: tuple[int, ...], digest: s
     simulation.engine.add(b"gateway", add)
     simulation.run()
     assert simulation.tokens[name] == simulation.expected(add)
+    assert simulation.cached[name] == simulation.finished[name].cached_tokens, "it is told before the first token"
     return simulation.finished[name].cached_tokens
 
 

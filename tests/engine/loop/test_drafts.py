@@ -68,7 +68,7 @@ def run(simulation: Simulation, adds: Iterable[Add]) -> dict[str, Answer]:
         for outbound in simulation.engine.take_outbox():
             match outbound.message:
                 case StepOutput(outputs=outputs):
-                    names = [output.sequence_id for output in outputs]
+                    names = [output.sequence_id for output in outputs if output.token_ids]
                     assert len(set(names)) == len(names), "other servers refuse two outputs of a sequence"
                     for output in outputs:
                         note(answers[output.sequence_id], output)

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import pytest
 from sqlalchemy.exc import DataError, IntegrityError, OperationalError, ProgrammingError
-from structlog.testing import capture_logs
 
 from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.group_commit import GroupCommit
@@ -101,19 +100,36 @@ async def test_failing_settlement_holds_up_no_other_and_no_recovery(tmp_path: Pa
     settler.close()
 
 
-async def test_failing_settlement_in_memory_goes_to_the_spool_or_the_log(tmp_path: Path) -> None:
-    for num_bytes in (1 << 20, 0):
-        commit, spool = ScriptedCommit(), SettlementSpool(tmp_path / str(num_bytes), num_bytes)
-        settler = Settler(cast(GroupCommit, commit), GatewayMetrics().generation, DatabaseHealth(), spool)
-        commit.errors["req_bad"] = KeyError("a mistake of ours")
-        for request_id in ("req_1", "req_bad"):
-            settler._hold(closing_of(request_id))
-        with capture_logs() as logs:
-            await settler.replay()
-        assert (settler.num_held, settler.trouble, settler.has_waiting) == (0, None, num_bytes > 0)
-        records = [log["record"].encode() + b"\n" for log in logs if "record" in log]
-        assert records == ([] if num_bytes else [record_of(closing_of("req_bad"))])
-        settler.close()
+async def test_failing_settlement_in_memory_goes_to_the_spool(tmp_path: Path) -> None:
+    commit, spool = ScriptedCommit(), SettlementSpool(tmp_path, 1 << 20)
+    settler = Settler(cast(GroupCommit, commit), GatewayMetrics().generation, DatabaseHealth(), spool)
+    commit.errors["req_bad"] = KeyError("a mistake of ours")
+    for request_id in ("req_1", "req_bad"):
+        settler._hold(closing_of(request_id))
+    await settler.replay()
+    assert (settler.num_held, settler.trouble, settler.has_waiting) == (0, None, True)
+    settler.close()
+
+
+@pytest.mark.parametrize("is_cured", [True, False])
+async def test_failing_settlement_waits_in_memory_beside_a_full_spool(tmp_path: Path, is_cured: bool) -> None:
+    commit, spool = ScriptedCommit(), SettlementSpool(tmp_path, 0)
+    settler = Settler(cast(GroupCommit, commit), GatewayMetrics().generation, DatabaseHealth(), spool)
+    commit.errors["req_bad"] = KeyError("a mistake of ours")
+    for request_id in ("req_1", "req_bad"):
+        settler._hold(closing_of(request_id))
+    for _ in range(MAX_TRIES - 1):
+        await settler.replay()
+        assert settler.num_held == 1
+    if is_cured:
+        commit.errors.clear()
+    await settler.replay()
+    assert (settler.num_held, settler.has_waiting) == (0, False)
+    assert commit.settled == ["req_1", *(["req_bad"] if is_cured else [])]
+    assert (tmp_path / REFUSED).exists() is not is_cured
+    if not is_cured:
+        assert (tmp_path / REFUSED).read_bytes() == record_of(closing_of("req_bad"))
+    settler.close()
 
 
 async def test_release_that_fails_for_an_unknown_reason_is_tried_again(tmp_path: Path) -> None:

@@ -101,13 +101,14 @@ async def test_a_stream_arrives_token_by_token(gateway: Any, gateway_url: str) -
 
 async def test_unanswered_abort_does_not_delay_the_client(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "FINISHED_WAIT_S", 0.05)
-    gateway.engine.script = stalling(4, ignores_abort=True)
+    gateway.engine.script = stalling(4, ignores_abort=True, cached_tokens=1)
     stop = gateway.services.prompts.tokenizer.decode([300])
     body = {"model": "base", "prompt": "a", "stop": stop, "max_tokens": 200}
     async with asyncio.timeout(5):
         answer = (await gateway.http.post("/v1/completions", json=body)).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == 1
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1, "the engine said so at the start"
     gateway.engine.die()
     await engine_is_idle(gateway)
 

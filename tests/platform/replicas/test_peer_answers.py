@@ -63,6 +63,16 @@ def test_counts_of_a_prediction_must_be_possible(accepted: int, rejected: int) -
         check_answer(impossible, streams)
 
 
+@pytest.mark.parametrize(("cached", "is_believed"), [(3, True), (4, False), (-1, False)])
+def test_cached_tokens_are_tokens_of_the_prompt(cached: int, is_believed: bool) -> None:
+    output = SequenceOutput(sequence_id="s", token_ids=(), cached_tokens=cached)
+    if is_believed:
+        check_answer(StepOutput(outputs=(output,)), pooled_stream())
+        return
+    with pytest.raises(FrameRefused):
+        check_answer(StepOutput(outputs=(output,)), pooled_stream())
+
+
 def test_two_states_in_one_message_are_refused() -> None:
     (output,) = step(STATE).outputs
     with pytest.raises(FrameRefused):
