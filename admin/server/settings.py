@@ -315,7 +315,7 @@ class Settings(ModelSettings):
     """
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] | None = None
     """Number of processes that [divide the model's linear layers](tensor-parallel.md), the page pool and the threads of
-    an engine among themselves; by default one. Only on a CPU.
+    an engine among themselves; by default one. Only on a CPU. In a Ray cluster, the number of processes of each engine.
     """
     devices: Annotated[tuple[int, ...], NoDecode] = ()
     """Comma-separated numbers of the GPUs that run the engines, one engine on each, such as `0,1`. By default, the
@@ -557,7 +557,7 @@ class Settings(ModelSettings):
             return None
         if info.data.get("peer_address") is not None:
             raise ValueError("a server whose engines run in a cluster has no engine to share: remove peer_address")
-        for name in ("data_parallel_size", "tensor_parallel_size", "devices"):
+        for name in ("data_parallel_size", "devices"):
             if info.data.get(name):
                 raise ValueError(f"a server whose engines run in a cluster starts no engine itself: remove {name}")
         if cluster != LOCAL_CLUSTER and info.data.get("blob_url") is None:

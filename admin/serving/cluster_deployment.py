@@ -60,8 +60,11 @@ def bring_up(settings: Settings, command: tuple[str, ...] | None = None) -> str:
 
                 num_gpus = torch.cuda.device_count()
                 num_replicas = settings.cluster_max_replicas or settings.cluster_replicas
-                if config.device == "cuda" and num_replicas > num_gpus:
-                    raise StartRefused(f"{num_replicas} replicas need as many GPUs, but this machine has {num_gpus}")
+                num_needed = num_replicas * config.tensor_parallel_size
+                if config.device == "cuda" and num_needed > num_gpus:
+                    raise StartRefused(
+                        f"{num_replicas} replicas need {num_needed} GPUs, but this machine has {num_gpus}"
+                    )
                 LocalCluster(directory.cluster).start(num_cpus(), num_gpus)
             place = ClusterPlace.of(settings)
             _join(place)
@@ -82,9 +85,12 @@ def _join(place: ClusterPlace) -> None:
 
 
 def _deploy(settings: Settings, config: EngineConfig, command: tuple[str, ...] | None) -> None:
-    from loramux.platform.cluster.deployment import deploy
+    from loramux.platform.cluster.deployment import deploy, missing_machine
 
-    deploy(config, plan_of(settings, config), command)
+    plan = plan_of(settings, config)
+    if (missing := missing_machine(plan)) is not None:
+        print(missing, flush=True)
+    deploy(config, plan, command)
 
 
 def plan_of(settings: Settings, config: EngineConfig) -> ReplicaPlan:
@@ -98,7 +104,7 @@ def plan_of(settings: Settings, config: EngineConfig) -> ReplicaPlan:
         downscale_delay_s=settings.cluster_downscale_delay_s,
         # Replicas of a local cluster share its CPUs.
         num_cpus=0.0 if settings.cluster == LOCAL_CLUSTER else float(config.num_threads),
-        num_gpus=1.0 if config.device == "cuda" else 0.0,
+        num_gpus=float(config.tensor_parallel_size) if config.device == "cuda" else 0.0,
         drain_s=settings.drain_s,
         start_timeout_s=supervision.start_timeout_s,
         step_timeout_s=supervision.step_timeout_s,

@@ -78,6 +78,9 @@ def run(
     limits = make_room(settings.max_connections, settings.max_connections_per_address, has_peers)
     with ExitStack() as stack:
         settings = with_model_directory(stack.enter_context(local_model(settings)))
+        if settings.cluster is not None:
+            # The engines divide the base, on machines that may have more threads than this one.
+            settings = settings.model_copy(update={"tensor_parallel_size": None})
         model, config = read_model(settings)
         configs = plan_engines(settings, config)
         gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))

@@ -114,6 +114,8 @@ class Model:
 
 LLAMA_8B = Model(32, 4096, 14336, 32, 8, 128, 128256)
 
+LLAMA_70B = Model(80, 8192, 28672, 64, 8, 128, 128256)
+
 LLAMA_7B = Model(32, 4096, 11008, 32, 32, 128, 32000)
 """Llama-7B, the base of S-LoRA's settings S1 and S2."""
 

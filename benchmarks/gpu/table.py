@@ -26,6 +26,7 @@ from benchmarks.gpu.code_formats import FORMATS
 from benchmarks.gpu.model import (
     LLAMA_7B,
     LLAMA_8B,
+    LLAMA_70B,
     QWEN3_5_9B,
     QWEN3_30B_A3B,
     TINY,
@@ -41,6 +42,7 @@ from loramux.engine.loop.config import KV_DTYPES
 
 MODELS = {
     "llama-3.1-8b": LLAMA_8B,
+    "llama-3.1-70b": LLAMA_70B,
     "llama-7b": LLAMA_7B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "qwen3.5-9b": QWEN3_5_9B,
@@ -301,6 +303,12 @@ def main() -> int:
     parser.add_argument(
         "--kv-dtype", choices=KV_DTYPES, default="auto", help="format of K and V (default: auto, which is bfloat16)"
     )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        help="count the step of one of this many workers, with a launch for each exchange (default: 1)",
+    )
     parser.add_argument("--node-us", type=float, help="microseconds that each launch adds to a graph")
     parser.add_argument(
         "--out", type=out_file, help="write JSON to this file, and the same tables as Markdown next to it"
@@ -315,7 +323,8 @@ def main() -> int:
     tables = []
     form = None if arguments.weights is None else FORMATS[arguments.weights]
     for case in cases(MODELS[arguments.model]):
-        step = record_step(MODELS[arguments.model], card, case, form, arguments.adapter_dtype, arguments.kv_dtype)
+        formats = arguments.adapter_dtype, arguments.kv_dtype
+        step = record_step(MODELS[arguments.model], card, case, form, *formats, arguments.tensor_parallel_size)
         table = table_of(step, card)
         print(f"{table.case}: {table.launches} launches, floor {table.floor_us:,.0f} us", file=sys.stderr, flush=True)
         tables.append(table)
@@ -324,6 +333,8 @@ def main() -> int:
         model += f", adapters in {arguments.adapter_dtype}"
     if arguments.kv_dtype != "auto":
         model += f", K and V in {arguments.kv_dtype}"
+    if arguments.tensor_parallel_size > 1:
+        model += f", one of {arguments.tensor_parallel_size} workers,"
     text = markdown(tables, model, card)
     print(text)
     if arguments.out is not None:
@@ -333,6 +344,7 @@ def main() -> int:
             "weights": arguments.weights or "bfloat16",
             "adapters": arguments.adapter_dtype or "bfloat16",
             "kv": "bfloat16" if arguments.kv_dtype == "auto" else arguments.kv_dtype,
+            "tensor_parallel_size": arguments.tensor_parallel_size,
             "card": asdict(card),
             **versions,
             "steps": [asdict(one) for one in tables],

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed._functional_collectives  # registers the exchanges' shapes
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
@@ -31,6 +32,7 @@ from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.loop.config import KvDtype, kv_itemsize, pack_target
 from loramux.engine.pages.pool_memory import allocate_pool
+from loramux.engine.parallel.sharding import check_sharding, worker_config
 from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.sequences.batch import Batch, ScheduledSequence, build_batch
 from loramux.engine.sequences.sequence import PageTable, block_list
@@ -131,10 +133,27 @@ class MetaWeights:
         return torch.empty(shape, dtype=torch.bfloat16, device=META)
 
 
+@dataclass(frozen=True, slots=True)
+class MetaGroup:
+    """The workers of a tensor-parallel engine. Each exchange is one operator of torch.distributed, without data."""
+
+    size: int
+    worker: int = 0
+
+    def sum(self, y: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = torch.ops._c10d_functional.all_reduce_(y, "sum", "")
+        return summed
+
+    def join_columns(self, y: torch.Tensor) -> torch.Tensor:
+        gathered: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor(y, self.size, "")
+        return torch.cat(gathered.view(self.size, *y.shape).unbind(), dim=1)
+
+
 class MetaEngine:
     """The components of an engine that run steps, configured for `card`, over meta tensors.
 
-    The settings are fields of EngineConfig. `form` is the format of the layers' weights, or None for bfloat16.
+    The settings are fields of EngineConfig. `form` is the format of the layers' weights, or None for bfloat16. With
+    several workers, the components are those of a worker.
     """
 
     def __init__(
@@ -150,12 +169,18 @@ class MetaEngine:
         form: CodeFormat | None = None,
         adapter_dtype: Literal["fp8"] | None = None,
         kv_dtype: KvDtype = "auto",
+        tensor_parallel_size: int = 1,
     ) -> None:
         self.card = card
         config = model_config(model, max_len)
+        if tensor_parallel_size > 1:
+            check_sharding(config, tensor_parallel_size)
+            config = worker_config(config, tensor_parallel_size)
         self.target = pack_target(config, "bfloat16", adapter_dtype, kv_dtype)
         accelerator = UncomputingAccelerator()
         backend = Backend(accelerator, lambda pool, shapes: kernels, DenseLinear, None, sample_tokens=sample_tokens)
+        if tensor_parallel_size > 1:
+            backend = replace(backend, workers=MetaGroup(tensor_parallel_size))
         if form is not None:
             num_experts = 0 if model.experts is None else model.experts.num_experts
             codes = SharedCodes(form, META, (model.vocab_size, num_experts))
@@ -209,13 +234,14 @@ def record_step(
     form: CodeFormat | None = None,
     adapter_dtype: Literal["fp8"] | None = None,
     kv_dtype: KvDtype = "auto",
+    tensor_parallel_size: int = 1,
 ) -> RecordedStep:
-    """Run the case's step on `model` as if on `card`, and record its launches."""
+    """Run the case's step on `model` as if on `card`, and record its launches, or those of one worker."""
     max_len = case.context + case.num_queries
     engine = MetaEngine(
         model, card, max_len=max_len, max_batch_tokens=case.num_tokens, max_sequences=case.num_sequences,
         max_resident_adapters=max(1, case.num_adapters), num_pages=case.num_sequences * -(-max_len // PAGE_TOKENS),
-        form=form, adapter_dtype=adapter_dtype, kv_dtype=kv_dtype,
+        form=form, adapter_dtype=adapter_dtype, kv_dtype=kv_dtype, tensor_parallel_size=tensor_parallel_size,
     )  # fmt: skip
     return engine.record(case)
 

@@ -230,7 +230,7 @@ def _assemble(
     executor = _make_executor(base, tables, kernels, base.decoder, _head_runner(base, tables, head_views))
     num_pages_of = None
     if workers is not None:
-        workers.join()
+        workers.join(base_sha256(Path(config.model_dir)))
         size = config.tensor_parallel_size
         shards = [module_shards(model, size, worker) for worker in range(size)]
         divider = AdapterDivider(base.whole_target, base.target, shards)

@@ -58,12 +58,15 @@ class _Worker:
 
         The signal is empty, or the reason why the worker cannot load its share.
         """
-        try:
-            reason = self.connection.recv_bytes().decode()
-        except (EOFError, OSError) as error:
-            raise self.lost() from error
+        reason = self.receive()
         if reason:
             raise WorkerLost(f"tensor-parallel worker {self.number} did not start: {reason}")
+
+    def receive(self) -> str:
+        try:
+            return self.connection.recv_bytes().decode()
+        except (EOFError, OSError) as error:
+            raise self.lost() from error
 
     def lost(self) -> WorkerLost:
         _end([self])
@@ -89,13 +92,19 @@ class Workers:
                 self._workers[-1].send(configuration)
             stack.pop_all()
 
-    def join(self) -> None:
+    def join(self, base: str) -> None:
         """Wait until all workers have loaded their share of the model, and connect them.
 
-        Raises WorkerLost with the worker's reason if it cannot load its share.
+        `base` identifies the files that this process has loaded. Raises WorkerLost if a worker has loaded others, or
+        with the worker's reason if it cannot load its share.
         """
         for worker in self._workers:
             worker.await_signal()
+            if worker.receive() != base:
+                raise WorkerLost(
+                    f"tensor-parallel worker {worker.number} read other files than worker 0: the files in the model "
+                    "directory changed while the engine started, so start it again"
+                )
         for worker in self._workers:
             worker.send(JOIN)
         self._join_group()

@@ -36,6 +36,7 @@ def _work(connection: Connection, meeting: Path, number: int) -> None:
     # Imported here because torch takes seconds to import, and the process must end with the engine process before that.
     import msgspec
 
+    from loramux.engine.architectures.model_files import base_sha256
     from loramux.engine.loop.assembly import assemble_worker
     from loramux.engine.loop.config import EngineConfig
     from loramux.engine.parallel.gloo_group import GlooGroup
@@ -46,10 +47,12 @@ def _work(connection: Connection, meeting: Path, number: int) -> None:
         config = msgspec.json.decode(connection.recv_bytes(), type=EngineConfig)
         group = GlooGroup(meeting, config.tensor_parallel_size, number)
         worker = assemble_worker(config, group)
+        base = base_sha256(Path(config.model_dir))
     except (EngineError, ValueError) as error:
         connection.send_bytes(str(error).encode())
         return
     connection.send_bytes(b"")
+    connection.send_bytes(base.encode())
     # All workers wait here, because those that join wait only briefly for the others.
     connection.recv_bytes()
     group.join()

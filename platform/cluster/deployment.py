@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -36,12 +37,18 @@ class ReplicaPlan:
     downscale_delay_s: float = 300.0
     """How long fewer replicas must be enough before their number shrinks, in seconds."""
     num_cpus: float
+    """CPUs that a replica reserves. 0 reserves none."""
     num_gpus: float
     drain_s: float
     """How long a replica that is being stopped may run its sequences, in seconds."""
     start_timeout_s: float
     step_timeout_s: float
     is_on_loopback: bool
+
+    @property
+    def reserved(self) -> dict[str, float]:
+        """What a replica reserves on its machine, by Ray's names of resources."""
+        return {name: amount for name, amount in (("CPU", self.num_cpus), ("GPU", self.num_gpus)) if amount}
 
 
 def deploy(config: EngineConfig, plan: ReplicaPlan, command: tuple[str, ...] | None = None, app: str = APP) -> None:
@@ -60,11 +67,27 @@ def deploy(config: EngineConfig, plan: ReplicaPlan, command: tuple[str, ...] | N
         raise ClusterUnavailable(_failure(app, error)) from error
 
 
+def missing_machine(plan: ReplicaPlan) -> str | None:
+    """Say what no machine of the cluster has, or return None if a replica fits into one of them.
+
+    Ray waits for such a machine, which a cluster that grows with its work may start.
+    """
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(all(one.get(name, 0.0) >= amount for name, amount in plan.reserved.items()) for one in machines):
+        return None
+    needed = " and ".join(f"{amount:g} {name}{'s' * (amount != 1)}" for name, amount in plan.reserved.items())
+    return f"no machine of the cluster has {needed}, which a replica reserves: Ray waits for one"
+
+
 def replicas(config: EngineConfig, plan: ReplicaPlan, command: tuple[str, ...] | None = None) -> Application:
     """Return the deployment of the replicas, which is not running yet."""
     options: dict[str, Any] = {"num_replicas": plan.num_replicas}
     if plan.max_replicas is not None:
         options = {"autoscaling_config": autoscaling_config(plan, plan.max_replicas)}
+    if config.tensor_parallel_size > 1 and plan.reserved:
+        # A single bundle, because Ray shows a replica only the GPUs of its own bundle. The workers of its engine are
+        # processes of the replica and see the same GPUs.
+        options |= {"placement_group_bundles": [plan.reserved], "placement_group_strategy": "STRICT_PACK"}
     settings = msgspec.json.encode(
         ReplicaSettings(
             engine=config,

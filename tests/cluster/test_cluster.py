@@ -137,10 +137,11 @@ def replica_pids() -> list[int]:
     return [int(pid) for pid in found.stdout.split() if is_ours(int(pid))]
 
 
-def is_ours(pid: int) -> bool:
-    head = heads[-1]
+def is_ours(pid: int, ancestor: int | None = None) -> bool:
+    """Return whether the process descends from `ancestor`, by default the head of the latest cluster."""
+    ancestor = ancestor or heads[-1]
     while pid > 1:
-        if pid == head:
+        if pid == ancestor:
             return True
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -210,7 +210,6 @@ def test_each_engine_gets_a_gpu(demo_base: Path, monkeypatch: pytest.MonkeyPatch
         ({"devices": "0,1", "device": "cpu"}, "it names GPUs, but device is cpu"),
         ({"data_parallel_size": 2, "cluster": "local"}, "starts no engine itself: remove data_parallel_size"),
         ({"devices": "0", "cluster": "local"}, "starts no engine itself: remove devices"),
-        ({"tensor_parallel_size": 2, "cluster": "local"}, "starts no engine itself: remove tensor_parallel_size"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is invalid: it should be greater than or equal to 1"),
         ({"engine": "a.sock,a.sock"}, "engine is invalid: it names a socket twice"),
     ],

@@ -224,3 +224,18 @@ def test_table_of_quantised_weights_counts_products_by_codes(model: str, weights
         # Large steps dequantise the weights of linears or round their inputs, but not those of experts.
         rows = [row for row in step["rows"] if row["kernel"] in PRODUCTS]
         assert sum(row["launches"] for row in rows) == 2 * 4, "qkv, o, gate/up and down in each layer"
+
+
+@pytest.mark.campaign
+def test_adapters_add_no_exchange_to_a_workers_step(tmp_path: Path) -> None:
+    alone = steps_of("tiny", "h200", tmp_path)
+    steps = steps_of("tiny", "h200", tmp_path, "--tensor-parallel-size", "2")
+    for name, step in steps.items():
+        exchanges = {one: rows_of([step], one) for one in ("all_reduce_", "all_gather_into_tensor")}
+        counted = {one: sum(row["launches"] for row in rows) for one, rows in exchanges.items()}
+        assert counted == {"all_reduce_": 2 * 2, "all_gather_into_tensor": 1}
+        # The joined logits are put into the order of the tokens once more.
+        assert step["launches"] == alone[name]["launches"] + 2 * 2 + 1 + 1
+    case = "decode, batch 64, context 1024: base only"
+    [kernel], [whole] = (rows_of([found[case]], "_attend") for found in (steps, alone))
+    assert kernel["least_mb"] < 0.6 * whole["least_mb"]

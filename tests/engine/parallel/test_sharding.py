@@ -59,6 +59,17 @@ GRANITE_MOE = {
 }
 """Stacked experts, and a shared expert whose gate and up are one linear layer."""
 
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "full_attention_interval": 2,
+}
+"""Every other layer has a gated delta rule in place of attention."""
+
 RANK, SCALE = 3, 0.7
 SIZES = [pytest.param(2, id="two"), pytest.param(4, id="more than kv heads"), pytest.param(8, id="a head each")]
 
@@ -179,6 +190,7 @@ def test_each_token_belongs_to_one_worker() -> None:
             2,
             "tensor parallelism does not support norms over all heads, which this model has",
         ),
+        (HYBRID, 2, "^tensor parallelism does not support a gated delta rule, which this model has: omit"),
         ({**QWEN2_MOE, "moe_intermediate_size": 42}, 4, "does not divide the model's 42 features of an expert"),
         (
             {**QWEN2_MOE, "shared_expert_intermediate_size": 42},

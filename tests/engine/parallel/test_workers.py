@@ -18,7 +18,8 @@ from loramux.engine.sequences.batch import NO_ROWS
 
 READ = "import sys; from multiprocessing.connection import Connection; link = Connection(int(sys.argv[1])); "
 CONFIGURED = READ + "assert link.recv_bytes() == b'settings'; "
-LOADED = CONFIGURED + "link.send_bytes(b''); assert link.recv_bytes() == b'join'; "
+SIGNALLED = CONFIGURED + "link.send_bytes(b''); link.send_bytes(b'base'); "
+LOADED = SIGNALLED + "assert link.recv_bytes() == b'join'; "
 UNTIL_CLOSED = "exec('try:\\n while True: link.recv_bytes()\\nexcept EOFError: sys.exit(0)')"
 WAIT_S = 120.0
 
@@ -37,21 +38,27 @@ def workers(program: str, monkeypatch: pytest.MonkeyPatch, size: int = 2, end_s:
 def test_a_worker_that_ends_while_it_loads_the_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "tensor-parallel worker 1 has ended with exit status 3"
     with workers(CONFIGURED + "sys.exit(3)", monkeypatch) as started, pytest.raises(WorkerLost, match=said):
-        started.join()
+        started.join("base")
 
 
 def test_a_worker_that_refuses_its_share_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "^tensor-parallel worker 1 did not start: the pool is too small$"
     program = CONFIGURED + "link.send_bytes(b'the pool is too small'); " + UNTIL_CLOSED
     with workers(program, monkeypatch) as started, pytest.raises(WorkerLost, match=said):
-        started.join()
+        started.join("base")
+
+
+def test_a_worker_that_read_other_files_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "^tensor-parallel worker 1 read other files than worker 0: the files in the model directory changed while"
+    with workers(SIGNALLED + UNTIL_CLOSED, monkeypatch) as started, pytest.raises(WorkerLost, match=said):
+        started.join("another base")
 
 
 def test_a_worker_that_does_not_join_the_others_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_group, "JOIN_TIMEOUT", timedelta(seconds=0.2))
     said = "^the tensor-parallel workers cannot connect: "
     with workers(LOADED + UNTIL_CLOSED, monkeypatch) as started, pytest.raises(WorkerLost, match=said):
-        started.join()
+        started.join("base")
 
 
 def test_any_failure_to_connect_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +68,7 @@ def test_any_failure_to_connect_stops_the_start(monkeypatch: pytest.MonkeyPatch)
     with workers(LOADED + UNTIL_CLOSED, monkeypatch) as started:
         monkeypatch.setattr(started.group, "join", fail)
         with pytest.raises(WorkerLost, match=r"^the tensor-parallel workers cannot connect: .*no more files"):
-            started.join()
+            started.join("base")
 
 
 def test_a_worker_that_ends_while_the_others_join_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +84,7 @@ def test_a_worker_that_ends_while_the_others_join_is_noticed_at_once(monkeypatch
         with pytest.raises(
             WorkerLost, match=f"^tensor-parallel worker 1 has ended with exit status -{signal.SIGKILL}$"
         ):
-            started.join()
+            started.join("base")
         is_over.set()
 
 
