@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
 from loramux.admin.client.client import AdminClient, Document, ServerUnreachable, document_of, refusal_of
 from loramux.admin.client.openai_http import open_http
 from loramux.admin.client.openai_server import URL_VARIABLE, OpenAIServer
+
+if TYPE_CHECKING:
+    from loramux.admin.client.push import Progress
 
 PAGE_SIZE = 100
 
@@ -59,7 +62,10 @@ class BatchClient:
                 return
             after = page["last_id"]
 
-    def download(self, file_id: str, destination: Path) -> None:
+    def num_bytes(self, file_id: str) -> int:
+        return int(self._call("GET", AdminClient.path("files", file_id))["bytes"])
+
+    def download(self, file_id: str, destination: Path, progress: Progress = lambda _what, _num_bytes: None) -> None:
         """Write a file. It appears under its name only when it is complete. Raises OSError if it cannot be written."""
         partial = partial_path(destination)
         try:
@@ -69,6 +75,7 @@ class BatchClient:
                     raise refusal_of(response)
                 for chunk in response.iter_bytes():
                     file.write(chunk)
+                    progress("download", len(chunk))
             partial.replace(destination)
         except httpx.TransportError as error:
             raise self._unreachable(error) from None

@@ -52,24 +52,38 @@ class MergedVersion:
     sources: tuple[MergeSource, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """A merge as given on the command line. `tenant` and `name` are those of the merged adapter."""
+
+    sources: tuple[MergeSource, ...]
+    tenant: str
+    name: str
+
+    @classmethod
+    def parse(cls, sources: Sequence[str], into: str) -> Merge:
+        """`into` is `tenant/adapter`. Raises MergeRefused."""
+        parsed = tuple(map(MergeSource.parse, sources))
+        check_weights([source.weight for source in parsed])
+        match = _INTO.fullmatch(into)
+        if match is None:
+            raise MergeRefused("invalid_model_name", "name the merged adapter as tenant/adapter", "into")
+        return cls(parsed, match[1], match[2])
+
+
 def merge_versions(
     client: AdminClient,
-    sources: Sequence[MergeSource],
-    into: str,
+    merge: Merge,
     settings: MergeSettings,
     timeout_s: float = 300.0,
     progress: Progress = lambda _what, _num_bytes: None,
 ) -> MergedVersion:
-    """Merge versions of one tenant's adapters into the next version of the adapter `into`, such as `acme/support`.
+    """Merge versions of one tenant's adapters into the next version of an adapter.
 
     The new version gets the optional files of the first source. Raises MergeRefused, PullRefused, PushRefused or
     AdminError.
     """
-    check_weights([source.weight for source in sources])
-    match = _INTO.fullmatch(into)
-    if match is None:
-        raise MergeRefused("invalid_model_name", "name the merged adapter as tenant/adapter", "into")
-    tenant, name = match.groups()
+    sources, tenant = merge.sources, merge.tenant
     # Find all adapters before the first download.
     found = [find_named(client, source.model) for source in sources]
     for named in found:
@@ -88,7 +102,7 @@ def merge_versions(
         for file_name in FURTHER_NAMES:
             if (places[0] / file_name).exists():
                 shutil.copyfile(places[0] / file_name, merged / file_name)
-        pushed = push_adapter(client, merged, tenant, name, timeout_s, progress)
+        pushed = push_adapter(client, merged, tenant, merge.name, timeout_s, progress)
     versions = (MergeSource(one.model, source.weight) for one, source in zip(pulled, sources, strict=True))
     return MergedVersion(pushed, tuple(versions))
 

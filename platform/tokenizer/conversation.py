@@ -67,6 +67,8 @@ def render(
     tools = None if conversation.tools is None else list(conversation.tools)
     if tools is not None and has_channels:
         tools = [_described(tool) for tool in tools]
+    if tools is not None and "parameters.properties" in source:
+        tools = [_with_properties(tool) for tool in tools]
     final = _tag_final(messages, source) if conversation.continue_final_message else None
     variables = {
         "documents": None,
@@ -94,6 +96,16 @@ def reason(error: BaseException) -> str:
 def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add an empty description to a function without one, which OpenAI's API allows but gpt-oss's template does not."""
     return {**tool, "function": {"description": "", **tool["function"]}} if "function" in tool else tool
+
+
+def _with_properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add empty `properties` to the schema of a function without arguments. OpenAI's API does not require them, but
+    Seed-OSS's template does.
+    """
+    if "function" not in tool:
+        return tool
+    parameters = tool["function"].get("parameters") or {"type": "object"}
+    return {**tool, "function": {**tool["function"], "parameters": {"properties": {}, **parameters}}}
 
 
 def _message(message: Mapping[str, Any], has_channels: bool) -> dict[str, Any]:

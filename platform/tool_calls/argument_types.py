@@ -36,6 +36,13 @@ def argument_types(schema: Mapping[str, Any], name: str) -> frozenset[str] | Non
     return _Search(schema).types_of(name)
 
 
+def has_argument(schema: Mapping[str, Any], name: str) -> bool:
+    """Return whether the schema of a function's arguments states one of this name. False if that takes too long to find
+    out.
+    """
+    return _Search(schema).has(name)
+
+
 def json_argument(text: str, types: frozenset[str] | None) -> str:
     """Return an argument as JSON. A text that is neither JSON nor a literal of Python is a string.
 
@@ -66,6 +73,9 @@ class _Search:
         found = self._property(self._root, name)
         return self._types(self._root.get("additionalProperties") if found is None else found)
 
+    def has(self, name: str) -> bool:
+        return self._property(self._root, name) is not None
+
     def _property(self, schema: Any, name: str) -> Any:
         """Return the schema of a property, which can be stated behind a reference or in a part of the schema. Return
         None if there is none.
@@ -75,15 +85,15 @@ class _Search:
         properties = schema.get("properties")
         if isinstance(properties, Mapping) and name in properties:
             return properties[name]
-        parts = [self._referenced(schema), *self._listed(schema, "allOf")]
+        parts = [referenced(schema, self._root), *self._listed(schema, "allOf")]
         return next((found for one in parts if (found := self._property(one, name)) is not None), None)
 
     def _types(self, schema: Any) -> frozenset[str] | None:
         if not self._may_look_at(schema):
             return None
-        referenced = self._referenced(schema)
-        if referenced is not None:
-            return self._types(referenced)
+        target = referenced(schema, self._root)
+        if target is not None:
+            return self._types(target)
         stated = schema.get("type")
         if stated is not None:
             names = [stated] if isinstance(stated, str) else stated[:_MAX_VALUES] if isinstance(stated, list) else []
@@ -113,16 +123,17 @@ class _Search:
             return []
         return found if len(found) <= self._num_left else [None]
 
-    def _referenced(self, schema: Mapping[str, Any]) -> Any:
-        """Return the part of the root that the schema's reference, such as `#/$defs/x`, names, or None."""
-        reference = schema.get("$ref")
-        if not isinstance(reference, str):
-            return None
-        start, *steps = reference.split("/", _MAX_VALUES)
-        found: Any = self._root if start == "#" else None
-        for step in steps:
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        return found
+
+def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
+    """Return the part of the root that the schema's reference, such as `#/$defs/x`, names, or None."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str):
+        return None
+    start, *steps = reference.split("/", _MAX_VALUES)
+    found: Any = root if start == "#" else None
+    for step in steps:
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
 
 
 def _literal(text: str, *, has_numbers: bool) -> str | None:

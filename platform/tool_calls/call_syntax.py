@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from loramux.platform.tool_calls.tags import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, Tags
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -29,6 +31,8 @@ class CallSyntax:
     after_arguments: str = "}"
     is_grouped: bool = True
     """True if one block contains all calls. Otherwise each call has a block of its own."""
+    tags: Tags | None = None
+    """The tags around arguments. Grammars write JSON only where text between tags cannot follow the schema."""
 
 
 def _gemma(begin: str, end: str) -> CallSyntax:
@@ -40,8 +44,9 @@ SYNTAXES: Mapping[str, CallSyntax] = MappingProxyType(
     {
         "functiongemma": _gemma("<start_function_call>", "<end_function_call>"),
         "gemma4": _gemma("<|tool_call>", "<tool_call|>"),
-        # The arguments are JSON here, too, because text between tags cannot follow every schema.
-        "glm45": CallSyntax({"<tool_call>": Block(end="</tool_call>")}, "\n", "NAME\n", "\n", is_grouped=False),
+        "glm45": CallSyntax(
+            {"<tool_call>": Block(end="</tool_call>")}, "\n", "NAME\n", "\n", is_grouped=False, tags=GLM45
+        ),
         "hermes": CallSyntax({"<tool_call>": Block("\n", "\n", "</tool_call>")}, "\n", is_grouped=False),
         "llama3_json": CallSyntax(
             {"": Block(), "<|python_tag|>": Block()}, "; ", before_arguments='{"name": "NAME", "parameters": '
@@ -51,6 +56,7 @@ SYNTAXES: Mapping[str, CallSyntax] = MappingProxyType(
             "\n",
             '<invoke name="NAME">\n',
             "\n</invoke>",
+            tags=MINIMAX_M2,
         ),
         "mistral": CallSyntax({"[TOOL_CALLS]": Block("[", "]")}),
         "phi": CallSyntax({"<|tool_call|>": Block("[", "]", "<|/tool_call|>"), "functools[": Block("", "]")}),
@@ -62,12 +68,15 @@ SYNTAXES: Mapping[str, CallSyntax] = MappingProxyType(
             "NAME>\n",
             "\n</function>",
             is_grouped=False,
+            tags=QWEN3_CODER,
         ),
         "seed_oss": CallSyntax(
             {"<seed:tool_call>": Block("\n", "\n", "</seed:tool_call>")},
             "\n",
             "<function=NAME>\n",
             "\n</function>",
+            is_grouped=False,
+            tags=SEED_OSS,
         ),
     }
 )

@@ -8,6 +8,7 @@ from loramux.platform.tool_calls.reasoning import HARMONY, REASONING_MARKERS, Ma
 
 _SIGNS = (
     # These come first, because their templates contain the marker of Hermes, too, or each other's tags.
+    ("]<]minimax[>[", None),
     ("<seed:tool_call>", "seed_oss"),
     ("<function=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
@@ -26,7 +27,9 @@ _SIGNS = (
     # This text comes after the texts above, because a template that contains it can also ask for JSON.
     ("<|python_start|>", "pythonic"),
 )
-"""Pairs of a text and the parser's name for templates that contain the text. The first text that matches decides."""
+"""Pairs of a text and the parser's name for templates that contain the text. The first text that matches decides. The
+calls of MiniMax-M3 are in a format of their own, which no parser reads.
+"""
 
 
 def parser_name_of(template_source: str) -> str | None:

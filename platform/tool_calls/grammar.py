@@ -6,16 +6,17 @@ See https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from loramux.platform.tool_calls.call_syntax import SYNTAXES, Block, CallSyntax
+from loramux.platform.tool_calls.lark_text import ANY, any_of, joined, literal, spelled, text_without
 from loramux.platform.tool_calls.parsers import PARSERS, find_parser
 from loramux.platform.tool_calls.reader import MAX_GAP, SPACE
+from loramux.platform.tool_calls.tagged_grammar import TaggedCalls
 
 
 class OfferedTool(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,9 +73,6 @@ class AnswerRules(msgspec.Struct, frozen=True, kw_only=True):
     """IDs of the model's special tokens that are markers or parts of markers."""
 
 
-_ANY = r"(.|\n)*"
-
-
 def added_layout(format_name: str) -> CallLayout | None:
     """Return the layout of an extension's format, or None for a built-in format. Raises ExtensionRefused."""
     parser = None if format_name in PARSERS else find_parser(format_name)
@@ -104,9 +102,9 @@ def lark_of(rules: AnswerRules, json_options: Mapping[str, Any], other: str | No
     thinking, calls, ids = rules.thinking, rules.calls, rules.special_tokens
     lines += [f"LEAD: /{SPACE}{{0,{MAX_GAP}}}/", r"BREAK: /\n{0,2}/"]
     if calls is None:
-        answer = other or f"/{_ANY}/"
+        answer = other or f"/{ANY}/"
     else:
-        _add_objects(lines, calls, json_options)
+        _add_objects(lines, calls, json_options, ids)
         if calls.is_forced:
             answer = _forced_calls(lines, calls, ids)
         elif other is not None:
@@ -122,35 +120,49 @@ def lark_of(rules: AnswerRules, json_options: Mapping[str, Any], other: str | No
 
 
 def _thought(lines: list[str], thinking: Thinking, ids: Mapping[str, int]) -> str:
-    lines.append(f"THOUGHT: {_text_without(thinking.end)}")
-    rest = _joined(lines, "REST_OF_THOUGHT", "THOUGHT", thinking.end, ids)
-    return rest if thinking.is_open else f"{_joined(lines, 'THINK', 'LEAD', thinking.begin, ids)} {rest}"
+    lines.append(f"THOUGHT: {text_without(thinking.end)}")
+    rest = joined(lines, "REST_OF_THOUGHT", "THOUGHT", thinking.end, ids)
+    return rest if thinking.is_open else f"{joined(lines, 'THINK', 'LEAD', thinking.begin, ids)} {rest}"
 
 
-def _add_objects(lines: list[str], calls: Calls, json_options: Mapping[str, Any]) -> None:
+def _add_objects(lines: list[str], calls: Calls, json_options: Mapping[str, Any], ids: Mapping[str, int]) -> None:
     """Add the rule `objects`, which matches the calls of one block."""
-    syntax = _layout(calls).syntax
+    layout = _layout(calls)
+    syntax = layout.syntax
+    tagged = None
+    if syntax.tags is not None:
+        later = syntax.tags.after_calls(layout.markers, next(iter(syntax.blocks.values())).end)
+        tagged = TaggedCalls(lines, syntax.tags, later, ids, lambda schema: _json_of(schema, json_options))
     for index, tool in enumerate(calls.tools):
-        before = syntax.before_arguments.replace("NAME", tool.name)
-        lines.append(f"object_{index}: {_text(before)} arguments_{index} {_text(syntax.after_arguments)}")
-        lines.append(f"arguments_{index}: {json_rule(tool, json_options)}")
+        before, after = syntax.before_arguments.replace("NAME", tool.name), syntax.after_arguments
+        arguments = None if tagged is None else tagged.arguments(tool.schema)
+        if arguments is None:
+            arguments = f"arguments_{index}"
+            lines.append(f"{arguments}: {json_rule(tool, json_options)}")
+        else:
+            before, after = before.rstrip("\n"), after.lstrip("\n")
+        lines.append(f"object_{index}: {literal(before)} {arguments} {literal(after)}")
     lines.append("object: " + " | ".join(f"object_{index}" for index in range(len(calls.tools))))
     has_several = calls.is_parallel and syntax.is_grouped
-    lines.append(f"objects: object ({_text(syntax.separator)} object)*" if has_several else "objects: object")
+    lines.append(f"objects: object ({literal(syntax.separator)} object)*" if has_several else "objects: object")
 
 
 def json_rule(tool: OfferedTool, json_options: Mapping[str, Any]) -> str:
     """Return the expression for a tool's arguments."""
-    return f"%json {json.dumps({**tool.schema, 'x-guidance': dict(json_options)})}"
+    return _json_of(tool.schema, json_options)
+
+
+def _json_of(schema: Mapping[str, Any], json_options: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': dict(json_options)})}"
 
 
 def _forced_calls(lines: list[str], calls: Calls, ids: Mapping[str, int]) -> str:
     """Add the rules of an answer that consists of calls, and return the rule's name."""
     syntax = _layout(calls).syntax
     marker, block = next(iter(syntax.blocks.items()))
-    group = f"{_marker(marker, ids)} {_block(block, ids)}"
+    group = f"{spelled(marker, ids)} {_block(block, ids)}"
     repeats = calls.is_parallel and not syntax.is_grouped
-    lines.append(f"calls: {group}" + (f" ({_text(syntax.separator)} {group})*" if repeats else ""))
+    lines.append(f"calls: {group}" + (f" ({literal(syntax.separator)} {group})*" if repeats else ""))
     return "calls"
 
 
@@ -164,13 +176,13 @@ def _text_and_calls(lines: list[str], calls: Calls, thinking: Thinking | None, i
     assert {*layout.markers} == {*syntax.blocks} - {""}
     # Like calls without a marker, thinking can begin only at the start of an answer.
     starts = [*layout.openers, *([] if thinking is None or thinking.is_open else [thinking.begin])]
-    lines.append(f"TEXT: {_text_without(*layout.markers)}")
-    lines.append(f"START: TEXT & ~/{SPACE}*{_any_of(starts)}{_ANY}/" if starts else "START: TEXT")
+    lines.append(f"TEXT: {text_without(*layout.markers)}")
+    lines.append(f"START: TEXT & ~/{SPACE}*{any_of(starts)}{ANY}/" if starts else "START: TEXT")
     first, later = [], []
     for index, marker in enumerate(layout.markers):
         block = _block(syntax.blocks[marker], ids)
-        first.append(f"{_joined(lines, f'FIRST_{index}', 'START', marker, ids)} {block}")
-        later.append(f"{_joined(lines, f'LATER_{index}', 'TEXT', marker, ids)} {block}")
+        first.append(f"{joined(lines, f'FIRST_{index}', 'START', marker, ids)} {block}")
+        later.append(f"{joined(lines, f'LATER_{index}', 'TEXT', marker, ids)} {block}")
     if layout.openers:
         # The parsers of these formats may continue reading after a block, so the grammar allows nothing after it.
         return f"(LEAD {_block(syntax.blocks[''], ids)} | {' | '.join(first)} | START)"
@@ -178,46 +190,5 @@ def _text_and_calls(lines: list[str], calls: Calls, thinking: Thinking | None, i
     return f"(({' | '.join(first)}) {more} TEXT | START)"
 
 
-def _joined(lines: list[str], name: str, before: str, marker: str, ids: Mapping[str, int]) -> str:
-    """Return the expression for the terminal `before` and a marker.
-
-    Text at the start of the marker must be part of the same terminal, because the lexer takes the longest match. `name`
-    names that terminal.
-    """
-    first, *rest = _marker_parts(marker, ids)
-    if first in ids:
-        name, rest = before, [first, *rest]
-    else:
-        lines.append(f"{name}: {before} {_text(first)}")
-    return " ".join([name, *(_part(one, ids) for one in rest)])
-
-
 def _block(block: Block, ids: Mapping[str, int]) -> str:
-    return f"{_text(block.before)} objects {_text(block.after)} {_marker(block.end, ids)}"
-
-
-def _text_without(*markers: str) -> str:
-    return f"/{_ANY}/ & ~/{_ANY}{_any_of(markers)}{_ANY}/"
-
-
-def _any_of(texts: Iterable[str]) -> str:
-    return "(" + "|".join(re.escape(text).replace("/", r"\/") for text in texts) + ")"
-
-
-def _marker(marker: str, ids: Mapping[str, int]) -> str:
-    return " ".join(_part(one, ids) for one in _marker_parts(marker, ids))
-
-
-def _marker_parts(marker: str, ids: Mapping[str, int]) -> list[str]:
-    """Split a marker into special tokens and the text around them."""
-    longest_first = sorted(ids, key=len, reverse=True)
-    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", marker) if ids else [marker]
-    return [part for part in parts if part] or [""]
-
-
-def _part(part: str, ids: Mapping[str, int]) -> str:
-    return f"<[{ids[part]}]>" if part in ids else _text(part)
-
-
-def _text(text: str) -> str:
-    return json.dumps(text) if text else ""
+    return f"{literal(block.before)} objects {literal(block.after)} {spelled(block.end, ids)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -171,17 +171,29 @@ class Reader:
 
         Raises Malformed if the answer ends before `end`.
         """
+        yield from self.before(re.compile(re.escape(end)), (end,), on_piece)
+        self.take(self.at + len(end))
+
+    def before(self, stop: re.Pattern[str], stops: Collection[str], on_piece: Callable[[str], None]) -> Steps[None]:
+        """Read up to the first of the texts `stops`, which the pattern `stop` matches, and pass on the text before it,
+        piece by piece.
+
+        Raises Malformed if the answer ends before.
+        """
         while True:
-            found = self.text.find(end, self.at)
-            certain = found if found >= 0 else len(self.text) - overlap(self.text[self.at :], end)
+            found = stop.search(self.text, self.at)
+            certain = found.start() if found else len(self.text) - self._num_held(stops)
             if certain > self.at:
                 on_piece(self.take(certain))
-            if found >= 0:
-                self.take(found + len(end))
+            if found:
                 return
             if not (yield from self.more()):
                 self.take(len(self.text))
                 raise Malformed
+
+    def _num_held(self, stops: Collection[str]) -> int:
+        rest = self.text[self.at :]
+        return max(overlap(rest, one) for one in stops)
 
     def json_string(self) -> Steps[str]:
         """Read a JSON string and decode it. Raises Malformed."""

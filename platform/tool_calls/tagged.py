@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import ClassVar
 
-from loramux.platform.tool_calls.argument_types import STRING, argument_types, json_argument
+from loramux.platform.tool_calls.argument_types import STRING, argument_types, has_argument, json_argument
 from loramux.platform.tool_calls.call_parser import CallParser
-from loramux.platform.tool_calls.reader import JSON_SYNTAX, MAX_NAME_LENGTH, Malformed, Steps, is_function_name
+from loramux.platform.tool_calls.reader import (
+    JSON_SYNTAX,
+    MAX_GAP,
+    MAX_NAME_LENGTH,
+    SPACE,
+    Malformed,
+    Steps,
+    is_function_name,
+)
+from loramux.platform.tool_calls.tags import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, Tags
 
 _NAME = re.compile(r"""[^\s"<>]*""")
 _KEY = re.compile(r"""[^"<>\n]*""")
+_MISSED_KEY = rf"""(?P<name>[^"<>\n]{{1,{MAX_NAME_LENGTH}}})"""
+_MAX_END = MAX_NAME_LENGTH + 2 * MAX_GAP
+"""Longest text that has to be read to see whether a value ends without its tag, in characters."""
 
-
-@dataclass(frozen=True, slots=True)
-class Tags:
-    """The text around the parts of a call: `begin` NAME `name_end`, then each argument, then `end`.
-
-    An argument is `key` KEY `key_end` VALUE `value_end`. Whitespace may come before each tag but `value_end`. With
-    `value_begin`, it may also come after `key_end`, and the value begins after that tag. Values that are strings are
-    written as they are, others in JSON, and a value ends at the first `value_end`, whatever else it contains. If
-    `has_lines`, a line break comes before and after each value.
-    """
-
-    begin: str
-    name_end: str
-    key: str
-    key_end: str
-    value_end: str
-    end: str
-    value_begin: str = ""
-    has_lines: bool = False
+_IN_JSON = re.compile(r'\\(?:.|\Z)|["\n]')
 
 
 class TaggedCallParser(CallParser):
@@ -46,8 +41,20 @@ class TaggedCallParser(CallParser):
 
     def __init__(self) -> None:
         super().__init__()
+        tags = self.tags
         self._types: dict[tuple[str, str], frozenset[str] | None] = {}
-        self._tags = (self.tags.key, self.tags.key_end, self.tags.value_begin, self.tags.end)
+        self._has: dict[tuple[str, str], bool] = {}
+        self._tags = (tags.key, tags.key_end, tags.value_begin, tags.end)
+        self._stops = (tags.value_end, tags.key, tags.end)
+        self._stop = re.compile("|".join(map(re.escape, self._stops)))
+        after = tags.after_calls(self.markers, self.ends[0])
+        self._end_without_tag = re.compile(
+            tags.ends_without_tag(_MISSED_KEY, "|".join([*map(re.escape, after), r"\Z"]))
+        )
+        self._cut_end = re.compile(
+            rf"""{re.escape(tags.key)}[^"<>\n]*{_beginning(tags.key_end)}\Z"""
+            rf"|{re.escape(tags.end)}{SPACE}*(?:{'|'.join(map(_beginning, after))})\Z"
+        )
 
     def _block(self, marker: str) -> Steps[None]:
         reader, tags = self._reader, self.tags
@@ -110,12 +117,12 @@ class TaggedCallParser(CallParser):
     def _arguments(self, name: str, key: str) -> Steps[None]:
         """Read the arguments of a call, from the value of the first one, whose name is `key`. Raises Malformed."""
         reader, tags = self._reader, self.tags
-        before = "{"
+        before, keys = "{", {key}
         while True:
             self._argue(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
             if (name, key) not in self._types:
                 self._types[name, key] = argument_types(self.schemas.get(name, {}), key)
-            yield from self._value(self._types[name, key])
+            yield from self._value(self._types[name, key], name, keys)
             yield from reader.spaces()
             if not (yield from reader.literal(tags.key)):
                 break
@@ -129,19 +136,21 @@ class TaggedCallParser(CallParser):
                 self._argue("}")
                 self._say(rest)
                 return
+            keys.add(key)
         if not (yield from reader.literal(tags.end)) and reader.ends_within(*self._tags):
             raise Malformed
         # A call with text in place of its end is complete, too.
         self._argue("}")
 
-    def _value(self, types: frozenset[str] | None) -> Steps[None]:
-        """Read a value and the tag after it. Raises Malformed."""
+    def _value(self, types: frozenset[str] | None, name: str, keys: AbstractSet[str]) -> Steps[None]:
+        """Read a value and the tag after it. `keys` are the names of the call's arguments so far. Raises Malformed."""
         reader, tags = self._reader, self.tags
         if tags.has_lines:
             yield from reader.literal("\n")
         if types != STRING:
             pieces: list[str] = []
-            yield from reader.until(tags.value_end, pieces.append)
+            can_quote = types is not None and "string" not in types
+            yield from self._value_text(pieces.append, name, keys, can_quote=can_quote)
             text = "".join(pieces)
             self._argue(json_argument(text.removesuffix("\n") if tags.has_lines else text, types))
             return
@@ -155,8 +164,62 @@ class TaggedCallParser(CallParser):
                 self._argue(json.dumps(text, ensure_ascii=False)[1:-1])
 
         self._argue('"')
-        yield from reader.until(tags.value_end, argue)
+        yield from self._value_text(argue, name, keys, can_quote=False)
         self._argue('"')
+
+    def _value_text(
+        self, on_piece: Callable[[str], None], name: str, keys: AbstractSet[str], *, can_quote: bool
+    ) -> Steps[None]:
+        """Read the text of a value up to its end, and the tag there unless the model left it out. Raises Malformed.
+
+        With `can_quote`, a list or an object in JSON does not end within a string. Such a string contains no line
+        break, so a tag with a line break before or after it is the end nevertheless.
+        """
+        reader, tags = self._reader, self.tags
+        is_json = can_quote and (yield from reader.peek()) in ("[", "{")
+        is_quoted = is_escaped = False
+
+        def pass_on(piece: str) -> None:
+            nonlocal is_quoted, is_escaped
+            marks = _IN_JSON.findall(piece, int(is_escaped)) if is_json else []
+            is_escaped = marks[-1:] == ["\\"]
+            for mark in marks:
+                if mark in ('"', "\n"):
+                    is_quoted = mark == '"' and not is_quoted
+            on_piece(piece)
+
+        while True:
+            yield from reader.before(self._stop, self._stops, pass_on)
+            if (yield from reader.literal(tags.value_end)):
+                if not is_quoted or (yield from reader.peek()) == "\n":
+                    return
+                on_piece(tags.value_end)
+            elif not is_quoted and (yield from self._ends_without_tag(name, keys)):
+                return
+            else:
+                on_piece(reader.take(reader.at + 1))
+
+    def _ends_without_tag(self, name: str, keys: AbstractSet[str]) -> Steps[bool]:
+        """Return whether a value ends here although its tag is missing: before an argument that the function has and
+        the call does not have yet, or before the end of the call. Raises Malformed if the answer was cut off there.
+        """
+        reader = self._reader
+        while len(reader.text) - reader.at < _MAX_END and (yield from reader.more()):
+            pass
+        found = self._end_without_tag.match(reader.text, reader.at)
+        if found is None and reader.is_ended and self._cut_end.match(reader.text, reader.at):
+            reader.take(len(reader.text))
+            raise Malformed
+        if found is None or (key := found["name"]) is None:
+            return found is not None
+        if (name, key) not in self._has:
+            self._has[name, key] = has_argument(self.schemas.get(name, {}), key)
+        return self._has[name, key] and key not in keys
+
+
+def _beginning(text: str) -> str:
+    """Return the pattern of the beginnings of a text, which can be empty."""
+    return "".join(f"(?:{re.escape(character)}" for character in text) + ")?" * len(text)
 
 
 class Qwen3CoderParser(TaggedCallParser):
@@ -164,22 +227,22 @@ class Qwen3CoderParser(TaggedCallParser):
 
     markers = ("<tool_call>", "<function=")
     ends = ("</tool_call>",)
-    tags = Tags("<function=", ">", "<parameter=", ">", "</parameter>", "</function>", has_lines=True)
+    tags = QWEN3_CODER
 
 
 class SeedOssParser(TaggedCallParser):
     markers = ("<seed:tool_call>",)
     ends = ("</seed:tool_call>",)
-    tags = Tags("<function=", ">", "<parameter=", ">", "</parameter>", "</function>")
+    tags = SEED_OSS
 
 
 class Glm45Parser(TaggedCallParser):
     markers = ("<tool_call>",)
     ends = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    tags = Tags("", "", "<arg_key>", "</arg_key>", "</arg_value>", "</tool_call>", value_begin="<arg_value>")
+    tags = GLM45
 
 
 class MiniMaxM2Parser(TaggedCallParser):
     markers = ("<minimax:tool_call>",)
     ends = ("</minimax:tool_call>",)
-    tags = Tags('<invoke name="', '">', '<parameter name="', '">', "</parameter>", "</invoke>")
+    tags = MINIMAX_M2

@@ -9,7 +9,7 @@ import typer
 from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import connected, error_document, fail, located, print_warnings, tell
 from loramux.admin.commands.transfer_progress import transfer_progress
-from loramux.admin.exit_codes import REFUSED
+from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 
 
 def merge(
@@ -44,7 +44,7 @@ def merge(
     """
     from loramux.adapter_store.errors import MergeRefused
     from loramux.adapter_store.merging.methods import MergeMethod, MergeSettings, SignRule
-    from loramux.admin.client.merge import MergeSource, merge_versions
+    from loramux.admin.client.merge import Merge, merge_versions
     from loramux.admin.client.pull import PullRefused
     from loramux.admin.client.push import PushRefused
 
@@ -54,14 +54,16 @@ def merge(
         raise typer.BadParameter(f"{method!r} is not offered; choose {offered}", param_hint="--method")
     if sign_rule not in set(SignRule):
         raise typer.BadParameter("choose total or frequency", param_hint="--sign-rule")
+    exit_code = WRONG_CALL
     try:
         settings = MergeSettings(MergeMethod(method), density, SignRule(sign_rule), seed)
-        parsed = [MergeSource.parse(source) for source in sources]
+        wanted = Merge.parse(sources, into)
+        exit_code = REFUSED
         with connected(as_json) as client, transfer_progress(None, as_json) as progress:
-            merged = merge_versions(client, parsed, into, settings, timeout_s, progress)
+            merged = merge_versions(client, wanted, settings, timeout_s, progress)
     except (MergeRefused, PushRefused) as error:
         document = error_document(error.message, error.code, error.param)
-        fail(f"refused ({error.code}): {located(error.message, error.param)}", REFUSED, document if as_json else None)
+        fail(f"refused ({error.code}): {located(error.message, error.param)}", exit_code, document if as_json else None)
     except (PullRefused, OSError) as error:
         fail(str(error), REFUSED, error_document(str(error), "pull_refused") if as_json else None)
     pushed = merged.pushed

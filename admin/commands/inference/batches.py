@@ -1,4 +1,6 @@
-"""`loramux run` runs a file of requests; `loramux batches` lists, shows and cancels such batches."""
+"""`loramux run` runs a file of requests; `loramux batches` lists, shows and cancels such batches, and downloads their
+files.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from loramux.admin.client.batch_client import BatchClient
     from loramux.admin.client.client import Document
 
-app = typer.Typer(no_args_is_help=True, help="List, show and cancel batches; 'loramux run' starts one.")
+app = typer.Typer(no_args_is_help=True, help="List, show, cancel and download batches; 'loramux run' starts one.")
 
 POLL_S = 0.5
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -160,6 +162,46 @@ def cancel(
     with _connected(url, api_key, as_json) as client:
         found = client.cancel(batch_id)
     tell(found, f"{found['id']} is {found['status']}", as_json)
+
+
+@app.command()
+def download(
+    batch_id: BatchId,
+    has_errors: Annotated[bool, typer.Option("--errors", help="Download the errors instead of the answers.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="By default BATCH.output.jsonl or BATCH.errors.jsonl.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    url: OpenAIUrl = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Download the answers or the errors of a batch that has ended."""
+    from loramux.admin.client.retries import retry_read
+    from loramux.admin.commands.transfer_progress import transfer_progress
+
+    kind = "errors" if has_errors else "output"
+    path = Path(f"{batch_id.replace(os.sep, '_')}.{kind}.jsonl") if out is None else out
+    _check_output(path, overwrite)
+    with _connected(url, api_key, as_json) as client:
+        found = client.get(batch_id)
+        file_id = found["error_file_id" if has_errors else "output_file_id"]
+        if file_id is None:
+            again = "" if found["status"] in FINAL else ": try again once it has ended"
+            message = f"{found['id']} is {found['status']} and has no {'errors' if has_errors else 'answers'}{again}"
+            fail(message, REFUSED, error_document(message, "no_file") if as_json else None)
+        num_bytes = client.num_bytes(file_id)
+
+        def read() -> None:
+            with transfer_progress(num_bytes, as_json) as progress:
+                client.download(file_id, path, progress)
+
+        try:
+            retry_read(read)
+        except OSError as error:
+            message = f"{path} cannot be written: {error.strerror}"
+            fail(message, REFUSED, error_document(message, "output_not_written") if as_json else None)
+    tell({"id": found["id"], "file": file_id, "written": str(path)}, f"wrote {path}", as_json)
 
 
 @contextmanager

@@ -119,7 +119,7 @@ def test_adapters_of_another_tenant_are_not_merged(
     assert list(scratch.iterdir()) == []
 
 
-UNUSABLE = [
+WRONG = [
     (("acme/one", "--into", "acme/both"), "invalid_sources"),
     (("acme/one", "acme/two=0", "--into", "acme/both"), "invalid_weight"),
     (("acme/one", "acme/two=nan", "--into", "acme/both"), "invalid_weight"),
@@ -128,14 +128,23 @@ UNUSABLE = [
     (("acme/one", "acme/two=1=2", "--into", "acme/both"), "invalid_sources"),
     (("acme/one", "acme/two", "--into", "both"), "invalid_model_name"),
     (("acme/one", "acme/two", "--into", "acme/both@2"), "invalid_model_name"),
-    (("acme/one", "acme/two@9", "--into", "acme/both"), "version_not_found"),
-    (("acme/one", "acme/three", "--into", "acme/both"), "adapter_not_found"),
-    (("acme/one", "acme/two", "--into", "acme/both"), "rank_mismatch"),
-    (("acme/one", "acme/one=-1", "--into", "acme/both"), "zero_effect"),
     (("acme/one", "acme/one", "--into", "acme/both", "--density", "0.5"), "invalid_density"),
     (("acme/one", "acme/one", "--into", "acme/both", "--method", "ties", "--density", "2"), "invalid_density"),
     (("acme/one",) * 17 + ("--into", "acme/both"), "invalid_sources"),
 ]
+
+UNUSABLE = [
+    (("acme/one", "acme/two@9", "--into", "acme/both"), "version_not_found"),
+    (("acme/one", "acme/three", "--into", "acme/both"), "adapter_not_found"),
+    (("acme/one", "acme/two", "--into", "acme/both"), "rank_mismatch"),
+    (("acme/one", "acme/one=-1", "--into", "acme/both"), "zero_effect"),
+]
+
+
+def test_wrong_options_are_refused_before_anything_is_sent(loramux: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAMUX_ADMIN_URL", "http://127.0.0.1:1")
+    for arguments, code in WRONG:
+        assert refusal(loramux("adapters", "merge", *arguments, "--json"), exit_code=2)[0] == code, arguments
 
 
 def test_unusable_merges_are_refused(loramux: Run, push: Push, scratch: Path) -> None:

@@ -199,6 +199,52 @@ def test_batches_are_listed_shown_and_cancelled(kept: BatchServices, file: Path)
         assert absent.exit_code == 1, absent.output
 
 
+@pytest.mark.parametrize(("status", "option", "kind"), [(200, (), "output"), (404, ("--errors",), "errors")])
+def test_answers_and_errors_are_downloaded(
+    admin_side: AdminSide,
+    kept: BatchServices,
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    option: tuple[str, ...],
+    kind: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    batch = printed_json(invoke("run", file, "--no-wait", "--json"))["id"]
+    early = invoke("batches", "download", batch, *option)
+    assert (early.exit_code, f"{batch} is validating and has no" in early.stderr) == (1, True)
+    answer_in_background(admin_side, kept, tmp_path, status).join()
+    fail_first(monkeypatch, BatchClient, "download", ServerUnreachable("no server answers"))
+    done = invoke("batches", "download", batch, *option)
+    path = tmp_path / f"{batch}.{kind}.jsonl"
+    assert (done.exit_code, f"wrote {path.name}" in done.stdout) == (0, True), done.output
+    assert path.read_bytes() == b'{"custom_id": "a"}\n'
+    path.write_text("earlier")
+    again = invoke("batches", "download", batch, *option)
+    assert (again.exit_code, "exists already" in again.stderr, path.read_text()) == (2, True, "earlier")
+    assert invoke("batches", "download", batch, *option, "--overwrite").exit_code == 0
+    out = tmp_path / "own.jsonl"
+    written = printed_json(invoke("batches", "download", batch, *option, "--out", out, "--json"))
+    assert (written["written"], out.read_bytes()) == (str(out), path.read_bytes())
+    others = invoke("batches", "download", batch, *(() if option else ("--errors",)), "--json")
+    assert (others.exit_code, json.loads(others.stdout)["error"]["code"]) == (1, "no_file")
+
+
+def test_download_that_cannot_be_written_leaves_nothing(
+    admin_side: AdminSide, kept: BatchServices, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = printed_json(invoke("run", file, "--no-wait", "--json"))["id"]
+    answer_in_background(admin_side, kept, tmp_path, 200).join()
+    absent = invoke("batches", "download", batch, "--out", tmp_path / "absent" / "x.jsonl")
+    assert (absent.exit_code, "cannot be written: No such file" in absent.stderr) == (2, True)
+    unknown = invoke("batches", "download", "../nonsense", "--out", tmp_path / "x.jsonl")
+    assert (unknown.exit_code, (tmp_path / "x.jsonl").exists()) == (1, False)
+    fail_first(monkeypatch, BatchClient, "download", OSError(errno.ENOSPC, "No space left on device"))
+    full = invoke("batches", "download", batch, "--out", tmp_path / "x.jsonl")
+    assert (full.exit_code, "x.jsonl cannot be written: No space left on device" in full.stderr) == (1, True)
+
+
 def test_administrator_lists_shows_and_cancels_batches_of_tenants(loramux: Run, admin_side: AdminSide) -> None:
     services = admin_side.services
     made = {}

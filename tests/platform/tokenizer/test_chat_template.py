@@ -91,6 +91,18 @@ def test_template_for_tools_alone_refuses_requests_without_tools() -> None:
     assert caught.value.param == "tools"
 
 
+def test_functions_without_arguments_are_shown_by_templates_that_read_their_properties() -> None:
+    source = (
+        "{% for one in tools %}{{ one.function.name }}({% for name, spec in one.function.parameters.properties.items() "
+        "%}{{ name }}: {{ spec.type }}{% endfor %}) {% endfor %}"
+    )
+    template = ChatTemplate({"default": source}, {})
+    schemas = (None, {}, {"type": "object"}, {"type": "object", "properties": {"a": {"type": "string"}}})
+    functions = [{"name": "f"} if one is None else {"name": "f", "parameters": one} for one in schemas]
+    tools = [{"type": "function", "function": function} for function in functions]
+    assert template.render([{"role": "user", "content": "Hi"}], tools=tools) == "f() f() f() f(a: string) "
+
+
 def test_features_of_the_base_come_from_the_template_for_each_request() -> None:
     tool_use = "{{ messages[0].content }}{{ tools | tojson }}{{ messages | tojson }}"
     template = ChatTemplate({"default": "{{ messages[0].content }}", "tool_use": tool_use}, {})

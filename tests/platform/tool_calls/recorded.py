@@ -33,6 +33,8 @@ ORDER = {
     }
 }
 
+EDIT = {"edit": {"properties": {"edits": {"type": "array"}, "path": {"type": "string"}}}}
+
 RECORDED = {
     "hermes: one call": Recorded(
         "hermes",
@@ -333,6 +335,59 @@ RECORDED = {
         (("order", '{"count": 5}'),),
         ORDER,
     ),
+    "qwen3_coder: a missing tag before an argument": Recorded(
+        "qwen3_coder",
+        "<tool_call>\n<function=order>\n<parameter=code>\na <\n<parameter=count>\n5\n<parameter=items>\n[1]\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "",
+        (("order", '{"code": "a <", "count": 5, "items": [1]}'),),
+        ORDER,
+    ),
+    "qwen3_coder: other arguments in a value": Recorded(
+        "qwen3_coder",
+        "<function=order><parameter=code>a<parameter=code>b<parameter=x>c</parameter></function>",
+        "",
+        (("order", '{"code": "a<parameter=code>b<parameter=x>c"}'),),
+        ORDER,
+    ),
+    "qwen3_coder: a missing tag before the end of the call": Recorded(
+        "qwen3_coder",
+        "<tool_call>\n<function=order>\n<parameter=note>\nf()\n</function>\n</tool_call>\n<tool_call>\n"
+        "<function=order>\n<parameter=count>\n5\n</function>\n",
+        "",
+        (("order", '{"note": "f()"}'), ("order", '{"count": 5}')),
+        ORDER,
+    ),
+    "qwen3_coder: tags in strings of a list": Recorded(
+        "qwen3_coder",
+        '<tool_call>\n<function=edit>\n<parameter=edits>\n[{"old": "</parameter>\\"</parameter>", '
+        '"new": "<parameter=path>"}]\n</parameter>\n<parameter=path>\na\n</parameter>\n</function>\n</tool_call>',
+        "",
+        (("edit", '{"edits": [{"old": "</parameter>\\"</parameter>", "new": "<parameter=path>"}], "path": "a"}'),),
+        EDIT,
+    ),
+    "qwen3_coder: a list with a quote too many": Recorded(
+        "qwen3_coder",
+        '<function=edit>\n<parameter=edits>\n["]\n</parameter>\n<parameter=path>\na\n</parameter>\n</function>',
+        "",
+        (("edit", '{"edits": "[\\"]", "path": "a"}'),),
+        EDIT,
+    ),
+    "seed_oss: a list with a quote too many": Recorded(
+        "seed_oss",
+        '<seed:tool_call><function=edit><parameter=edits>["]</parameter>\n<parameter=path>a</parameter></function>',
+        "",
+        (("edit", '{"edits": "[\\"]", "path": "a"}'),),
+        EDIT,
+    ),
+    "seed_oss: missing tags": Recorded(
+        "seed_oss",
+        "<seed:tool_call>\n<function=order>\n<parameter=code>a<parameter=count>5</function>\n<function=now>\n"
+        "</function>\n</seed:tool_call>",
+        "",
+        (("order", '{"code": "a", "count": 5}'), ("now", "{}")),
+        ORDER,
+    ),
     "seed_oss: two calls in a block": Recorded(
         "seed_oss",
         "<seed:tool_call>\n<function=order>\n<parameter=note>\nkept\n</parameter>\n<parameter=count>5</parameter>\n"
@@ -349,6 +404,14 @@ RECORDED = {
         (("order", '{"code": "01234", "count": 5}'), ("now", "{}")),
         ORDER,
     ),
+    "glm45: missing tags": Recorded(
+        "glm45",
+        "<tool_call>order<arg_key>code</arg_key><arg_value>a<arg_key>count</arg_key><arg_value>5</tool_call>\n"
+        "<tool_call>now</tool_call>",
+        "",
+        (("order", '{"code": "a", "count": 5}'), ("now", "{}")),
+        ORDER,
+    ),
     "glm45: on one line": Recorded(
         "glm45",
         "<tool_call>order<arg_key>code</arg_key><arg_value>a < b\n</arg_value></tool_call>",
@@ -358,6 +421,14 @@ RECORDED = {
     ),
     "glm45: arguments in JSON": Recorded(
         "glm45", f"<tool_call>get_weather\n{ROME}\n</tool_call>", "", (("get_weather", ROME),)
+    ),
+    "minimax_m2: missing tags": Recorded(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="order">\n<parameter name="code">a<parameter name="count">5\n</invoke>\n'
+        "</minimax:tool_call>",
+        "",
+        (("order", '{"code": "a", "count": 5}'),),
+        ORDER,
     ),
     "minimax_m2: two calls in a block": Recorded(
         "minimax_m2",

@@ -40,6 +40,7 @@ SHOWN = {
     "Seed-OSS": ("<seed:tool_call>\n<function=example_function_name>", "seed_oss"),
     "GLM-4.5": ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", "glm45"),
     "MiniMax-M2": ('<minimax:tool_call>\n<invoke name="tool-name-1">', "minimax_m2"),
+    "MiniMax-M3, whose calls are not parsed": ("]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name=", None),
     "no tools": ("{{ message.content }}", None),
 }
 

@@ -25,7 +25,12 @@ TOOLS = (
         "get_weather",
         {
             "type": "object",
-            "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "properties": {
+                "city": {"$ref": "#/$defs/city"},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                "unit": {"anyOf": [{"enum": ["c", "cf"]}, {"type": "null"}]},
+                "parts": {"type": "array", "items": {"$ref": "#/$defs/city"}, "maxItems": 2},
+            },
             "required": ["city"],
             "additionalProperties": False,
             "$defs": {"city": {"type": "string", "maxLength": 4}},
@@ -67,7 +72,7 @@ def accepts(rules: AnswerRules, text: str) -> bool:
 
 
 def read(text: str, format_name: str) -> tuple[str, list[tuple[str, str]]]:
-    parser, content = new_parser(format_name), ""
+    parser, content = new_parser(format_name, SCHEMAS), ""
     calls: list[tuple[str, str]] = []
     for event in [*parser.feed(text), *parser.finish()]:
         match event:
@@ -103,11 +108,15 @@ def test_forced_answers_are_calls(format_name: str, is_parallel: bool) -> None:
 CALL_OF = {
     "functiongemma": "<start_function_call>call:now{}<end_function_call>",
     "gemma4": "<|tool_call>call:now{}<tool_call|>",
+    "glm45": "<tool_call>now</tool_call>",
     "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "llama3_json": '{"name": "now", "parameters": {}}',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
     "mistral": '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
     "phi": '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>',
     "pythonic": '[{"name": "now", "arguments": {}}]',
+    "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
 }
 
 

@@ -79,6 +79,7 @@ HOSTILE_UNITS = (
     '<|"|>',
     "<|tool_call>call:f{x:",
     "\n",
+    "</function>",
     "</parameter><parameter=a>",
     "</arg_value><arg_key>a</arg_key><arg_value>",
 )

@@ -13,13 +13,23 @@ from llguidance import LLMatcher
 
 from loramux.engine.constraints.limits import parser_limits
 from loramux.platform.grammars.check import checked_grammar
+from loramux.platform.tool_calls.call_syntax import SYNTAXES
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun
 from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool, Thinking
 from loramux.platform.tool_calls.parsers import PARSERS
 from loramux.platform.tool_calls.reasoning import THINK, ReasoningSplitter
 from tests.engine.byte_vocabulary import EOS, vocabulary_with_markers
 
-STRICT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+STRICT = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer"},
+        "s": {"type": "string", "maxLength": 60},
+        "l": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
+    },
+    "required": ["x"],
+    "additionalProperties": False,
+}
 SCHEMAS = {"f": STRICT, "g": {"type": "object"}}
 TOOLS = tuple(OfferedTool(name, schema) for name, schema in SCHEMAS.items())
 ENDS = {"<|python_end|>", "<|tool_response>", *(end for parser in PARSERS.values() for end in parser.ends)}
@@ -64,10 +74,37 @@ SHARED = (
 )
 
 
+def tagged_parts(format_name: str) -> list[str]:
+    """Return parts of calls with arguments between tags: whole arguments, their halves, and tags at wrong places."""
+    syntax = SYNTAXES[format_name]
+    tags = syntax.tags
+    if tags is None:
+        return []
+    marker, block = next(iter(syntax.blocks.items()))
+    line = "\n" if tags.has_lines else ""
+    begin = f"{marker}{block.before}{syntax.before_arguments.rstrip(chr(10))}"
+    f, g = (f"{begin.replace('NAME', name)}\n" for name in "fg")
+    end = f"{syntax.after_arguments.lstrip()}{block.after}{block.end}"
+    x, s, items = (f"{tags.key}{name}{tags.key_end}{tags.value_begin}{line}" for name in "xsl")
+    value_end = f"{line}{tags.value_end}\n"
+    return [
+        *(f, g, x, s, items, value_end, end),
+        *(tags.key, tags.key_end, tags.value_end, tags.end, '["', '"', '", "', '"]', "5"),
+        *(f"{f}{x}5{value_end}", f"{s}a{value_end}", f'{items}["a"]{value_end}'),
+        *[f"{f}{x}5{value_end}{end}", f"{g}{end}"] * 4,
+        *(f"{f}{x}bad{value_end}{end}", f"{g}{s}", f"{end}{g}", f'{items}["{tags.value_end}"]{value_end}', f"{s}{end}"),
+    ]
+
+
+TAGGED = {name: tagged_parts(name) for name in PARSERS}
+
+
 def fragment(dice: random.Random, format_name: str) -> list[int]:
     """Return the tokens of a part of an answer, with markers as special tokens or spelled with ordinary ones."""
     block = dice.choice(BLOCKS[format_name]) % (dice.choice(("f", "g", "never")), dice.choice(ARGUMENTS))
     text = dice.choice((block, block, dice.choice(MARKERS), dice.choice(SHARED), "hm</think>", "<think>"))
+    if TAGGED[format_name] and dice.random() < 0.7:
+        text = dice.choice(TAGGED[format_name])
     if dice.random() < 0.3:
         return list(text.encode())
     parts = (MARKERS.index(part) + EOS + 1 if part in MARKERS else part for part in IS_MARKER.split(text))
@@ -83,6 +120,7 @@ def calls_in(answer: str, format_name: str, thinking: Thinking | None) -> list[t
         splitter = ReasoningSplitter(is_open=thinking.is_open)
         answer = splitter.feed(answer)[1] + splitter.flush()[1]
     parser, calls = PARSERS[format_name](), []
+    parser.schemas = SCHEMAS
     for event in [*parser.feed(answer), *parser.finish()]:
         if isinstance(event, CallBegun):
             calls.append((event.name, ""))
