@@ -283,7 +283,7 @@ def _assemble(
         clock=time.monotonic,
         lookahead=backend.runs_ahead,
     )
-    ready = _ready(base, pages.num_pages, prefixes.host.num_slots, has_files=weights is None)
+    ready = _ready(base, pages.num_pages, prefixes.host, has_files=weights is None)
     return AssembledEngine(engine, adapters, grammars, stager, views, ready, prefixes.host.disk, workers, head_views)
 
 
@@ -418,7 +418,7 @@ def _guesses(base: LoadedBase) -> str | None:
     return "text" if base.head is None else "head"
 
 
-def _ready(base: LoadedBase, num_pages: int, num_host_pages: int, has_files: bool) -> EngineReady:
+def _ready(base: LoadedBase, num_pages: int, host: HostPages, has_files: bool) -> EngineReady:
     """Without `has_files`, the weights are not those of the model directory, and their digest is left out."""
     config, model_dir = base.config, Path(base.config.model_dir)
     return EngineReady(
@@ -431,7 +431,8 @@ def _ready(base: LoadedBase, num_pages: int, num_host_pages: int, has_files: boo
         adapter_dtype=config.adapter_dtype,
         kv_dtype=config.kv_dtype,
         num_kv_tokens=base.decoder.cache_layout.num_tokens(num_pages),
-        num_host_kv_tokens=base.decoder.cache_layout.num_tokens(num_host_pages),
+        num_host_kv_tokens=base.decoder.cache_layout.num_tokens(host.num_slots),
+        num_disk_kv_tokens=base.decoder.cache_layout.num_tokens(host.disk.num_slots),
         num_dequantized=base.num_dequantized,
         model_sha256=model_sha256(model_dir),
         base_sha256=base_sha256(model_dir) if has_files else "",

@@ -113,6 +113,10 @@ class DiskPages:
         return self._slots.num_slots > 0
 
     @property
+    def num_slots(self) -> int:
+        return self._slots.num_slots
+
+    @property
     def num_writing(self) -> int:
         """Number of slots of host memory that are being written to disk."""
         return len(self._writing)

@@ -591,6 +591,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Number of tokens whose K and V fit into an empty pool: `CacheLayout.num_tokens`."""
     num_host_kv_tokens: int = 0
     """The same for the host memory of `EngineConfig.kv_host_bytes`."""
+    num_disk_kv_tokens: int = 0
+    """The same for the file of `EngineConfig.kv_disk_bytes`."""
     num_dequantized: int = 0
     """`LoadedBase.num_dequantized`."""
     protocol: int = PROTOCOL

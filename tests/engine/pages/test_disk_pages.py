@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from loramux.engine.pages import host_pages
 from loramux.engine.pages.disk_pages import FIRST_WAIT_S, DiskPages
 from loramux.engine.protocol.messages import DiskPageCounts, ForgetPrefixes, Unload
 from tests.engine.pages.test_host_pages import (
@@ -337,6 +338,20 @@ def test_a_prefix_of_half_of_host_memory_or_more_is_read_in_part() -> None:
     evict_all_slowly(simulation)
     evict_host_pages(simulation)
     assert ask(simulation, "again", tokens(400)) == (16 // 2 - 1) * 16
+
+
+def test_pages_that_make_room_for_others_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence has found the beginning of its prefix in host memory, and pages from disk take its place."""
+    simulation = disk_engine(num_host_pages=8)
+    ask(simulation, "first", PROMPT)
+    evict_all_slowly(simulation)
+    assert (len(simulation.prefixes.host), counts_of(simulation).num_pages) == (7, 2)
+    # The sequence gives up at once.
+    monkeypatch.setattr(host_pages, "FIRST_WAIT_S", 0.0)
+    simulation.disk.is_holding = True
+    add = simulation.make_add("again", PROMPT, 4, isolation_key=OWNER)
+    simulation.engine.add(b"gateway", add)
+    assert answered(simulation, add) == 96
 
 
 def test_a_preempted_sequence_resumes_from_disk() -> None:
