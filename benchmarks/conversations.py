@@ -1,8 +1,9 @@
 """Measures how fast conversations continue if the pool is too small for them, with host memory for K and V and without.
+With `--host`, host memory has room for only a part of them, and a third engine keeps the rest on disk.
 
 Each tenant has one conversation, whose first message is long, like a system prompt. In each round, every conversation
 gets its next message, in random order and one request at a time, and the time from the request to its first token is
-measured. Two engines answer each request, one right after the other: one with `kv_host_bytes` and one without. At the
+measured. The engines answer each request, one right after the other: one with `kv_host_bytes` and one without. At the
 end, all conversations together take `--oversize` times as many pages as the pool has. All answers must be the same. The
 first messages of conversations are not in the figures, because nothing is cached for them.
 """
@@ -32,7 +33,7 @@ from loramux.engine.decoder.kv_layout import kv_layout
 from loramux.engine.loop.config import ITEMSIZE, EngineConfig
 from loramux.engine.protocol.messages import Add, Finished, StepOutput
 
-WITH, WITHOUT = "with host memory", "without"
+WITH, WITHOUT, DISK = "with host memory", "without", "with host memory and disk"
 GOAL = 0.3
 """Largest ratio of the median times to first token."""
 
@@ -98,11 +99,17 @@ def measure(engines: Mapping[str, RunningEngine], conversations: Conversations, 
                 if turn:
                     seconds[way].append(first)
                     cached[way] += num_cached
-            if answers[WITH] != answers[WITHOUT]:
+            if any(one != answers[WITHOUT] for one in answers.values()):
                 raise CheckError(f"turn {turn} of tenant {tenant}: the answers differ")
             conversations.note_answer(tenant, answers[WITH])
             num_prompt += len(add.prompt) if turn else 0
     medians = {way: statistics.median(times) for way, times in seconds.items()}
+    disk = {}
+    if DISK in engines:
+        disk = {
+            "disk_ratio": round(medians[DISK] / medians[WITHOUT], 3),
+            "disk_pages": msgspec.to_builtins(engines[DISK].stats().disk_pages),
+        }
     return {
         "ways": {
             way: percentiles_ms(seconds[way], 50, 90) | {"cached_share": round(cached[way] / num_prompt, 3)}
@@ -111,6 +118,7 @@ def measure(engines: Mapping[str, RunningEngine], conversations: Conversations, 
         "ratio": round(medians[WITH] / medians[WITHOUT], 3),
         "goal": GOAL,
         "host_pages": msgspec.to_builtins(engines[WITH].stats().host_pages),
+        **disk,
     }
 
 
@@ -126,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--message", type=int, default=80, help="tokens of each later message")
     add("--answer", type=int, default=8, help="tokens of each answer")
     add("--oversize", type=float, default=3.0, help="size of all conversations, in pools")
+    add("--host", type=float, help="size of host memory as a part of all conversations (default: all, and no disk)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     run = begin(parser.parse_args(argv))
@@ -150,7 +159,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_threads=arguments.threads,
         pool_bytes=int(num_pages / arguments.oversize) * page_bytes,
     )
-    configs = {WITHOUT: config, WITH: msgspec.structs.replace(config, kv_host_bytes=num_pages * page_bytes)}
+    num_host = num_pages if arguments.host is None else int(arguments.host * num_pages)
+    with_host = msgspec.structs.replace(config, kv_host_bytes=num_host * page_bytes)
+    configs = {WITHOUT: config, WITH: with_host}
+    if arguments.host is not None:
+        SCRATCH.mkdir(parents=True, exist_ok=True)
+        # Some of the pages are on disk and in host memory.
+        size = 2 * num_pages * page_bytes
+        configs[DISK] = msgspec.structs.replace(with_host, cache_dir=str(SCRATCH), kv_disk_bytes=size)
     sizes = arguments.first, arguments.message, arguments.answer
     conversations = Conversations(arguments.tenants, model.vocab_size, sizes)
     with ExitStack() as stack:
@@ -163,7 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.console.print(table("time to first token of later turns", ("", "p50", "p90", "cached"), rows))
     outcome = "met" if figures["ratio"] <= GOAL else "missed"
     run.console.print(f"p50 {figures['ratio']:.3f} of that without, goal {GOAL}: {outcome}")
-    names = ("size", "tenants", "turns", "first", "message", "answer", "oversize", "dtype", "threads")
+    if arguments.host is not None:
+        run.console.print(f"with disk {figures['disk_ratio']:.3f} of that without")
+    names = ("size", "tenants", "turns", "first", "message", "answer", "oversize", "host", "dtype", "threads")
     workload = {name: getattr(arguments, name) for name in names} | {"base": arguments.base.name}
     run.write({"workload": workload, **figures})
     return 0

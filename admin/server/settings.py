@@ -76,6 +76,7 @@ FLAGS = frozenset(
         "speculate",
         "kv_dtype",
         "kv_host_bytes",
+        "kv_disk_bytes",
         "device",
         "database_url",
         "blob_url",
@@ -368,6 +369,10 @@ class Settings(ModelSettings):
     kv_host_bytes: Annotated[Size, Field(ge=0)] = ByteSize(0)
     """Main memory for the [cached prefixes that the pool evicts](concepts.md#evicted-prefixes-in-main-memory), in each
     engine. 0 turns it off. Not with `tensor_parallel_size`.
+    """
+    kv_disk_bytes: Annotated[Size, Field(ge=0)] = ByteSize(0)
+    """Space in `disk_tier_dir` for the [prefixes that this memory evicts](concepts.md#evicted-prefixes-on-disk), in
+    each engine. It is reserved at startup. 0 turns it off. Needs `kv_host_bytes`.
     """
     oidc_issuer: str | None = None
     oidc_client_id: str | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -23,6 +25,7 @@ def plan_engines(settings: Settings, config: EngineConfig) -> Sequence[EngineCon
     own. The pool and the host tiers have the configured sizes in each engine.
     """
     num_engines = settings.data_parallel_size or max(1, len(settings.devices))
+    _check_disk(config, num_engines)
     if config.device == "cuda":
         return _on_gpus(settings, config, num_engines)
     if num_engines == 1:
@@ -63,6 +66,18 @@ def _on_gpus(settings: Settings, config: EngineConfig, num_engines: int) -> Sequ
     num_threads = max(1, config.num_threads // num_engines)
     devices = settings.devices or range(num_engines)
     return [msgspec.structs.replace(config, gpu=device, num_threads=num_threads) for device in devices]
+
+
+def _check_disk(config: EngineConfig, num_engines: int) -> None:
+    if not config.kv_disk_bytes:
+        return
+    place = next(path for path in (Path(config.cache_dir), *Path(config.cache_dir).parents) if path.exists())
+    needed, free = num_engines * config.kv_disk_bytes, shutil.disk_usage(place).free
+    if needed > free:
+        raise StartRefused(
+            f"kv_disk_bytes needs {in_gib(needed)} of disk space, but {in_gib(free)} are free in {place}: lower it, or "
+            "set disk_tier_dir to a directory on a larger disk"
+        )
 
 
 def _check_memory(settings: Settings, config: EngineConfig, num_engines: int) -> None:

@@ -139,6 +139,7 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
             disk_tier_bytes=int(settings.disk_tier_bytes),
             host_tier_bytes=int(settings.host_tier_bytes),
             kv_host_bytes=int(settings.kv_host_bytes),
+            kv_disk_bytes=int(settings.kv_disk_bytes),
             pdl=settings.pdl,
             fused_lora=settings.fused_lora,
             speculate=settings.speculate or DEFAULT_SPECULATE[device],
@@ -361,6 +362,8 @@ def _announce(
     drafts = "" if info is None or info.guesses is None else f", drafts from the {info.guesses}"
     if info is not None and info.num_host_kv_tokens:
         room += f" and {info.num_host_kv_tokens:,} in main memory"
+    if info is not None and info.num_disk_kv_tokens:
+        room += f" and {info.num_disk_kv_tokens:,} on disk"
     lines = [
         f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights}{drafts}{room})",
         f"  OpenAI API  {url}/v1",

@@ -50,6 +50,8 @@ from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.loop.loaded_base import LoadedBase, load_base, max_draft_rows, pool_dtypes
+from loramux.engine.pages.disk_file import DiskFile
+from loramux.engine.pages.disk_pages import DiskPages
 from loramux.engine.pages.eviction import new_policy
 from loramux.engine.pages.host_memory import PinnedHostMemory
 from loramux.engine.pages.host_pages import HostPages
@@ -96,13 +98,16 @@ class AssembledEngine:
     stager: Stager
     views: PoolViews
     ready: EngineReady
+    disk: DiskPages
+    """The disk tier of the prefix cache."""
     workers: Workers | None = None
     head_views: PoolViews | None = None
     """The pool of the base's own head for drafts, if it is used. It has as many pages as `views`."""
 
     def close(self) -> None:
-        """Cancel loads, and end the engine's processes."""
+        """Cancel loads, end the engine's processes, and delete its pages on disk."""
         self.adapters.close()
+        self.disk.close()
         self.grammars.close()
         if self.workers is not None:
             self.workers.close()
@@ -251,7 +256,10 @@ def _assemble(
     identity = (repr(model).encode(), base.dtype.encode(), config.kv_dtype.encode())
     pools = [views] if head_views is None else [views, head_views]
     memory = PinnedHostMemory(pools, accelerator, config.kv_host_bytes) if config.kv_host_bytes else None
-    prefixes = PrefixCache(pages, policy, base.target.geometry.page_tokens, identity, HostPages(memory))
+    disk = None
+    if memory is not None and config.kv_disk_bytes:
+        disk = DiskPages(DiskFile(memory, Path(config.cache_dir), config.kv_disk_bytes, wake))
+    prefixes = PrefixCache(pages, policy, base.target.geometry.page_tokens, identity, HostPages(memory, disk))
     kv = KvPages(pages, adapters.reclaimer, prefixes, cache, config.max_batch_tokens, partial(copy_page, views))
     limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
     scheduler = Scheduler(queue, kv, adapters, limits)
@@ -275,8 +283,8 @@ def _assemble(
         clock=time.monotonic,
         lookahead=backend.runs_ahead,
     )
-    ready = _ready(base, pages.num_pages, prefixes.host.num_slots, has_files=weights is None)
-    return AssembledEngine(engine, adapters, grammars, stager, views, ready, workers, head_views)
+    ready = _ready(base, pages.num_pages, prefixes.host, has_files=weights is None)
+    return AssembledEngine(engine, adapters, grammars, stager, views, ready, prefixes.host.disk, workers, head_views)
 
 
 def _allocate_views(base: LoadedBase, num_bytes: int) -> tuple[PoolViews, PoolViews | None]:
@@ -410,7 +418,7 @@ def _guesses(base: LoadedBase) -> str | None:
     return "text" if base.head is None else "head"
 
 
-def _ready(base: LoadedBase, num_pages: int, num_host_pages: int, has_files: bool) -> EngineReady:
+def _ready(base: LoadedBase, num_pages: int, host: HostPages, has_files: bool) -> EngineReady:
     """Without `has_files`, the weights are not those of the model directory, and their digest is left out."""
     config, model_dir = base.config, Path(base.config.model_dir)
     return EngineReady(
@@ -423,7 +431,8 @@ def _ready(base: LoadedBase, num_pages: int, num_host_pages: int, has_files: boo
         adapter_dtype=config.adapter_dtype,
         kv_dtype=config.kv_dtype,
         num_kv_tokens=base.decoder.cache_layout.num_tokens(num_pages),
-        num_host_kv_tokens=base.decoder.cache_layout.num_tokens(num_host_pages),
+        num_host_kv_tokens=base.decoder.cache_layout.num_tokens(host.num_slots),
+        num_disk_kv_tokens=base.decoder.cache_layout.num_tokens(host.disk.num_slots),
         num_dequantized=base.num_dequantized,
         model_sha256=model_sha256(model_dir),
         base_sha256=base_sha256(model_dir) if has_files else "",

@@ -13,7 +13,7 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.cuda_driver import missing_for_cuda
 from loramux.engine.device.machine_limits import free_memory, num_cpus
 from loramux.engine.pages.eviction import MOST_PINNED_SHARE
-from loramux.engine.pages.pool_size import in_gib, num_host_pages
+from loramux.engine.pages.pool_size import in_gib, num_pages_in
 from loramux.engine.parallel.sharding import check_sharding
 from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
 from loramux.engine.tracing.spans import TraceConfig
@@ -93,6 +93,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_tier_bytes: int = DEFAULT_HOST_TIER_BYTES
     kv_host_bytes: int = 0
     """Size of the host memory for prefix pages that the pool evicts. 0 turns it off."""
+    kv_disk_bytes: int = 0
+    """Size of the file, in `cache_dir`, for prefix pages that this host memory evicts. 0 turns it off."""
     num_threads: int = msgspec.field(default_factory=num_cpus)
     tensor_parallel_size: int = 1
     """Number of processes that divide the model's linear layers, the pool and the threads among themselves."""
@@ -124,6 +126,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not 0 <= self.max_pinned_share <= MOST_PINNED_SHARE:
             raise ConfigNotUsable(f"max_pinned_share {self.max_pinned_share} is outside [0, {MOST_PINNED_SHARE}]")
+        if self.kv_disk_bytes and not self.kv_host_bytes:
+            raise ConfigNotUsable(
+                "kv_disk_bytes keeps the pages that the main memory of kv_host_bytes evicts: set kv_host_bytes, too, "
+                "or omit kv_disk_bytes"
+            )
 
 
 def resolve_device(requested: str, gpus: Iterable[int] = (0,)) -> str:
@@ -231,7 +238,7 @@ def check_workers(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_host_page(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigNotUsable if `kv_host_bytes` is set and is less than a page takes."""
+    """Raise ConfigNotUsable if `kv_host_bytes` or `kv_disk_bytes` is set and is less than a page takes."""
     if not config.kv_host_bytes:
         return
     dtype = resolve_dtype(config.dtype, model, config.device)
@@ -240,7 +247,9 @@ def check_host_page(config: EngineConfig, model: ModelConfig) -> None:
     if config.speculate == "head" and model.draft_head is not None:
         # A page has the K and V of the base's own head, too. Whether `auto` uses it is known only later.
         page_bytes += model.draft_layer.geometry(geometry.kv_itemsize, geometry.adapter_itemsize).pool_page_bytes
-    num_host_pages(config.kv_host_bytes, page_bytes)
+    num_pages_in(config.kv_host_bytes, page_bytes)
+    if config.kv_disk_bytes:
+        num_pages_in(config.kv_disk_bytes, page_bytes, "kv_disk_bytes")
 
 
 def check_kv_host_bytes(config: EngineConfig) -> None:

@@ -241,6 +241,7 @@ class Engine:
         """Run one step. Returns False if nothing could run, for example because adapters are still loading."""
         started_s = self._clock()
         has_committed = self._commit_before_drafts()
+        self._prefixes.host.poll()
         self._timers.fire()
         self._follow_grammars()
         demand = self._scheduler.order_waiting()

@@ -188,6 +188,7 @@ class EngineStats:
             grammars=self._grammars(),
             drafts=self._drafts(),
             host_pages=self._prefixes.host.counts(),
+            disk_pages=self._prefixes.host.disk.counts(),
             tiers=self._contents() if with_tiers else (),
             changes=() if changes_after is None else self._adapters.changes.after(changes_after),
         )

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from loramux.engine.device.accelerator import Accelerator
-from loramux.engine.pages.pool_size import in_gib, num_host_pages
+from loramux.engine.device.accelerator import Accelerator, Fence
+from loramux.engine.pages.pool_size import in_gib, num_pages_in
 from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.kernels.tables import PoolViews
 
@@ -36,8 +36,8 @@ class PinnedHostMemory:
 
         Overwrites pages of the pool, which must not have owners yet. Raises ConfigNotUsable if no slot fits.
         """
-        self._page_bytes = page_bytes = sum(views.geometry.pool_page_bytes for views in pools)
-        self.num_slots = num_host_pages(num_bytes, page_bytes)
+        self.page_bytes = page_bytes = sum(views.geometry.pool_page_bytes for views in pools)
+        self.num_slots = num_pages_in(num_bytes, page_bytes)
         self._accelerator = accelerator
         self._num_pages = pools[0].raw.shape[0]
         tensors = [part for views in pools for part in (views.raw, views.kv_scales) if part is not None]
@@ -67,12 +67,22 @@ class PinnedHostMemory:
         for part, copy in zip(self._pool, self._parts(slot), strict=True):
             self._accelerator.copy(part[page], copy)
 
+    def content(self, slot: int) -> memoryview:
+        """The bytes of a slot, also for another thread, which must first wait for a fence."""
+        return self._row(slot).numpy().data
+
+    def fence(self) -> Fence:
+        """A fence that marks the end of all copies submitted so far."""
+        return self._accelerator.fence()
+
     def _parts(self, slot: int) -> tuple[torch.Tensor, ...]:
-        row = self._pieces[slot // self._slots_per_piece][slot % self._slots_per_piece]
-        return torch.split(row, [part.shape[1] for part in self._pool])
+        return torch.split(self._row(slot), [part.shape[1] for part in self._pool])
+
+    def _row(self, slot: int) -> torch.Tensor:
+        return self._pieces[slot // self._slots_per_piece][slot % self._slots_per_piece]
 
     def _measured_load_s(self) -> float:
-        count = max(1, min(MEASURED_BYTES // self._page_bytes, self.num_slots, self._num_pages))
+        count = max(1, min(MEASURED_BYTES // self.page_bytes, self.num_slots, self._num_pages))
         rounds: list[float] = []
         for _ in range(1 + NUM_ROUNDS):
             started_s = time.perf_counter()

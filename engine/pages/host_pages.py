@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
+from loramux.engine.pages.disk_pages import FIRST_WAIT_S, DiskPages
+from loramux.engine.pages.page_index import MAX_SHARE, PageCopy, PageIndex
 from loramux.engine.protocol.messages import HostPageCounts
 from loramux.engine.sequences.cached_page import CachedPage
-
-MAX_SHARE = 2
-"""In a full tier, an owner of `1 / MAX_SHARE` of the slots or more replaces only its own pages. All other owners
-together therefore keep the rest, however many pages one owner fills.
-"""
+from loramux.engine.sequences.disk_wait import NO_WAIT, DiskWait
 
 PART_OF_NEW = 0.2
 """Weight of a new measurement in the average time to compute a prompt's token."""
+
+SPARE_PART = 8
+"""With a disk tier, `1 / SPARE_PART` of the slots are free or being written to disk. New pages and pages from disk
+therefore find a slot at once, unless the disk is too slow.
+"""
 
 
 class HostMemory(Protocol):
@@ -57,35 +58,24 @@ class NoHostMemory:
         raise AssertionError("there is no slot")
 
 
-@dataclass(slots=True, eq=False)
-class HostPage:
-    """A copy of a page of the prefix cache, with the same key."""
-
-    key: bytes
-    slot: int
-    digest: str | None
-    owner: bytes
-
-
-AnyPage = CachedPage | HostPage
+AnyPage = CachedPage | PageCopy
 """A page of the prefix cache, in the pool or in host memory."""
 
 
 class HostPages:
     """Copies of evicted pages by key, least recently used first.
 
-    A copy stays when its page is restored, so that the page can be evicted again without being copied. The keys are
-    those of the prefix cache, so a copy depends on the same isolation key, adapter, format and tokens as its page.
+    A copy stays when its page is restored, so that the page can be evicted again without being copied. `disk` keeps the
+    pages that are evicted from here. They come back into slots of host memory before they are restored.
     """
 
-    def __init__(self, memory: HostMemory | None = None) -> None:
+    def __init__(self, memory: HostMemory | None = None, disk: DiskPages | None = None) -> None:
         """Without `memory`, the tier is off and finds nothing."""
         self._memory: HostMemory = NoHostMemory() if memory is None else memory
+        self.disk = DiskPages() if disk is None else disk
         self._free = list(range(self._memory.num_slots - 1, -1, -1))
-        # Both orders are the order of use. The second finds an owner's oldest page without a scan over other owners'.
-        self._by_key: OrderedDict[bytes, HostPage] = OrderedDict()
-        self._by_owner: defaultdict[bytes, OrderedDict[bytes, HostPage]] = defaultdict(OrderedDict)
-        self._by_digest: defaultdict[str, set[bytes]] = defaultdict(set)
+        self._num_spare = max(1, self.num_slots // SPARE_PART) if self.disk.is_on else 0
+        self._index = PageIndex(self.num_slots)
         self._token_s = 0.0
         self._num_saved = 0
         self._num_loaded = 0
@@ -94,7 +84,7 @@ class HostPages:
         self._recomputed_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._index)
 
     @property
     def num_slots(self) -> int:
@@ -104,60 +94,102 @@ class HostPages:
     def free_slots(self) -> tuple[int, ...]:
         return tuple(self._free)
 
-    def find(self, key: bytes) -> HostPage | None:
-        return self._by_key.get(key)
+    @property
+    def max_read(self) -> int:
+        """Maximum number of pages to read from disk for one sequence, so that none of them evicts another one: an owner
+        with more than that replaces its own pages.
+        """
+        return max(0, self.num_slots // MAX_SHARE - 1)
+
+    def find(self, key: bytes) -> PageCopy | None:
+        return self._index.find(key)
+
+    def owners(self) -> set[bytes]:
+        """The owners of all copies, in host memory and on disk."""
+        return {page.owner for page in self._index} | self.disk.owners()
 
     def save(self, cached: CachedPage) -> None:
         """Copy a page that the pool is about to evict, unless there is a copy already. If no slot can be freed, there
         will be no copy.
         """
-        found = self._by_key.get(cached.key)
+        found = self.find(cached.key)
         if found is not None:
             self.touch(found)
             return
-        if not self._free and not self._evict_for(cached.owner):
+        if not self._free and not self._evict_for(cached.owner, to_disk=False):
             return
         slot = self._free.pop()
         self._memory.save(cached.page, slot)
         self._num_saved += 1
-        self._add(HostPage(cached.key, slot, cached.digest, cached.owner))
+        self._index.add(PageCopy(cached.key, slot, cached.digest, cached.owner))
+        self._keep_spare(cached.owner)
 
-    def load(self, page: HostPage, target: int) -> None:
+    def load(self, page: PageCopy, target: int) -> None:
         """Copy a page back into the pool's page `target`."""
         self._memory.load(page.slot, target)
         self._num_loaded += 1
 
-    def hold(self, page: HostPage) -> None:
+    def fetch(self, pages: list[PageCopy], beside: list[PageCopy], num_tokens: int, num_more: int) -> DiskWait:
+        """Have pages read from disk, if that is faster than computing the `num_more` tokens in them and in the pages
+        `beside` them in host memory. Returns NO_WAIT if it is not.
+
+        Without the pages, the sequence would begin with `num_tokens` cached tokens. It waits for at most as long as
+        computing takes.
+        """
+        compute_s = num_more * self._token_s
+        copy_s = (len(pages) + len(beside)) * self._memory.load_s
+        if self._token_s and self.disk.read_s(len(pages)) + copy_s >= compute_s:
+            self.disk.count_decision(0, num_more)
+            return NO_WAIT
+        # Pages of the same prefix must not be evicted to make room for its end.
+        for page in reversed(beside):
+            self.touch(page)
+        self.disk.want(pages)
+        self._start_reads()
+        return self.disk.wait_for(pages, compute_s or FIRST_WAIT_S, num_tokens)
+
+    def poll(self) -> None:
+        """Take the pages that have come from disk since the last call, and the slots of those that are written."""
+        if not self.disk.is_on:
+            return
+        for slot, page in self.disk.poll():
+            if page is None or self.find(page.key) is not None:
+                self._free.append(slot)
+            else:
+                self._index.add(PageCopy(page.key, slot, page.digest, page.owner))
+        self._start_reads()
+
+    def hold(self, page: PageCopy) -> None:
         """Keep a page from being evicted until `put_back`. It is not found in the meantime."""
-        assert self._by_key.get(page.key) is page
-        self._remove(page)
+        self._index.remove(page)
 
-    def put_back(self, page: HostPage) -> None:
+    def put_back(self, page: PageCopy) -> None:
         """End a `hold`. The page counts as just used."""
-        assert page.key not in self._by_key
-        self._add(page)
+        self._index.add(page)
 
-    def touch(self, page: HostPage) -> None:
+    def touch(self, page: PageCopy) -> None:
         """Record that a page has been used until now."""
-        self._by_key.move_to_end(page.key)
-        self._by_owner[page.owner].move_to_end(page.key)
+        self._index.touch(page)
 
     def forget(self, key: bytes) -> None:
-        """Delete a copy, if there is one."""
-        page = self._by_key.get(key)
+        """Delete a copy, if there is one, here and on disk."""
+        page = self.find(key)
         if page is not None:
-            self._remove(page)
-            self._free.append(page.slot)
+            self._drop(page)
+        self.disk.forget(key)
 
     def purge(self, digest: str) -> None:
-        """Delete all copies that depend on an adapter."""
-        for key in list(self._by_digest.get(digest, ())):
-            self.forget(key)
+        """Delete all copies that depend on an adapter, here and on disk."""
+        for page in self._index.with_digest(digest):
+            self._drop(page)
+        self.disk.purge(digest)
 
     def purge_owners(self, owners: Iterable[bytes]) -> None:
-        """Delete all copies of the pages of some owners."""
-        for key in [key for owner in owners for key in self._by_owner.get(owner, ())]:
-            self.forget(key)
+        """Delete all copies of the pages of some owners, here and on disk."""
+        owners = list(owners)
+        for page in self._index.of_owners(owners):
+            self._drop(page)
+        self.disk.purge_owners(owners)
 
     def pays(self, num_pages: int, num_tokens: int) -> bool:
         """True if copying `num_pages` pages is faster than computing the `num_tokens` tokens in them, by the measured
@@ -198,38 +230,40 @@ class HostPages:
         )
 
     def check_integrity(self) -> None:
-        """Assert that each slot is free or has one page, and that the pages are listed alike everywhere."""
-        slots = [*self._free, *(page.slot for page in self._by_key.values())]
+        """Assert that each slot is free, has one page, or is being copied to or from the disk."""
+        self._index.check_integrity()
+        slots = [*self._free, *(page.slot for page in self._index), *self.disk.busy_host_slots]
         assert sorted(slots) == list(range(self.num_slots))
-        assert sum(map(len, self._by_owner.values())) == len(self._by_key)
-        with_digest = [page.key for page in self._by_key.values() if page.digest is not None]
-        assert {key for keys in self._by_digest.values() for key in keys} == set(with_digest)
+        self.disk.check_integrity()
 
-    def _evict_for(self, owner: bytes) -> bool:
-        """Free a slot for a page of this owner. Returns False if all pages are held."""
-        own = self._by_owner.get(owner)
-        is_large = own is not None and MAX_SHARE * len(own) >= self.num_slots
-        oldest = next(iter(own if own is not None and is_large else self._by_key), None)
+    def _start_reads(self) -> None:
+        while self._free and (page := self.disk.take_wanted()) is not None:
+            if self.find(page.key) is None:
+                self.disk.read(page, self._free.pop())
+                self._keep_spare(page.owner)
+
+    def _keep_spare(self, owner: bytes) -> None:
+        """Evict pages to disk after a page of this owner has taken a slot: see SPARE_PART."""
+        while len(self._free) + self.disk.num_writing < self._num_spare:
+            if not self._evict_for(owner, to_disk=True):
+                return
+
+    def _evict_for(self, owner: bytes, *, to_disk: bool) -> bool:
+        """Free a slot for a page of this owner, or begin to write its page to disk. Returns False if all pages are
+        held.
+        """
+        oldest = self._index.oldest_for(owner)
         if oldest is None:
             return False
         self._num_evictions += 1
-        self.forget(oldest)
+        self._index.remove(oldest)
+        if to_disk and self.disk.write(oldest):
+            return True
+        if not to_disk:
+            self.disk.count_lost(oldest)
+        self._free.append(oldest.slot)
         return True
 
-    def _add(self, page: HostPage) -> None:
-        self._by_key[page.key] = page
-        self._by_owner[page.owner][page.key] = page
-        if page.digest is not None:
-            self._by_digest[page.digest].add(page.key)
-
-    def _remove(self, page: HostPage) -> None:
-        del self._by_key[page.key]
-        own = self._by_owner[page.owner]
-        del own[page.key]
-        if not own:
-            del self._by_owner[page.owner]
-        if page.digest is not None:
-            keys = self._by_digest[page.digest]
-            keys.remove(page.key)
-            if not keys:
-                del self._by_digest[page.digest]
+    def _drop(self, page: PageCopy) -> None:
+        self._index.remove(page)
+        self._free.append(page.slot)

@@ -10,12 +10,14 @@ from itertools import chain, takewhile
 from operator import itemgetter
 
 from loramux.engine.pages.eviction import Reclaimer
-from loramux.engine.pages.host_pages import AnyPage, HostPage
+from loramux.engine.pages.host_pages import AnyPage
+from loramux.engine.pages.page_index import PageCopy
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.pages.state_checkpoints import CopyPage, StateCheckpoints, checkpoint_pages
 from loramux.engine.sequences.cache_groups import CacheGroup, CacheLayout
 from loramux.engine.sequences.cached_page import CachedPage
+from loramux.engine.sequences.disk_wait import NO_WAIT, DiskWait
 from loramux.engine.sequences.sequence import PageTable, Sequence, block_list
 
 RUNNING = -1
@@ -50,9 +52,9 @@ class Prefix:
         return sum(page.num_users == 0 for page in every if isinstance(page, CachedPage))
 
     @property
-    def copies(self) -> list[HostPage]:
+    def copies(self) -> list[PageCopy]:
         """The pages of K and V that are only in host memory."""
-        return [page for page in chain(*self.pages) if isinstance(page, HostPage)]
+        return [page for page in chain(*self.pages) if isinstance(page, PageCopy)]
 
 
 NO_PREFIX = Prefix()
@@ -103,7 +105,7 @@ class KvPages:
         if sequence.num_unscored or not sequence.shares_prefixes:
             return NO_PREFIX
         longest = self._longest_prefix(sequence, self._cache.find_anywhere)
-        num_copies = sum(isinstance(page, HostPage) for page in chain(*longest.pages, longest.checkpoint))
+        num_copies = sum(isinstance(page, PageCopy) for page in chain(*longest.pages, longest.checkpoint))
         if not num_copies:
             return longest
         in_pool = self._in_pool(sequence, longest)
@@ -111,6 +113,49 @@ class KvPages:
         if self._cache.host.pays(num_copies, num_more):
             return replace(longest, num_restored=num_more)
         return replace(in_pool, num_declined=num_more)
+
+    def awaits_disk(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """True if a waiting sequence should begin later, because pages that extend its prefix are read from disk.
+
+        `prefix` is the one that `find_prefix` has just found, and is still valid if the sequence need not wait. The
+        first call starts the reads if they pay. A sequence waits for them at most once, unless it is preempted.
+        """
+        host = self._cache.host
+        if not host.disk.is_on:
+            return False
+        if sequence.disk_wait is None:
+            sequence.disk_wait = self._fetch(sequence, prefix)
+            # Pages of `prefix` may have been evicted to make room for those to come.
+            return bool(sequence.disk_wait.keys)
+        wait = sequence.disk_wait
+        if host.disk.is_reading(wait):
+            return True
+        if wait.keys:
+            host.disk.count_decision(max(0, prefix.num_tokens - wait.num_tokens), 0)
+            sequence.disk_wait = NO_WAIT
+        return False
+
+    def _fetch(self, sequence: Sequence, prefix: Prefix) -> DiskWait:
+        """Start to read the pages that extend a prefix from disk, if that pays."""
+        if sequence.num_unscored or not sequence.shares_prefixes:
+            return NO_WAIT
+        host = self._cache.host
+        on_disk: set[PageCopy] = set()
+
+        def find_page(key: bytes) -> AnyPage | None:
+            page = self._cache.find_anywhere(key)
+            if page is None and len(on_disk) < host.max_read and (copy := host.disk.find(key)) is not None:
+                on_disk.add(copy)
+                return copy
+            return page
+
+        longest = self._longest_prefix(sequence, find_page)
+        num_more = longest.num_tokens - prefix.num_tokens
+        if not on_disk or num_more <= 0:
+            return NO_WAIT
+        copies = [page for page in chain(*longest.pages, longest.checkpoint) if isinstance(page, PageCopy)]
+        pages = [page for page in copies if page in on_disk]
+        return host.fetch(pages, [page for page in copies if page not in on_disk], prefix.num_tokens, num_more)
 
     def may_have_prefix(self, sequence: Sequence, num_tokens: int) -> bool:
         """False if the longest cached prefix certainly has fewer than `num_tokens` tokens. Looks up one page only."""
@@ -145,7 +190,7 @@ class KvPages:
 
     def copy_tokens(self, prefix: Prefix) -> int:
         """The time to copy a prefix's pages back from host memory, as a number of a prompt's tokens."""
-        num_copies = sum(isinstance(page, HostPage) for page in chain(*prefix.pages, prefix.checkpoint))
+        num_copies = sum(isinstance(page, PageCopy) for page in chain(*prefix.pages, prefix.checkpoint))
         return self._cache.host.num_tokens_for(num_copies) if num_copies else 0
 
     def _in_pool(self, sequence: Sequence, longest: Prefix) -> Prefix:
@@ -251,14 +296,14 @@ class KvPages:
             first_page = prefix.num_tokens // group.page_tokens - len(pages)
             table.first_block = first_page * group.num_blocks
             for page in pages:
-                cached = restored[page] if isinstance(page, HostPage) else page
+                cached = restored[page] if isinstance(page, PageCopy) else page
                 table.blocks.extend(self._layout.blocks(group, cached.page))
                 table.cached.append(cached)
         sequence.num_computed = sequence.num_room = prefix.num_tokens
         sequence.next_offer = 0
         self._cache.host.count_decision(prefix.num_restored, prefix.num_declined)
 
-    def _restore(self, copies: list[HostPage], position: int) -> dict[HostPage, CachedPage]:
+    def _restore(self, copies: list[PageCopy], position: int) -> dict[PageCopy, CachedPage]:
         """Copy pages back from host memory into new pages of the pool. Pages of the same prefix that are in the pool
         must be in use, so that they are not evicted to make room.
         """

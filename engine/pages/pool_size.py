@@ -1,4 +1,4 @@
-"""The default size of the page pool, and host memory for its pages. This module does not import torch."""
+"""The default size of the page pool, and the sizes of the tiers behind it. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ def in_gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
-def num_host_pages(kv_host_bytes: int, page_bytes: int) -> int:
-    """Return how many whole pages fit into the host memory for evicted pages. Raises ConfigNotUsable if none does."""
-    if kv_host_bytes < page_bytes:
+def num_pages_in(num_bytes: int, page_bytes: int, setting: str = "kv_host_bytes") -> int:
+    """Return how many whole pages fit into the tier for evicted pages whose size is this setting. Raises
+    ConfigNotUsable if none does.
+    """
+    if num_bytes < page_bytes:
         raise ConfigNotUsable(
-            f"kv_host_bytes is {kv_host_bytes} bytes, but a page of keys and values takes {page_bytes}: set it to at "
-            f"least {page_bytes}, or to 0"
+            f"{setting} is {num_bytes} bytes, but a page of keys and values takes {page_bytes}: set it to at least "
+            f"{page_bytes}, or to 0"
         )
-    return kv_host_bytes // page_bytes
+    return num_bytes // page_bytes

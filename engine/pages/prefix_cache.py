@@ -9,7 +9,8 @@ from collections.abc import Sequence as Tokens
 from collections.abc import Set
 
 from loramux.engine.pages.eviction import EvictionPolicy
-from loramux.engine.pages.host_pages import AnyPage, HostPage, HostPages
+from loramux.engine.pages.host_pages import AnyPage, HostPages
+from loramux.engine.pages.page_index import PageCopy
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.sequences.cached_page import CachedPage
 
@@ -101,7 +102,7 @@ class PrefixCache:
             self._by_digest[digest].add(cached)
         return cached
 
-    def restore(self, copy: HostPage, page: int) -> CachedPage:
+    def restore(self, copy: PageCopy, page: int) -> CachedPage:
         """Fill a page that a sequence has allocated with a copy from host memory, and cache it as `insert` does."""
         self.host.load(copy, page)
         cached = self.insert(copy.key, page, copy.digest, copy.owner)

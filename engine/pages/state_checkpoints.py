@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from loramux.engine.pages.host_pages import AnyPage, HostPage
+from loramux.engine.pages.host_pages import AnyPage
+from loramux.engine.pages.page_index import PageCopy
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
 
@@ -93,7 +94,7 @@ class StateCheckpoints:
     def acquire(self, checkpoint: tuple[AnyPage, ...]) -> None:
         """Keep a checkpoint from being evicted until it is restored."""
         for page in checkpoint:
-            if isinstance(page, HostPage):
+            if isinstance(page, PageCopy):
                 self._cache.host.hold(page)
             else:
                 self._cache.acquire(page)
@@ -101,7 +102,7 @@ class StateCheckpoints:
     def restore(self, checkpoint: tuple[AnyPage, ...], state_pages: array[int]) -> None:
         """Copy an acquired checkpoint into a sequence's state, and release it."""
         for page, target in zip(checkpoint, state_pages, strict=True):
-            if isinstance(page, HostPage):
+            if isinstance(page, PageCopy):
                 self._cache.host.load(page, target)
             else:
                 self._copy_page(page.page, target)
@@ -120,7 +121,7 @@ class StateCheckpoints:
 
     def _release(self, checkpoint: tuple[AnyPage, ...]) -> None:
         for page in checkpoint:
-            if isinstance(page, HostPage):
+            if isinstance(page, PageCopy):
                 self._cache.host.put_back(page)
             else:
                 self._cache.release(page)

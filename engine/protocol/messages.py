@@ -445,6 +445,29 @@ class HostPageCounts(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
+class DiskPageCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Copies on disk of prefix pages that host memory has evicted (`EngineConfig.kv_disk_bytes`), and what happened to
+    them since startup. All 0 if there is no such file.
+    """
+
+    num_slots: int = 0
+    """Maximum number of pages on disk."""
+    num_pages: int = 0
+    num_written: int = 0
+    num_read: int = 0
+    """Pages read back into host memory."""
+    num_evictions: int = 0
+    """Pages replaced on disk by others."""
+    num_lost: int = 0
+    """Pages that host memory evicted before they could be written."""
+    num_failed: int = 0
+    """Pages that could not be written, read or erased, or were not those that had been written."""
+    read_tokens: int = 0
+    """Tokens with which sequences could begin because their pages were read from disk."""
+    recomputed_tokens: int = 0
+    """Tokens that were computed although their pages were on disk, because reading them would have been slower."""
+
+
 class DecodeReads(msgspec.Struct, frozen=True, kw_only=True):
     """What decode steps had to read since startup, and how long these steps took. All 0 on a CPU.
 
@@ -534,6 +557,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     grammars: GrammarCounts = GrammarCounts()
     drafts: DraftCounts = DraftCounts()
     host_pages: HostPageCounts = HostPageCounts()
+    disk_pages: DiskPageCounts = DiskPageCounts()
     tiers: tuple[TierContents, ...] = ()
     """Contents of the tiers. Empty unless the request sets `with_tiers`."""
     changes: tuple[AdapterChange, ...] = ()
@@ -571,6 +595,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Number of tokens whose K and V fit into an empty pool: `CacheLayout.num_tokens`."""
     num_host_kv_tokens: int = 0
     """The same for the host memory of `EngineConfig.kv_host_bytes`."""
+    num_disk_kv_tokens: int = 0
+    """The same for the file of `EngineConfig.kv_disk_bytes`."""
     num_dequantized: int = 0
     """`LoadedBase.num_dequantized`."""
     protocol: int = PROTOCOL

@@ -71,10 +71,11 @@ class Scheduler:
 
     Decode rows come first, then chunks of running prompts, then new sequences by turn. Running prompts leave part of
     the step to new sequences, so that a short prompt does not wait for a long one. A sequence whose adapter is still
-    loading is skipped and blocks no other sequence. When a running sequence needs a page and none is left, a sequence
-    is preempted, to be recomputed later. The victim has the worst service tier, and is a stalled sequence of that tier
-    if there is one. It comes from the share with the highest counter. Ties go to the share with the youngest sequence.
-    Within the share, it is the youngest of the sequences with the lowest priority.
+    loading, or whose cached pages are read from disk, is skipped and blocks no other sequence. When a running sequence
+    needs a page and none is left, a sequence is preempted, to be recomputed later. The victim has the worst service
+    tier, and is a stalled sequence of that tier if there is one. It comes from the share with the highest counter. Ties
+    go to the share with the youngest sequence. Within the share, it is the youngest of the sequences with the lowest
+    priority.
 
     A sequence that waits for its next mask takes no slot, but it has pages. If it is stalled (`Sequence.is_stalled`), a
     waiting sequence of another tenant can get them. Its tenant then pays for the tokens that are computed again.
@@ -573,6 +574,8 @@ class Scheduler:
                 if num_needed > 0 and not self._kv.may_have_prefix(sequence, num_needed):
                     continue
             prefix = self._find_prefix(sequence, entry, position, budget)
+            if self._kv.awaits_disk(sequence, prefix):
+                continue
             # Copies of cached pages take time of the step, like tokens. Only the first sequence with copies may take
             # more than is left, so that it can begin at all.
             num_copied = self._kv.copy_tokens(prefix)
@@ -688,6 +691,7 @@ class Scheduler:
         self._kv.offer(sequence)
         self._give_back(sequence)
         sequence.state = SequenceState.WAITING
+        sequence.disk_wait = None
         # Add before leaving. Otherwise, a share without other sequences would be idle in between and lose its place.
         self.queue.add(sequence)
         self.queue.leave(sequence)

@@ -16,6 +16,7 @@ from loramux.engine.constraints.token_rules import TokenRules
 from loramux.engine.protocol.messages import Add, TokenLogprobs
 from loramux.engine.protocol.service_tiers import rank_of
 from loramux.engine.sequences.cached_page import CachedPage
+from loramux.engine.sequences.disk_wait import DiskWait
 
 ShareKey = tuple[str, int]
 """A share key, and the rank of the share's sequences: see `rank_of`."""
@@ -115,6 +116,8 @@ class Sequence:
     """Number of prompt tokens found in the prefix cache when the sequence first ran."""
     has_waited_for_prefix: bool = False
     """True if the sequence has begun a step later, because other sequences were computing the start of its prompt."""
+    disk_wait: DiskWait | None = None
+    """The cached pages on disk that the waiting sequence needs, or needed. None if it has not looked for any yet."""
     num_reached: int = 0
     """Highest `num_computed` so far. Tokens before this position that run again count as recomputed."""
     num_adapter_pages: int = 0

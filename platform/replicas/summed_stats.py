@@ -12,6 +12,7 @@ from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierCounts, added
 from loramux.engine.protocol.messages import (
     DecodeReads,
+    DiskPageCounts,
     DraftCounts,
     GrammarCounts,
     GraphMemory,
@@ -44,8 +45,8 @@ GAUGES = (
     *("num_prefix_pages", "num_idle_prefix_pages", "num_pinned_pages", "num_slots", "max_sequences", "num_engines"),
 )
 
-HOST_PAGE_GAUGES = ("num_slots", "num_pages")
-HOST_PAGE_COUNTERS = tuple(name for name in HostPageCounts.__struct_fields__ if name not in HOST_PAGE_GAUGES)
+PAGE_GAUGES = frozenset({"num_slots", "num_pages"})
+"""The gauges of HostPageCounts and DiskPageCounts. All other fields are counters."""
 
 
 class SummedStats:
@@ -112,8 +113,14 @@ def combined(live: Sequence[Stats], retired: Sequence[Stats] = (), shares_disk: 
     )
     grammars = {name: sum(getattr(one.grammars, name) for one in every) for name in GrammarCounts.__struct_fields__}
     drafts = {name: sum(getattr(one.drafts, name) for one in every) for name in DraftCounts.__struct_fields__}
-    host_pages = {name: sum(getattr(one.host_pages, name) for one in every) for name in HOST_PAGE_COUNTERS}
-    host_pages |= {name: sum(getattr(one.host_pages, name) for one in live) for name in HOST_PAGE_GAUGES}
+    host_pages = {
+        name: sum(getattr(one.host_pages, name) for one in (live if name in PAGE_GAUGES else every))
+        for name in HostPageCounts.__struct_fields__
+    }
+    disk_pages = {
+        name: sum(getattr(one.disk_pages, name) for one in (live if name in PAGE_GAUGES else every))
+        for name in DiskPageCounts.__struct_fields__
+    }
     return structs.replace(
         live[0],
         **sums,
@@ -124,6 +131,7 @@ def combined(live: Sequence[Stats], retired: Sequence[Stats] = (), shares_disk: 
         grammars=GrammarCounts(**grammars),
         drafts=DraftCounts(**drafts),
         host_pages=HostPageCounts(**host_pages),
+        disk_pages=DiskPageCounts(**disk_pages),
         decode_reads=DecodeReads(
             num_bytes=sum(one.decode_reads.num_bytes for one in every),
             seconds=sum(one.decode_reads.seconds for one in every),

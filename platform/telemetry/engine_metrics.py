@@ -52,6 +52,7 @@ def _metrics(stats: Stats | None, info: EngineReady | None) -> Iterator[Metric]:
     yield from _steps(stats)
     yield from _pool(stats)
     yield from _host_pages(stats)
+    yield from _disk_pages(stats)
     yield from _loading(stats.loading)
 
 
@@ -139,6 +140,20 @@ def _host_pages(stats: Stats) -> Iterator[Metric]:
     tokens = {"restored": counts.restored_tokens, "recomputed": counts.recomputed_tokens}
     text = "Tokens with pages in host memory, by what was done"
     yield _counters("loramux_engine_host_page_tokens", text, "outcome", tokens)
+
+
+def _disk_pages(stats: Stats) -> Iterator[Metric]:
+    counts, size = stats.disk_pages, stats.page_bytes
+    yield _gauge("loramux_engine_disk_page_bytes", "Bytes of evicted prefixes on disk", counts.num_pages * size)
+    limit = counts.num_slots * size
+    yield _gauge("loramux_engine_disk_page_limit_bytes", "Largest size of evicted prefixes on disk", limit)
+    copied = {"write": counts.num_written, "read": counts.num_read}
+    yield _counters("loramux_engine_disk_page_copies", "Pages written to disk and read back", "direction", copied)
+    lost = {"evicted": counts.num_evictions, "late": counts.num_lost, "failed": counts.num_failed}
+    yield _counters("loramux_engine_disk_page_losses", "Pages that the disk does not keep", "reason", lost)
+    tokens = {"read": counts.read_tokens, "recomputed": counts.recomputed_tokens}
+    text = "Tokens with pages on disk, by what was done"
+    yield _counters("loramux_engine_disk_page_tokens", text, "outcome", tokens)
 
 
 def _loading(counts: LoadCounts) -> Iterator[Metric]:

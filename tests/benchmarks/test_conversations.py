@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import conversations, harness, random_model
 from benchmarks.answers import CheckError
-from benchmarks.conversations import WITH, WITHOUT, Conversations, main, measure
+from benchmarks.conversations import DISK, WITH, WITHOUT, Conversations, main, measure
 from benchmarks.random_model import Shape
 
 
@@ -24,6 +24,18 @@ def test_figures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     figures = json.loads(out.read_text())
     assert figures["ways"][WITH]["cached_share"] > figures["ways"][WITHOUT]["cached_share"]
     assert figures["host_pages"]["restored_tokens"] > 0
+
+
+@pytest.mark.campaign
+def test_a_disk_behind_a_small_host_memory_saves_more_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "require_idle", lambda is_allowed: 0.5)
+    monkeypatch.setattr(conversations, "SCRATCH", tmp_path)
+    monkeypatch.setitem(random_model.SHAPES, "small", Shape(64, 2, 4, 2, 128, 1000))
+    out = tmp_path / "conversations.json"
+    assert main(["--first", "200", "--turns", "4", "--threads", "1", "--host", "0.4", "--out", str(out)]) == 0
+    figures = json.loads(out.read_text())
+    assert figures["ways"][DISK]["cached_share"] > figures["ways"][WITH]["cached_share"]
+    assert figures["disk_pages"]["read_tokens"] > 0
 
 
 def test_a_conversation_grows_by_messages_and_answers() -> None:

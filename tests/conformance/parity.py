@@ -48,9 +48,15 @@ class Subject:
         config = EngineConfig(
             model_dir=str(self.directory),
             blob_url="",
-            cache_dir="",
             dtype="float32",
-            **{"pool_bytes": 96 << 20, "max_batch_tokens": 64, "max_sequences": 16, "num_threads": 1, **settings},
+            **{
+                "cache_dir": "",
+                "pool_bytes": 96 << 20,
+                "max_batch_tokens": 64,
+                "max_sequences": 16,
+                "num_threads": 1,
+                **settings,
+            },
         )
         return assemble_engine(config, lambda: None, MemoryStager(self.adapters), backend=backend)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, HeadDrafts, SampledToken, sample
+from loramux.engine.pages.disk_pages import Transfer, TransferKind
 from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.sequences.batch import Batch, RepeatedRows, samples_without
 from loramux.engine.sequences.cache_groups import CacheLayout
@@ -317,10 +319,81 @@ class SimulatedHostMemory:
         assert slot in self._slots, "an empty slot"
         self._executor.fill_page(page, self._slots[slot])
 
+    def content(self, slot: int) -> list[int]:
+        assert slot in self._slots, "an empty slot"
+        return self._slots[slot]
+
+    def fill(self, slot: int, states: list[int]) -> None:
+        self._slots[slot] = states
+
     def forget(self, slots: Iterable[int]) -> None:
         """Treat the contents of these slots as never written."""
         for slot in slots:
             self._slots.pop(slot, None)
+
+
+class SimulatedDisk:
+    """Slots on disk for copies of the host memory's slots. Each transfer takes effect when it ends, as late as a real
+    one may: at a `poll` of the engine, reads first.
+
+    Some of the transfers stay under way at each poll, and some reads and writes fail, by chance.
+    """
+
+    def __init__(
+        self, memory: SimulatedHostMemory, num_slots: int, rng: random.Random | None = None, read_s: float = 0.0
+    ) -> None:
+        """Without `rng`, all transfers succeed at the next poll."""
+        self.num_slots = num_slots
+        self.read_s = read_s
+        self.is_holding = False
+        """True if no transfer ends."""
+        self.fails = False
+        """True if all transfers fail."""
+        self.num_started = 0
+        self._memory = memory
+        self._rng = rng
+        self._slots: dict[int, tuple[bytes, list[int]]] = {}
+        self._reads: list[Transfer] = []
+        self._others: list[Transfer] = []
+
+    def start(self, transfer: Transfer) -> None:
+        self.num_started += 1
+        (self._reads if transfer.kind is TransferKind.READ else self._others).append(transfer)
+
+    def poll(self) -> list[tuple[Transfer, bool]]:
+        ended: list[tuple[Transfer, bool]] = []
+        while (queue := self._reads or self._others) and not self.is_holding:
+            if self._rng is not None and self._rng.random() < 0.1:
+                break
+            transfer = queue.pop(0)
+            is_unlucky = self._rng is not None and self._rng.random() < 0.05
+            fails = self.fails or (is_unlucky and transfer.kind is not TransferKind.ERASE)
+            ended.append((transfer, not fails and self._carry_out(transfer)))
+        return ended
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._reads) + len(self._others)
+
+    def contents(self) -> list[bytes]:
+        """The keys of the pages in all slots, even of those that can no longer be found."""
+        return [key for key, _ in self._slots.values()]
+
+    def close(self) -> None:
+        """Do nothing, because there is no thread."""
+
+    def _carry_out(self, transfer: Transfer) -> bool:
+        page = transfer.page
+        match transfer.kind:
+            case TransferKind.WRITE:
+                self._slots[page.slot] = page.key, self._memory.content(transfer.host_slot)
+            case TransferKind.READ:
+                key, states = self._slots[page.slot]
+                assert key == page.key, "the slot has another page"
+                self._memory.fill(transfer.host_slot, states)
+            case TransferKind.ERASE:
+                self._slots.pop(page.slot, None)
+        return True
 
 
 def _next_state(before: int, token: int, position: int, salt: int) -> int:

@@ -15,6 +15,7 @@ from loramux.engine.drafting.speculation import MAX_ROWS, Speculation
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
+from loramux.engine.pages.disk_pages import DiskPages
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.host_pages import HostPages
 from loramux.engine.pages.kv_pages import KvPages
@@ -35,6 +36,7 @@ from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequences.cache_groups import CacheLayout, cache_layout
 from tests.engine.simulated_device import (
+    SimulatedDisk,
     SimulatedExecutor,
     SimulatedHostMemory,
     SimulatedPages,
@@ -70,6 +72,7 @@ class Simulation:
     stager: WatchedStager
     adapter_pages: SimulatedPages
     host_memory: SimulatedHostMemory
+    disk: SimulatedDisk
     clock: Clock
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -167,13 +170,16 @@ def simulate_engine(
     speculates: bool = False,
     has_head: bool = False,
     num_host_pages: int = 0,
+    num_disk_pages: int = 0,
+    disk_chance: random.Random | None = None,
     **waiting: float,
 ) -> Simulation:
     """`cache` replaces the layout that follows from `windows` and `num_state_pages`.
 
     `vocab_sizes` are the numbers of tokens of adapters with a vocabulary of their own, and `num_labels` the numbers of
     classes of classifiers, by digest. Steps wait for masks without end unless there is a `grammar_clock`. `speculates`
-    guesses drafts from the text, and `has_head` with the base's own head.
+    guesses drafts from the text, and `has_head` with the base's own head. With `disk_chance`, transfers to and from the
+    disk take long or fail by chance.
     """
     pages = PagePool(num_pages)
     policy, queue = LeastRecentlyUsed(), FairQueue()
@@ -183,12 +189,13 @@ def simulate_engine(
     if cache is None:
         cache = replace(cache_layout(windows, max_model_len), num_state_pages=num_state_pages)
     executor = SimulatedExecutor(vocab_size, cache, num_pages, adapter_pages, eos)
+    clock = Clock()
     host_memory = SimulatedHostMemory(executor, num_host_pages)
-    prefixes = PrefixCache(pages, policy, 16, host=HostPages(host_memory))
+    disk = SimulatedDisk(host_memory, num_disk_pages, disk_chance)
+    prefixes = PrefixCache(pages, policy, 16, host=HostPages(host_memory, DiskPages(disk, clock)))
     kv = KvPages(pages, pool.reclaimer, prefixes, cache, max_batch_tokens, executor.copy_page)
     scheduler = Scheduler(queue, kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
     limits = EngineLimits(vocab_size, max_model_len, eos, 16, **waiting)
-    clock = Clock()
     grammars = Grammars(grammar_process, os.environ, vocab_size, clock if grammar_clock is None else grammar_clock)
     speculation = Speculation(
         min(MAX_ROWS, max_batch_tokens),
@@ -201,7 +208,7 @@ def simulate_engine(
     observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads, drafts=speculation.counts))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
     return Simulation(
-        engine, pages, pool, prefixes, scheduler, grammars, executor, stager, adapter_pages, host_memory, clock
+        engine, pages, pool, prefixes, scheduler, grammars, executor, stager, adapter_pages, host_memory, disk, clock
     )
 
 

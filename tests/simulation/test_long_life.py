@@ -60,10 +60,12 @@ class Life:
         speculates: bool = False,
         has_head: bool = False,
         num_host_pages: int = 0,
+        num_disk_pages: int = 0,
     ) -> None:
         self.rng = random.Random(seed)
         self.speculates = speculates
         self.has_tier = num_host_pages > 0
+        self.has_disk = num_disk_pages > 0
         # Only a step without waiting sequences has drafts.
         self.ask_rate = 0.08 if speculates or has_head else 0.45
         self.names = {f"adapter{i}": self.rng.randint(1, 6) for i in range(14)}
@@ -83,6 +85,8 @@ class Life:
             speculates=speculates,
             has_head=has_head,
             num_host_pages=num_host_pages,
+            num_disk_pages=num_disk_pages,
+            disk_chance=random.Random(seed),
         )
         # Copying takes no time, until an event says otherwise.
         self.simulation.prefixes.host.note_computed(1, 1.0)
@@ -125,6 +129,8 @@ class Life:
             self.simulation.let_loads_go()
         if self.has_tier and rng.random() < 0.02:
             self.simulation.host_memory.load_s = rng.choice([0.0, 0.0, 1e9])
+        if self.has_disk and rng.random() < 0.05:
+            self.simulation.disk.is_holding = rng.random() < 0.3
         # Rarely enough for the tier to become full in between.
         if self.has_tier and rng.random() < self.ask_rate / 40:
             self._forget_prefixes(f"f{number}")
@@ -134,6 +140,7 @@ class Life:
         simulation = self.simulation
         simulation.let_loads_go()
         simulation.executor.not_finite_for.clear()
+        simulation.disk.is_holding = False
         for _ in range(20_000):
             if not simulation.engine.has_work:
                 break
@@ -143,6 +150,12 @@ class Life:
         else:
             raise AssertionError("the engine still has work")
         simulation.engine.check_integrity()
+        host = simulation.prefixes.host
+        while simulation.disk.num_queued:
+            host.poll()
+        host.check_integrity()
+        # Slots whose pages were deleted are erased.
+        assert set(simulation.disk.contents()) == {page.key for page in host.disk._index}
 
     def check(self) -> None:
         assert set(self.finished) == set(self.adds)
@@ -231,7 +244,7 @@ class Life:
         self.num_calls += 1
         self.num_forgotten += 1
         assert key not in {page.owner for page in prefixes._by_key.values()}
-        assert key not in {page.owner for page in prefixes.host._by_key.values()}
+        assert key not in prefixes.host.owners()
 
     def _prediction(
         self, prompt: tuple[int, ...], num_tokens: int, digest: str | None, activation: int, vocab_size: int | None
@@ -285,8 +298,9 @@ def live(
     speculates: bool = False,
     has_head: bool = False,
     num_host_pages: int = 0,
+    num_disk_pages: int = 0,
 ) -> Life:
-    life = Life(seed, lookahead, layers, speculates, has_head, num_host_pages)
+    life = Life(seed, lookahead, layers, speculates, has_head, num_host_pages, num_disk_pages)
     with recorded("simulation") as figures:
         for number in range(num_turns):
             life.turn(number)
@@ -399,6 +413,33 @@ def test_pages_in_host_memory_lose_and_leak_nothing(layers: str, lookahead: bool
     life = live(5, lookahead, 250, layers, num_host_pages=30)
     assert life.num_forgotten > 0
     assert stats_of(life.simulation).host_pages.restored_tokens > 0
+
+
+def check_disk_pages(life: Life) -> None:
+    """Check that pages were written, read and lost, and that transfers failed."""
+    counts = stats_of(life.simulation).disk_pages
+    assert min(counts.num_written, counts.num_read, counts.num_lost, counts.num_failed) > 0
+
+
+@pytest.mark.parametrize(("layers", "lookahead"), [("whole", False), ("mixed", True), ("state of 2", True)])
+def test_pages_on_disk_lose_and_leak_nothing(layers: str, lookahead: bool) -> None:
+    life = live(5, lookahead, 200, layers, num_host_pages=24, num_disk_pages=60)
+    counts = stats_of(life.simulation).disk_pages
+    assert min(counts.num_written, counts.num_read) > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("layers", ["whole", "sliding", "mixed", "state of 2"])
+@pytest.mark.parametrize("seed", range(510, 514))
+def test_long_runs_with_pages_on_disk_lose_and_leak_nothing(seed: int, layers: str) -> None:
+    num_disk_pages = [40, 160][seed // 2 % 2]
+    life = live(
+        seed, bool(seed % 2), NUM_TURNS, layers, speculates=seed > 511, num_host_pages=30, num_disk_pages=num_disk_pages
+    )
+    if layers != "state of 2":
+        # Few prompts there leave checkpoints that are evicted and needed again.
+        check_host_pages(life)
+        check_disk_pages(life)
 
 
 @pytest.mark.campaign

@@ -125,3 +125,6 @@ def _print_fill(document: Document) -> None:
         )
         if pages["host_total"]:
             print_text(f"{pages['host_prefix']} of {pages['host_total']} pages in main memory contain evicted prefixes")
+        # Older servers do not report the disk.
+        if pages.get("disk_total"):
+            print_text(f"{pages['disk_prefix']} of {pages['disk_total']} pages on disk contain evicted prefixes")

@@ -96,6 +96,10 @@ def serve(
         str | None,
         typer.Option(help="Main memory for cached prefixes that the page pool evicts, such as 8GiB (default: 0)."),
     ] = None,
+    kv_disk_bytes: Annotated[
+        str | None,
+        typer.Option(help="Disk space for cached prefixes that this memory evicts, such as 100GiB (default: 0)."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).")] = None,
     data_parallel_size: Annotated[
         int | None,

@@ -25,7 +25,8 @@ class EngineDocument(TypedDict):
 
     `bandwidth_utilization` is the share of the GPU's memory bandwidth that decode steps have used. It is null if there
     were none, or if the engine runs on a CPU. `drafts` counts the drafted tokens that steps have verified,
-    and the tokens that grammars have forced. `host_pages` describes the copies of evicted prefixes in host memory.
+    and the tokens that grammars have forced. `host_pages` describes the copies of evicted prefixes in host memory,
+    and `disk_pages` those on disk.
     """
 
     object: Literal["engine"]
@@ -57,6 +58,7 @@ class EngineDocument(TypedDict):
     bandwidth_utilization: float | None
     drafts: dict[str, Any]
     host_pages: dict[str, Any]
+    disk_pages: dict[str, Any]
     loading: dict[str, Any]
 
 
@@ -107,6 +109,7 @@ async def get_engine(
         "bandwidth_utilization": stats.decode_reads.utilization,
         "drafts": msgspec.to_builtins(stats.drafts),
         "host_pages": msgspec.to_builtins(stats.host_pages),
+        "disk_pages": msgspec.to_builtins(stats.disk_pages),
         "loading": msgspec.to_builtins(stats.loading),
     }
 

@@ -54,6 +54,7 @@ class PoolPages(TypedDict):
     """Numbers of pages in the pool, by use, and a page's size. `prefix` counts the `kv` pages in the prefix cache.
 
     `host_prefix` counts the evicted pages of the prefix cache that are kept in host memory, of at most `host_total`.
+    `disk_prefix` counts those that are kept on disk, of at most `disk_total`.
     """
 
     total: int
@@ -65,6 +66,8 @@ class PoolPages(TypedDict):
     page_bytes: int
     host_prefix: int
     host_total: int
+    disk_prefix: int
+    disk_total: int
 
 
 class TierFill(TypedDict):
@@ -199,6 +202,8 @@ def _pages(stats: Stats) -> PoolPages:
         "page_bytes": stats.page_bytes,
         "host_prefix": stats.host_pages.num_pages,
         "host_total": stats.host_pages.num_slots,
+        "disk_prefix": stats.disk_pages.num_pages,
+        "disk_total": stats.disk_pages.num_slots,
     }
 
 

@@ -18,7 +18,7 @@ from loramux.admin.cli import app
 from loramux.admin.client.batch_client import BatchClient
 from loramux.admin.client.client import AdminClient, AdminError
 from loramux.admin.client.openai_server import OpenAIServer
-from loramux.engine.protocol.messages import HostPageCounts
+from loramux.engine.protocol.messages import DiskPageCounts, HostPageCounts
 from loramux.platform.accounts.tenants import TenantChanges
 from tests.adapter_store.base_tokenizer import with_tokenizer
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
@@ -120,8 +120,11 @@ def test_preloaded_version_appears_in_residency_and_jobs(
     assert re.search(rf"acme/support@1 .* yes .*{pushed['digest'][:12]}", shown), shown
     assert "pages are free" in shown
     assert "main memory" not in shown
+    assert "on disk" not in shown
     admin_side.engine.figures["host_pages"] = HostPageCounts(num_slots=9, num_pages=8)
     assert "8 of 9 pages in main memory contain evicted prefixes" in loramux("residency").stdout
+    admin_side.engine.figures["disk_pages"] = DiskPageCounts(num_slots=7, num_pages=6)
+    assert "6 of 7 pages on disk contain evicted prefixes" in loramux("residency").stdout
     assert loramux("residency", "--tier", "disk").exit_code == 0
     assert "does not share requests" in loramux("replicas").stdout
     assert "validated" in loramux("bases", "list").stdout

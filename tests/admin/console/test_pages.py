@@ -26,7 +26,7 @@ from loramux.adapter_store.registry.records import CanaryRule
 from loramux.admin.console.app import create_console
 from loramux.admin.console.rest_calls import RestError
 from loramux.admin.serving.app import create_admin_app
-from loramux.engine.protocol.messages import HostPageCounts
+from loramux.engine.protocol.messages import DiskPageCounts, HostPageCounts
 from loramux.migrations import schema
 from loramux.migrations.events import EventType, note_event
 from loramux.migrations.schema import adapter_versions, base_servers, version_bases, webhooks
@@ -686,11 +686,17 @@ async def test_pages_report_engine_outage_and_recover(operator: Browser, console
     assert "The page pool" in (await operator.get("/residency")).text
 
 
-async def test_residency_shows_evicted_prefixes_in_main_memory(operator: Browser, console_side: AdminSide) -> None:
+async def test_residency_shows_evicted_prefixes_in_main_memory_and_on_disk(
+    operator: Browser, console_side: AdminSide
+) -> None:
     assert "Evicted prefixes" not in (await operator.get("/residency")).text
     console_side.engine.figures["host_pages"] = HostPageCounts(num_slots=9, num_pages=8)
     text = (await operator.get("/residency?tier=host")).text
     assert "Evicted prefixes in main memory: 8 of 9 pages, 32.0 KiB" in text
+    assert "on disk" not in text
+    console_side.engine.figures["disk_pages"] = DiskPageCounts(num_slots=70, num_pages=16)
+    text = (await operator.get("/residency?tier=disk")).text
+    assert "Evicted prefixes on disk: 16 of 70 pages, 64.0 KiB" in text
 
 
 async def test_pages_report_database_outage_and_recover(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -163,6 +165,43 @@ def test_host_memory_for_evicted_prefixes_must_be_free(demo_base: Path, monkeypa
     with pytest.raises(StartRefused) as refused:
         plan(demo_base, kv_host_bytes="5GiB")
     assert str(refused.value) == "kv_host_bytes is 5.0 GiB, but only 4.0 GiB of memory are available: lower it"
+
+
+def test_disk_space_for_evicted_prefixes_must_be_free(
+    demo_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=8 << 30)
+    monkeypatch.setattr(engine_plans, "shutil", SimpleNamespace(disk_usage=lambda _: usage))
+    sizes: dict[str, Any] = {"kv_host_bytes": "64MiB", "disk_tier_dir": tmp_path / "not yet" / "there"}
+    [planned] = plan(demo_base, **sizes, kv_disk_bytes="8GiB")
+    assert (planned.kv_disk_bytes, planned.cache_dir) == (8 << 30, str(tmp_path / "not yet" / "there"))
+    assert [one.kv_disk_bytes for one in plan(demo_base, **sizes)] == [0]
+    with pytest.raises(StartRefused) as refused:
+        plan(demo_base, **sizes, kv_disk_bytes="9GiB")
+    assert str(refused.value) == (
+        f"kv_disk_bytes needs 9.0 GiB of disk space, but 8.0 GiB are free in {tmp_path}: lower it, or set "
+        "disk_tier_dir to a directory on a larger disk"
+    )
+    with pytest.raises(StartRefused, match=r"^kv_disk_bytes needs 12\.0 GiB"):
+        plan(demo_base, **sizes, kv_disk_bytes="6GiB", data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kv_disk_bytes": "1GiB"}, "kv_disk_bytes keeps the pages that the main memory of kv_host_bytes evicts: set"),
+        (
+            {"kv_host_bytes": "1MiB", "kv_disk_bytes": 5},
+            "kv_disk_bytes is 5 bytes, but a page of keys and values",
+        ),
+    ],
+    ids=["without main memory", "less than a page"],
+)
+def test_disk_space_that_is_of_no_use_is_refused_before_anything_starts(
+    settings: dict[str, Any], said: str, demo_base: Path
+) -> None:
+    with pytest.raises(StartRefused, match=f"^{said}"):
+        plan(demo_base, **settings)
 
 
 @pytest.mark.parametrize(

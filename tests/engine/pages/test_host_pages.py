@@ -360,7 +360,7 @@ def test_a_checkpoint_is_saved_again_as_a_whole_if_a_copy_is_missing() -> None:
     ask(simulation, "first", prompt)
     evict_all(simulation)
     host = simulation.prefixes.host
-    states = [key for key in host._by_key if b"state" in key]
+    states = [page.key for page in host._index if b"state" in page.key]
     assert len(states) == 2
     host.forget(states[0])
     assert ask(simulation, "again", prompt) == 0

@@ -5,6 +5,7 @@ from msgspec import structs
 from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
 from loramux.engine.protocol.messages import (
     DecodeReads,
+    DiskPageCounts,
     DraftCounts,
     HostPageCounts,
     ResidentAdapter,
@@ -25,7 +26,7 @@ def numbered(number: int) -> Stats:
 def test_every_number_of_the_statistics_is_added_up_or_named_here() -> None:
     others = {
         *("call_id", "max_adapters_in_step", "page_bytes", "step_times", "waiting", "loading", "adapters", "graphs"),
-        *("grammars", "drafts", "host_pages", "tiers", "decode_reads", "changes", "service_tiers"),
+        *("grammars", "drafts", "host_pages", "disk_pages", "tiers", "decode_reads", "changes", "service_tiers"),
     }
     assert set(Stats.__struct_fields__) == {*COUNTERS, *GAUGES, *others}
 
@@ -86,6 +87,14 @@ def test_pages_in_host_memory_are_added_up_while_their_engine_lives() -> None:
         num_evictions=15,
         restored_tokens=12,
         recomputed_tokens=9,
+    )
+
+
+def test_pages_on_disk_are_added_up_while_their_engine_lives() -> None:
+    counts = DiskPageCounts(num_slots=9, num_pages=8, num_written=7, num_lost=6, read_tokens=5)
+    with_counts = [structs.replace(numbered(number), disk_pages=counts) for number in range(3)]
+    assert combined(with_counts[:2], with_counts[2:]).disk_pages == DiskPageCounts(
+        num_slots=18, num_pages=16, num_written=21, num_lost=18, read_tokens=15
     )
 
 

@@ -188,7 +188,7 @@ async def test_engine_stats_and_resident_adapters_are_returned(http: httpx.Async
     await admin_side.engine.call(Load(digest="d" * 64), 1.0)
     engine = (await http.get("/admin/v1/engine")).json()
     assert (engine["device"], engine["num_pages"], engine["num_adapter_pages"]) == ("cpu", 64, 1)
-    assert engine["host_pages"]["restored_tokens"] == 0
+    assert engine["host_pages"]["restored_tokens"] == engine["disk_pages"]["read_tokens"] == 0
     assert {one["tier"] for one in engine["loading"]["tiers"]} == {"host", "disk", "blobs"}
     assert not {"call_id", "adapters"} & engine.keys()
     (adapter,) = (await http.get("/admin/v1/residency")).json()["data"]

@@ -1,0 +1,381 @@
+from __future__ import annotations
+
+import pytest
+
+from loramux.engine.pages import host_pages
+from loramux.engine.pages.disk_pages import FIRST_WAIT_S, DiskPages
+from loramux.engine.protocol.messages import DiskPageCounts, ForgetPrefixes, Unload
+from tests.engine.pages.test_host_pages import (
+    LAYOUTS,
+    MAX_LEN,
+    OTHER,
+    OWNER,
+    answered,
+    ask,
+    evict_all,
+    small_engine,
+    tokens,
+)
+from tests.engine.simulated_engine import Simulation, simulate_engine, stats_of
+
+PROMPT = tokens(150)
+
+
+def disk_engine(
+    layers: str = "whole", num_pages: int = 20, num_host_pages: int = 200, num_disk_pages: int = 400
+) -> Simulation:
+    return simulate_engine(
+        num_pages=num_pages,
+        adapters={"a": 1, "b": 1},
+        max_model_len=MAX_LEN,
+        cache=LAYOUTS[layers],
+        num_host_pages=num_host_pages,
+        num_disk_pages=num_disk_pages,
+    )
+
+
+def evict_host_pages(simulation: Simulation) -> None:
+    """Evict all pages from the pool and from host memory to disk."""
+    evict_all(simulation)
+    host = simulation.prefixes.host
+    while host._evict_for(OWNER, to_disk=True):
+        continue
+    host.poll()
+    simulation.host_memory.forget(host.free_slots)
+    host.check_integrity()
+    assert len(host) == 0
+
+
+def asked(layers: str = "whole", digest: str | None = None) -> Simulation:
+    """An engine that has answered PROMPT, and has its pages only on disk."""
+    simulation = disk_engine(layers)
+    ask(simulation, "first", PROMPT, digest)
+    evict_host_pages(simulation)
+    assert counts_of(simulation).num_pages > 0
+    return simulation
+
+
+def counts_of(simulation: Simulation) -> DiskPageCounts:
+    return stats_of(simulation).disk_pages
+
+
+@pytest.mark.parametrize("layers", LAYOUTS)
+@pytest.mark.parametrize("digest", [None, "a"])
+def test_a_prefix_on_disk_is_restored_and_billed_as_cached(layers: str, digest: str | None) -> None:
+    roomy = small_engine(layers, num_pages=400, num_host_pages=0)
+    ask(roomy, "first", PROMPT, digest)
+    expected = ask(roomy, "again", PROMPT, digest)
+    assert expected > 0
+    simulation = asked(layers, digest)
+    assert ask(simulation, "again", PROMPT, digest) == expected
+    counts, in_host = counts_of(simulation), stats_of(simulation).host_pages
+    assert counts.read_tokens == in_host.restored_tokens == expected
+    assert counts.num_read == in_host.num_loaded > 0
+
+
+def test_pages_on_disk_follow_those_in_the_pool_and_in_host_memory() -> None:
+    simulation = disk_engine(num_pages=40)
+    ask(simulation, "first", PROMPT)
+    evict_host_pages(simulation)
+    ask(simulation, "beginning", PROMPT[:96])
+    evict_all(simulation)
+    ask(simulation, "start of the beginning", PROMPT[:48])
+    assert [len(simulation.prefixes), len(simulation.prefixes.host)] == [3, 6]
+    num_read = counts_of(simulation).num_read
+    assert ask(simulation, "all", PROMPT) == 144
+    assert counts_of(simulation).num_read - num_read == 3
+
+
+@pytest.mark.parametrize(
+    ("digest", "isolation_key"),
+    [(None, OWNER), ("b", OWNER), ("a", OTHER), ("a", b"")],
+    ids=["the base", "another adapter", "another owner", "an owner without a key"],
+)
+def test_another_adapter_or_owner_finds_nothing_on_disk(digest: str | None, isolation_key: bytes) -> None:
+    simulation = asked(digest="a")
+    assert ask(simulation, "other", PROMPT, digest, isolation_key) == 0
+    assert counts_of(simulation).num_read == 0
+
+
+def test_an_unloaded_adapters_pages_on_disk_are_erased() -> None:
+    simulation = asked(digest="a")
+    ask(simulation, "base", PROMPT)
+    evict_host_pages(simulation)
+    simulation.engine.unload(b"gateway", Unload(call_id="u", digest="a"))
+    simulation.run()
+    assert ask(simulation, "again", PROMPT, "a") == 0
+    assert counts_of(simulation).num_pages == len(simulation.disk.contents()) == 9
+    assert ask(simulation, "base again", PROMPT) == 144
+
+
+def test_a_broken_adapters_pages_on_disk_are_erased() -> None:
+    simulation = asked(digest="a")
+    simulation.executor.not_finite_for.add("a")
+    simulation.add("broken", digest="a", isolation_key=OWNER)
+    simulation.run()
+    assert simulation.finished["broken"].code == "not_finite"
+    assert simulation.disk.contents() == []
+
+
+def test_pages_on_disk_of_a_base_that_computed_nan_are_erased() -> None:
+    """Without an adapter, no digest is purged, so the sequence's own pages are deleted by their keys."""
+    simulation = disk_engine()
+    simulation.engine.add(b"gateway", simulation.make_add("first", PROMPT, 60, isolation_key=OWNER))
+    for _ in range(5):
+        simulation.step()
+    [sequence] = simulation.scheduler.running
+    host = simulation.prefixes.host
+    for cached in sequence.tables[0].cached:
+        # The pages are on disk, as if they had been evicted before another sequence computed them again.
+        assert cached is not None
+        host.save(cached)
+    while host._evict_for(OWNER, to_disk=True):
+        continue
+    host.poll()
+    assert len(simulation.disk.contents()) > 0
+    simulation.scheduler.finish(sequence, is_broken=True)
+    host.poll()
+    assert simulation.disk.contents() == []
+
+
+@pytest.mark.parametrize("layers", LAYOUTS)
+def test_a_deleted_tenants_pages_on_disk_are_erased(layers: str) -> None:
+    simulation = disk_engine(layers)
+    for isolation_key in (OWNER, OTHER):
+        ask(simulation, f"first of {isolation_key!r}", PROMPT, isolation_key=isolation_key)
+    evict_host_pages(simulation)
+    num_pages = counts_of(simulation).num_pages
+    simulation.engine.forget_prefixes(b"gateway", ForgetPrefixes(call_id="f", isolation_keys=(OWNER,)))
+    assert counts_of(simulation).num_pages == num_pages // 2
+    assert ask(simulation, "again", PROMPT) == 0
+    assert len(simulation.disk.contents()) == num_pages // 2
+    assert ask(simulation, "other again", PROMPT, isolation_key=OTHER) > 0
+
+
+def purge_adapter(simulation: Simulation) -> None:
+    simulation.prefixes.purge("a")
+
+
+def purge_owner(simulation: Simulation) -> None:
+    simulation.prefixes.purge_owners({OWNER})
+
+
+def forget_pages(simulation: Simulation) -> None:
+    disk = simulation.prefixes.host.disk
+    moved = [*disk._index, *(transfer.page for transfer in disk._writing.values())]
+    for key in [page.key for page in moved]:
+        simulation.prefixes.forget(key)
+
+
+@pytest.mark.parametrize("delete", [purge_adapter, purge_owner, forget_pages])
+def test_pages_that_are_deleted_while_they_are_written_are_erased(delete: object) -> None:
+    assert callable(delete)
+    simulation = disk_engine()
+    ask(simulation, "first", PROMPT, "a")
+    evict_all(simulation)
+    simulation.disk.is_holding = True
+    host = simulation.prefixes.host
+    while host._evict_for(OWNER, to_disk=True):
+        continue
+    assert host.disk.num_writing == 9
+    delete(simulation)
+    simulation.disk.is_holding = False
+    host.poll()
+    host.poll()
+    assert simulation.disk.contents() == []
+    assert len(host.free_slots) == host.num_slots
+    assert ask(simulation, "again", PROMPT, "a") == 0
+
+
+@pytest.mark.parametrize("delete", [purge_adapter, purge_owner, forget_pages])
+def test_pages_that_are_deleted_while_they_are_read_are_not_used(delete: object) -> None:
+    assert callable(delete)
+    simulation = asked(digest="a")
+    simulation.disk.is_holding = True
+    add = simulation.make_add("again", PROMPT, 4, "a", isolation_key=OWNER)
+    simulation.engine.add(b"gateway", add)
+    for _ in range(4):
+        simulation.step()
+    assert len(simulation.prefixes.host.disk.busy_host_slots) == 9
+    delete(simulation)
+    simulation.disk.is_holding = False
+    assert answered(simulation, add) == 0
+    assert simulation.disk.contents() == []
+
+
+def test_a_full_disk_replaces_the_least_recently_used_pages() -> None:
+    simulation = disk_engine(num_disk_pages=12)
+    for seed in range(3):
+        ask(simulation, f"{seed}", tokens(100, seed), isolation_key=b"%d" % seed)
+        evict_host_pages(simulation)
+    counts = counts_of(simulation)
+    assert (counts.num_slots, counts.num_pages, counts.num_evictions) == (12, 12, 6)
+    assert len(simulation.disk.contents()) == 12
+    cached = [ask(simulation, f"again {seed}", tokens(100, seed), isolation_key=b"%d" % seed) for seed in (2, 1, 0)]
+    assert cached == [96, 96, 0]
+
+
+def test_a_disk_without_space_loses_pages_and_nothing_else() -> None:
+    simulation = disk_engine()
+    ask(simulation, "first", PROMPT)
+    simulation.disk.fails = True
+    evict_host_pages(simulation)
+    simulation.prefixes.host.poll()
+    # The writes failed, and the erasures of what they may have left.
+    assert counts_of(simulation).num_failed == 18
+    assert len(simulation.prefixes.host.free_slots) == 200
+    assert ask(simulation, "again", PROMPT) == 0
+
+
+def test_a_page_that_cannot_be_read_is_computed_and_erased() -> None:
+    simulation = asked()
+    simulation.disk.fails = True
+    assert ask(simulation, "again", PROMPT) == 0
+    assert counts_of(simulation).num_failed == 18
+    assert counts_of(simulation).num_pages == 0
+
+
+def test_others_run_while_a_sequence_waits_for_the_disk() -> None:
+    simulation = asked()
+    simulation.disk.is_holding = True
+    add = simulation.make_add("again", PROMPT, 4, isolation_key=OWNER)
+    simulation.engine.add(b"gateway", add)
+    simulation.add("other")
+    for _ in range(10):
+        simulation.step()
+    assert list(simulation.finished)[-1] == "other"
+    assert not simulation.step()
+    simulation.disk.is_holding = False
+    assert answered(simulation, add) == 144
+
+
+def test_a_sequence_does_not_wait_longer_for_the_disk_than_computing_takes() -> None:
+    simulation = asked()
+    simulation.prefixes.host.note_computed(1000, 10.0)
+    simulation.disk.is_holding = True
+    simulation.engine.add(b"gateway", simulation.make_add("again", PROMPT, 4, isolation_key=OWNER))
+    for now_s, is_waiting in ((0.0, True), (1.43, True), (1.45, False)):
+        simulation.clock.now = now_s
+        assert simulation.step() != is_waiting
+    simulation.run()
+    assert simulation.finished["again"].cached_tokens == 0
+    simulation.disk.is_holding = False
+    assert ask(simulation, "later", PROMPT) == 144
+
+
+def test_a_hanging_disk_delays_a_sequence_by_a_bounded_time_before_prompts_are_measured() -> None:
+    simulation = asked()
+    simulation.disk.is_holding = True
+    simulation.engine.add(b"gateway", simulation.make_add("again", PROMPT, 4, isolation_key=OWNER))
+    assert not simulation.step()
+    simulation.clock.now += FIRST_WAIT_S
+    assert simulation.step()
+
+
+@pytest.mark.parametrize(("read_s", "cached"), [(0.01, 144), (0.017, 0)])
+def test_pages_are_read_only_if_that_is_faster_than_computing(read_s: float, cached: int) -> None:
+    simulation = asked()
+    simulation.disk.read_s = read_s
+    simulation.prefixes.host.note_computed(1000, 1.0)
+    assert ask(simulation, "again", PROMPT) == cached
+    assert counts_of(simulation).recomputed_tokens == 144 - cached
+
+
+def test_reads_that_wait_for_others_count_as_slow() -> None:
+    simulation = asked()
+    ask(simulation, "other", tokens(150, seed=1), isolation_key=OTHER)
+    evict_host_pages(simulation)
+    simulation.disk.read_s = 0.01
+    simulation.prefixes.host.note_computed(1000, 1.0)
+    simulation.disk.is_holding = True
+    for name, seed, key in (("again", 0, OWNER), ("other again", 1, OTHER)):
+        add = simulation.make_add(name, tokens(150, seed), 4, isolation_key=key)
+        simulation.engine.add(b"gateway", add)
+    simulation.step()
+    assert [one.sequence_id for one in simulation.scheduler.running] == ["other again"]
+
+
+def test_pages_are_written_once() -> None:
+    simulation = asked()
+    for number in range(3):
+        assert ask(simulation, f"again {number}", PROMPT) == 144
+        evict_host_pages(simulation)
+    assert counts_of(simulation).num_written == 9
+
+
+def test_host_memory_keeps_slots_for_pages_that_come() -> None:
+    """Pages leave for the disk before host memory is full. Without a disk tier, it fills up."""
+    for num_disk_pages, expected in ((400, (14, 2, 0)), (0, (16, 0, 0))):
+        simulation = disk_engine(num_pages=60, num_host_pages=16, num_disk_pages=num_disk_pages)
+        ask(simulation, "first", tokens(400))
+        evict_all_slowly(simulation)
+        host = simulation.prefixes.host
+        assert (len(host), len(host.free_slots), counts_of(simulation).num_lost) == expected
+
+
+def evict_all_slowly(simulation: Simulation) -> None:
+    while simulation.adapters.reclaimer.policy.num_pages:
+        simulation.adapters.reclaimer.evict_one(0)
+        simulation.prefixes.host.poll()
+
+
+def test_a_disk_that_is_too_slow_loses_pages() -> None:
+    simulation = disk_engine(num_pages=60, num_host_pages=16)
+    simulation.disk.is_holding = True
+    ask(simulation, "first", tokens(400))
+    evict_all(simulation)
+    counts, host = counts_of(simulation), simulation.prefixes.host
+    assert (host.disk.num_writing, len(host), counts.num_lost) == (2, 14, 9)
+    simulation.disk.is_holding = False
+    host.poll()
+    host.check_integrity()
+    assert len(host.free_slots) == 2
+
+
+def test_a_prefix_of_half_of_host_memory_or_more_is_read_in_part() -> None:
+    simulation = disk_engine(num_pages=60, num_host_pages=16)
+    ask(simulation, "first", tokens(400))
+    evict_all_slowly(simulation)
+    evict_host_pages(simulation)
+    assert ask(simulation, "again", tokens(400)) == (16 // 2 - 1) * 16
+
+
+def test_pages_that_make_room_for_others_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence has found the beginning of its prefix in host memory, and pages from disk take its place."""
+    simulation = disk_engine(num_host_pages=8)
+    ask(simulation, "first", PROMPT)
+    evict_all_slowly(simulation)
+    assert (len(simulation.prefixes.host), counts_of(simulation).num_pages) == (7, 2)
+    # The sequence gives up at once.
+    monkeypatch.setattr(host_pages, "FIRST_WAIT_S", 0.0)
+    simulation.disk.is_holding = True
+    add = simulation.make_add("again", PROMPT, 4, isolation_key=OWNER)
+    simulation.engine.add(b"gateway", add)
+    assert answered(simulation, add) == 96
+
+
+def test_a_preempted_sequence_resumes_from_disk() -> None:
+    """It may wait again, because its pages can have gone to disk since it began."""
+    simulation = disk_engine()
+    add = simulation.make_add("first", PROMPT, 20, isolation_key=OWNER)
+    simulation.engine.add(b"gateway", add)
+    for _ in range(10):
+        simulation.step()
+    [sequence] = simulation.scheduler.running
+    simulation.scheduler.preempt(sequence)
+    evict_host_pages(simulation)
+    simulation.run()
+    assert simulation.tokens["first"] == simulation.expected(add)
+    assert counts_of(simulation).read_tokens == 144
+
+
+def test_a_tier_that_is_off_looks_for_nothing() -> None:
+    simulation = small_engine()
+    disk = simulation.prefixes.host.disk
+    assert (disk.is_on, len(disk), disk.find(b"a"), disk.poll()) == (False, 0, None, [])
+    add = simulation.make_add("first", PROMPT, 4, isolation_key=OWNER)
+    simulation.engine.add(b"gateway", add)
+    simulation.step()
+    [sequence] = simulation.scheduler.running
+    assert sequence.disk_wait is None
+    assert counts_of(simulation) == DiskPageCounts() == DiskPages().counts()
