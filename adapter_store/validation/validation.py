@@ -344,8 +344,10 @@ def _check_names(
     # Look for the most specific cause first: one mistake, such as another base, usually makes many names wrong. Of the
     # wrong names, report the smallest, because sets have no order and the report must not change between runs.
     num_layers = target.geometry.num_layers
-    of_drafter = {name for module in expected if module.is_draft for name in (module.a_name, module.b_name, module.vector_name)}
-    layers = {int(match[1]) for match in map(_LAYER.match, entries.keys() - of_drafter) if match}
+    # The head for drafts can be named like one more layer.
+    of_head = {place.key for place in draft_places(target)}
+    in_layers = (_LAYER.match(name) for name in entries if module_of(name) not in of_head)
+    layers = {int(match[1]) for match in in_layers if match}
     if max(layers, default=0) >= num_layers:
         raise AdapterRejected(
             "base_mismatch",
