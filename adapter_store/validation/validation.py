@@ -251,7 +251,9 @@ def _of_drafter(file: TensorFile, names: TensorNames, target: PackTarget) -> set
     """Return the tensors that change the base's own head for drafts, by their names in the file."""
     found: set[str] = set()
     for place in draft_places(target):
-        tensors = [names.originals.get(name) for name in (place.b_name, place.a_name, place.magnitude_name, place.bias_name)]
+        tensors = [
+            names.originals.get(name) for name in (place.b_name, place.a_name, place.magnitude_name, place.bias_name)
+        ]
         # PEFT makes tensors for MiMo's head, but does not train them: each B is zero, and they would only take pages.
         if tensors[0] is None or not is_ignored(tensors[0]) or file.float32(tensors[0]).any():
             found.update(name for name in tensors if name is not None)

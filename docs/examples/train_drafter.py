@@ -3,7 +3,7 @@
 python docs/examples/train_drafter.py BASE ADAPTER ANSWERS OUT
 
 Each line of ANSWERS is a JSON object with the token IDs of a prompt, and those of the adapter's answer to it:
-{"prompt": [1, 2], "answer": [3, 4]}. The adapter's own answers are the best examples, because the drafter predicts them.
+{"prompt": [1, 2], "answer": [3, 4]}. The drafter predicts the adapter's answers, so these are the best examples.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
+from transformers.utils import logging
 
 PREFIX = "model.mtp_layers.0"
 RANK = 16
@@ -47,7 +48,8 @@ class Head(Qwen2DecoderLayer):
     def predict(self, states: torch.Tensor, embedded: torch.Tensor, model: Qwen2ForCausalLM) -> torch.Tensor:
         """Logits of the token after the next one, `[num_tokens, vocab_size]`.
 
-        `states` `[num_tokens, hidden_size]` is the input of the base's final norm, and `embedded` that of the next tokens.
+        `states` `[num_tokens, hidden_size]` is the input of the base's final norm. `embedded` are the embeddings of the
+        next tokens.
         """
         x = self.input_proj(torch.cat([self.hidden_layernorm(states), self.token_layernorm(embedded)], dim=-1))[None]
         angles = model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
@@ -79,6 +81,8 @@ def main() -> None:
 
 def load_base(base: Path) -> Qwen2ForCausalLM:
     """The base without its head. MiMo is a Qwen 2 otherwise."""
+    # This class does not know the head's tensors, and would list them.
+    logging.set_verbosity_error()
     model = Qwen2ForCausalLM.from_pretrained(base, config=Qwen2Config.from_pretrained(base), dtype=torch.float32)
     return model.requires_grad_(False).eval()
 
@@ -181,18 +185,6 @@ def save(drafter: Mapping[str, Lora], adapter: Path, out: Path) -> None:
     config["alpha_pattern"] = alphas | (config.get("alpha_pattern") or {})
     save_file(tensors, tensors_file)
     config_file.write_text(json.dumps(config, indent=2))
-
-
-def num_right(head: Head, model: Qwen2ForCausalLM, examples: Iterable[Example]) -> tuple[int, int]:
-    """How many tokens of the answers the head predicts, and how many there are."""
-    right = count = 0
-    for tokens, num_prompt in examples:
-        states, embedded = inputs_of(model, tokens)
-        with torch.no_grad():
-            best = head.predict(states[:-2], embedded[1:-1], model)[max(0, num_prompt - 2) :].argmax(dim=-1)
-        wanted = tokens[max(2, num_prompt) :]
-        right, count = right + int((best == wanted).sum()), count + len(wanted)
-    return right, count
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Drafters of adapters: the head's logits with them against the formula, and answers with them against those without."""
+"""Drafters of adapters: the head's logits against the formula, and answers with drafters against those without."""
 
 from __future__ import annotations
 
@@ -150,12 +150,14 @@ def test_drafters_change_the_heads_logits_of_their_own_rows_only(
     assembled.close()
     for name, add in zip(heads, adds, strict=True):
         tokens = [*add.prompt, *answers[add.sequence_id].tokens]
-        expected = expected_logits(subject, names, tokens, None if name is None else name.partition("+")[0], heads[name])
+        adapter = None if name is None else name.partition("+")[0]
+        expected = expected_logits(subject, names, tokens, adapter, heads[name])
         compared = 0
         for slot, position, token, next_token, logits in found:
             # The rows of rejected drafts have other tokens. Tokens in flight are negative.
             if slot == slots[name] and [token, next_token] == tokens[position : position + 2]:
-                torch.testing.assert_close(logits, expected[position], rtol=1e-4, atol=1e-4)
+                theirs = expected[position]
+                assert (logits - theirs).abs().max() <= TOLERANCE * theirs.abs().max(), name
                 compared += 1
         assert compared >= 3, name
 

@@ -163,8 +163,7 @@ def module_places(target: PackTarget) -> Iterator[ModulePlace]:
 
 
 def shared_places(target: PackTarget) -> Iterator[ModulePlace]:
-    """List the modules that all tokens use: `module_places` without the modules of experts and of the head for drafts.
-    """
+    """List the modules that all tokens use: `module_places` without those of experts and of the head for drafts."""
     yield from _outer_places(target)
     for layer in range(target.geometry.num_layers):
         yield from _layer_places(target, layer)

@@ -52,8 +52,8 @@ class PackTarget:
     bfloat16 or FP8. `experts` describes the linear layers of the base's experts, which `all_modules` lists after
     `modules`. `norms` are the norms that adapters can replace, which `all_modules` lists last. `outer_modules` are
     the modules outside the layers, by full name. With `tied_embeddings`, the base's head uses the weight of its
-    embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. `draft_modules` are the linear
-    layers of the base's own head for drafts, by full name, which an adapter can change with tensors of its own.
+    embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. `draft_modules` are the
+    linear layers of the base's own head for drafts that adapters may change, by full name.
     """
 
     modules: tuple[LinearShape, ...]

@@ -118,7 +118,7 @@ def test_tensors_for_mimos_head_that_are_as_peft_made_them_are_ignored(make_adap
 
 
 def test_tensors_for_a_head_that_the_base_lacks(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
-    """PEFT makes tensors for MiMo's head, which are ignored. Those for GLM's are like tensors for one layer too many."""
+    """Those for MiMo's head, which PEFT makes, are ignored. Those for GLM's are like tensors for one layer too many."""
     files = make_adapter(rank=RANK)
     files.tensors |= tensors_of(MIMO)
     report, _ = packed(files, target, tmp_path / "canonical")
