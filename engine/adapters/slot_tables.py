@@ -180,5 +180,5 @@ def _on(device: torch.device, tables: AdapterTables) -> AdapterTables:
         scale,
         outer=AdapterTables(page_table, outer_off, outer_rank, outer_scale),
         trained_rows=AdapterTables(page_table, row_off, num_rows, outer_scale),
-        drafter=AdapterTables(page_table, *drafter) if drafter else None,
+        drafter=AdapterTables(page_table, drafter[0], drafter[1], drafter[2]) if drafter else None,
     )
