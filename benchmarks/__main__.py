@@ -49,6 +49,7 @@ BENCHMARKS = {
     "kv-quality": Benchmark("kv_quality", "How much a KV cache in 8 bits changes the predictions of a model"),
     "memory": Benchmark("memory", "Memory of a server with 16, 8 and 4 bits, compared with its plan"),
     "speculation": Benchmark("speculation", "Decoding with drafts, compared with decoding without"),
+    "drafter": Benchmark("drafter", "How often drafts are right with drafters of adapters, and without"),
     "conversations": Benchmark(
         "conversations",
         "Conversations that do not fit into the pool, with host memory for K and V and without",

@@ -9,10 +9,11 @@ each B: the module's gain and shift `[out_features]`. Chunk `chunk` of row `row`
 
 which is stored at `pool[page_table[e // E], layer, e % E]`. A chunk never crosses a page boundary.
 
-The outer modules (`lm_head`, `embed_tokens`) belong to no layer. They form a separate stream, in pages that precede the
-layers' pages. Each of these pages is viewed as one layer of `L * E` elements (`PageGeometry.flat`), so the same formula
-holds with that `E` and layer 0. An embedding's A is stored by token: row `t` of `[in_features, rank]` begins at `offset
-+ t * rank`, is not padded, and may cross a page boundary.
+The outer modules (`lm_head`, `embed_tokens`, and those of the base's own head for drafts) belong to no layer of the
+pool. They form a separate stream, in pages that precede the layers' pages. Each of these pages is viewed as one layer
+of `L * E` elements (`PageGeometry.flat`), so the same formula holds with that `E` and layer 0. An embedding's A is
+stored by token: row `t` of `[in_features, rank]` begins at `offset + t * rank`, is not padded, and may cross a page
+boundary.
 
 The outer stream ends with the trained rows: rows of an outer module's own weight `[vocab_size, hidden_size]` that the
 adapter replaces. They are stored like the rows of an A whose rank is the number of trained rows, in ascending order of
@@ -439,7 +440,8 @@ def _lay_out_rows(
 ) -> int:
     """Lay out trained rows from element `begin` of the outer stream on, fill `offsets`, and return the rows' end."""
     cursor, page_elements = begin, geometry.flat.adapter_elements
-    for m, (module, count) in enumerate(zip(modules, rows.counts or (0,) * len(modules), strict=True)):
+    # The modules of the head for drafts, which are last, have no trained rows.
+    for m, (module, count) in enumerate(zip(modules, rows.counts, strict=False)):
         num_rows, row_len = trained_rows_of(module)
         if not 0 <= count <= num_rows + MAX_EXTRA_TOKENS:
             raise ValueError(f"{count} rows of {module.name} are outside [0, {num_rows + MAX_EXTRA_TOKENS}]")

@@ -25,6 +25,8 @@ class PoolViews:
     as many pages and layers as `kv`. In each layer, it begins with the scales of K `[num_kv_heads, 16]`, followed by
     those of V `[num_kv_heads, 16]`. The scales are not in the pages, because rows of adapters are read in chunks that
     divide `E`, which would no longer be a multiple of a large power of two.
+
+    If the adapters of these layers are in the pages of another pool, `adapter_views` is that pool.
     """
 
     raw: torch.Tensor
@@ -32,6 +34,12 @@ class PoolViews:
     adapter: torch.Tensor
     geometry: PageGeometry
     kv_scales: torch.Tensor | None = None
+    adapter_views: PoolViews | None = None
+
+    @property
+    def of_adapters(self) -> PoolViews:
+        """The pool whose pages contain the adapters."""
+        return self if self.adapter_views is None else self.adapter_views
 
     def kv_of(self, num_kv_heads: int, head_dim: int) -> torch.Tensor:
         """`kv` for layers with these KV heads, whose K and V may be smaller than the geometry's."""
@@ -67,8 +75,9 @@ class AdapterTables:
     `outer` contains the tables of the modules outside the layers, with L = 1, offsets in elements of whole pages, and
     the same `page_table`. `trained_rows` contains the tables of the rows that adapters replace in those modules, with
     L = 1: `rank` is the number of rows, `off[..., 0]` is their offset in elements of whole pages, and `off[..., 1]` is
-    the offset of their ids in units of four bytes. `scale` is unused. It is None if no adapter has such rows. These two
-    tables have no such tables of their own.
+    the offset of their ids in units of four bytes. `scale` is unused. It is None if no adapter has such rows. `drafter`
+    contains the tables of the modules of the base's own head for drafts, with L = 1 and offsets in elements of whole
+    pages. It is None if the base has no such head. These three tables have no such tables of their own.
     """
 
     page_table: torch.Tensor
@@ -77,6 +86,7 @@ class AdapterTables:
     scale: torch.Tensor
     outer: AdapterTables | None = None
     trained_rows: AdapterTables | None = None
+    drafter: AdapterTables | None = None
 
 
 @dataclass(frozen=True, slots=True)

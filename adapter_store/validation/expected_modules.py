@@ -161,6 +161,10 @@ class _Targets:
 
     def name_of(self, place: ModulePlace) -> str | None:
         """Return the module's name for rank and alpha patterns, or None if the module is not targeted."""
+        if place.is_draft:
+            # A base that was trained without its head lacks these modules, so names such as `q_proj` do not show
+            # whether they are targeted.
+            return place.key if place.key in self._ranks_in_file else None
         if self._ties_outer_modules and place.layer is None:
             return place.key
         for parameter in parameters_of(place, self._experts):

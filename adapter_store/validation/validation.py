@@ -25,6 +25,7 @@ from loramux.adapter_store.formats.packed.module_places import (
     MAGNITUDE_SUFFIX,
     TENSOR_PREFIX,
     ModulePlace,
+    draft_places,
     module_of,
     shared_places,
     unused_projections,
@@ -71,7 +72,8 @@ def validate_files(
             file = stack.enter_context(TensorFile(tensors, target.max_header_bytes))
         with checks.check("modules"):
             names = with_stacked_names(current_names(file.header.tensors), parsed, target)
-            ignored = sorted(filter(is_ignored, file.header.tensors))
+            of_drafter = _of_drafter(file, names, target)
+            ignored = sorted(name for name in file.header.tensors if is_ignored(name) and name not in of_drafter)
             unused = _of_modules(names, unused_projections(target))
             entries = _used(file, names, [*ignored, *unused])
             places = places_in_file(target, _modules(entries))
@@ -183,7 +185,11 @@ def validate_files(
         num_pages=_num_pages(expected, parts, vectors, target),
         num_parameters=sum(math.prod(entry.shape) for entry in entries.values()),
         dtypes=tuple(sorted({entry.dtype for entry in entries.values()})),
-        features=(*parsed.features, "bias") if parsed.trains_biases and vectors else parsed.features,
+        features=(
+            *parsed.features,
+            *(("bias",) if parsed.trains_biases and vectors else ()),
+            *(("drafter",) if any(module.is_draft for module in expected) else ()),
+        ),
         invocation_tokens=parsed.invocation_tokens,
         effects=weights.effects,
         recorded=parsed.recorded,
@@ -241,6 +247,19 @@ def _used(file: TensorFile, names: TensorNames, ignored: Collection[str]) -> dic
     return {name: file.header.tensors[original] for name, original in used.items()}
 
 
+def _of_drafter(file: TensorFile, names: TensorNames, target: PackTarget) -> set[str]:
+    """Return the tensors that change the base's own head for drafts, by their names in the file."""
+    found: set[str] = set()
+    for place in draft_places(target):
+        tensors = [
+            names.originals.get(name) for name in (place.b_name, place.a_name, place.magnitude_name, place.bias_name)
+        ]
+        # PEFT makes tensors for MiMo's head, but does not train them: each B is zero, and they would only take pages.
+        if tensors[0] is None or not is_ignored(tensors[0]) or file.float32(tensors[0]).any():
+            found.update(name for name in tensors if name is not None)
+    return found
+
+
 def _of_modules(names: TensorNames, modules: Collection[str]) -> list[str]:
     """Return the tensors of some modules, by their names in the file."""
     return sorted(original for name, original in names.originals.items() if module_of(name) in modules)
@@ -278,7 +297,7 @@ def _num_pages(
     expected: Sequence[ExpectedModule], parts: TrainedParts, vectors: Mapping[str, TrainedVector], target: PackTarget
 ) -> int:
     ranks = np.zeros((target.geometry.num_layers, len(target.all_modules)), np.int32)
-    outer_ranks = np.zeros(len(target.outer_modules), np.int32)
+    outer_ranks = np.zeros(len(target.all_outer_modules), np.int32)
     for module in expected:
         if module.layer is None:
             outer_ranks[module.module] = module.rank
@@ -327,7 +346,10 @@ def _check_names(
     # Look for the most specific cause first: one mistake, such as another base, usually makes many names wrong. Of the
     # wrong names, report the smallest, because sets have no order and the report must not change between runs.
     num_layers = target.geometry.num_layers
-    layers = {int(match[1]) for match in map(_LAYER.match, entries) if match}
+    # The head for drafts can be named like one more layer.
+    of_head = {place.key for place in draft_places(target)}
+    in_layers = (_LAYER.match(name) for name in entries if module_of(name) not in of_head)
+    layers = {int(match[1]) for match in in_layers if match}
     if max(layers, default=0) >= num_layers:
         raise AdapterRejected(
             "base_mismatch",

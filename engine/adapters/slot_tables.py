@@ -52,7 +52,8 @@ class SlotTables:
         page_table = zeros(torch.int32, target.max_pages)
         outer = tables(page_table, outer_shape)
         trained_rows = tables(page_table, outer_shape)
-        self._host = replace(tables(page_table, shape), outer=outer, trained_rows=trained_rows)
+        drafter = tables(page_table, (1, len(target.draft_modules))) if target.draft_modules else None
+        self._host = replace(tables(page_table, shape), outer=outer, trained_rows=trained_rows, drafter=drafter)
         self._factors = np.array(outer_factors, np.float32)
         self.device = self._host
         # Pairs of a staged table and its device table.
@@ -70,13 +71,16 @@ class SlotTables:
         self._has_affines = np.zeros(num_slots, np.bool_)
         self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
         self._num_rows = np.zeros((num_slots, len(target.outer_modules)), np.int32)
+        self._has_drafter = np.zeros(num_slots, np.bool_)
         # If the target has no embedding, no adapter can have its own vocabulary.
         self._base_vocab_size = target.vocab_size or 0
         self._vocab_sizes = np.full(num_slots, self._base_vocab_size, np.int32)
 
     def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
         layout = packed.layout
-        page_table, off, rank, scale, outer_off, outer_rank, outer_scale, row_off, num_rows = self._written
+        page_table, off, rank, scale, outer_off, outer_rank, outer_scale, row_off, num_rows, *drafter = self._written
+        num_outer = self._has_outer.shape[1]
+        outer_ranks, draft_ranks = layout.outer_ranks[:num_outer], layout.outer_ranks[num_outer:]
         page_table[slot, : len(pages)] = pages
         off[slot] = layout.offsets
         rank[slot] = layout.ranks
@@ -84,11 +88,19 @@ class SlotTables:
         # Offsets and scales of outer modules and of trained rows are written only for adapters that have them.
         outer_rank[slot] = 0
         self._has_outer[slot] = False
-        if layout.outer_ranks.any() or layout.rows.counts:
-            outer_off[slot, 0] = layout.outer_offsets
-            outer_rank[slot, 0] = layout.outer_ranks
-            outer_scale[slot, 0] = packed.outer_scales * self._factors
-            self._has_outer[slot] = layout.outer_ranks > 0
+        if outer_ranks.any() or layout.rows.counts:
+            outer_off[slot, 0] = layout.outer_offsets[:num_outer]
+            outer_rank[slot, 0] = outer_ranks
+            outer_scale[slot, 0] = packed.outer_scales[:num_outer] * self._factors
+            self._has_outer[slot] = outer_ranks > 0
+        self._has_drafter[slot] = draft_ranks.any()
+        if drafter:
+            draft_off, draft_rank, draft_scale = drafter
+            draft_rank[slot, 0] = 0
+            if self._has_drafter[slot]:
+                draft_off[slot, 0] = layout.outer_offsets[num_outer:]
+                draft_rank[slot, 0] = draft_ranks
+                draft_scale[slot, 0] = packed.outer_scales[num_outer:]
         num_rows[slot] = self._num_rows[slot] = 0
         if layout.rows.counts:
             row_off[slot, 0] = layout.row_offsets
@@ -128,6 +140,10 @@ class SlotTables:
         """True if an adapter in `slots` rescales or shifts the output of a module in a layer. Slot -1 is the base."""
         return bool(self._has_affines[slots[slots >= 0]].any())
 
+    def has_drafter(self, slots: npt.NDArray[np.int32]) -> bool:
+        """True if an adapter in `slots` changes the base's own head for drafts. Slot -1 is the base."""
+        return bool(self._has_drafter[slots[slots >= 0]].any())
+
     def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
         """For each row, the slot of the adapter that changes its embedding or logits, or -1.
 
@@ -150,12 +166,13 @@ def _tensors(tables: AdapterTables) -> tuple[torch.Tensor, ...]:
     assert tables.trained_rows is not None
     outer, rows = tables.outer, tables.trained_rows
     inner = tables.page_table, tables.off, tables.rank, tables.scale
-    return (*inner, outer.off, outer.rank, outer.scale, rows.off, rows.rank)
+    drafter = () if tables.drafter is None else (tables.drafter.off, tables.drafter.rank, tables.drafter.scale)
+    return (*inner, outer.off, outer.rank, outer.scale, rows.off, rows.rank, *drafter)
 
 
 def _on(device: torch.device, tables: AdapterTables) -> AdapterTables:
     page_table, off, rank, scale, *outer = (table.to(device) for table in _tensors(tables))
-    outer_off, outer_rank, outer_scale, row_off, num_rows = outer
+    outer_off, outer_rank, outer_scale, row_off, num_rows, *drafter = outer
     return AdapterTables(
         page_table,
         off,
@@ -163,4 +180,5 @@ def _on(device: torch.device, tables: AdapterTables) -> AdapterTables:
         scale,
         outer=AdapterTables(page_table, outer_off, outer_rank, outer_scale),
         trained_rows=AdapterTables(page_table, row_off, num_rows, outer_scale),
+        drafter=AdapterTables(page_table, drafter[0], drafter[1], drafter[2]) if drafter else None,
     )

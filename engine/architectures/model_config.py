@@ -238,6 +238,20 @@ class ModelConfig:
         )
 
     @property
+    def draft_modules(self) -> tuple[LinearShape, ...]:
+        """The linear layers of the head for drafts that adapters can change: those of its layer, in the order of
+        `draft_layer.modules`, and its projection. Its experts are left out, because PEFT has no names for them.
+        """
+        names = self.draft_head
+        if names is None:
+            return ()
+        projection = LinearShape(names.projection, 2 * self.hidden_size, self.hidden_size)
+        return tuple(
+            replace(module, name=f"{names.prefix}.{module.name}", layers=None)
+            for module in (*self.draft_layer.modules, projection)
+        )
+
+    @property
     def module_groups(self) -> tuple[tuple[int, ...], ...]:
         """Indices of `modules` by their input: q/k/v, o, gate/up, down, router.
 

@@ -147,7 +147,7 @@ class GraphExecutor:
         for shape in shapes:
             layout = self._buffer.load(NO_ROWS, shape)
             self._forward(layout)
-            if self._head_runner is not None and self._states is not None and not shape.max_rank:
+            if self._head_runner is not None and self._states is not None:
                 is_drafting = shape.is_decode and shape.num_sequences <= MAX_ROWS
                 self._head_runner.warm_up(layout.inputs, self._states[: shape.num_tokens], drafts=is_drafting)
             if shape.is_captured:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.decoder.draft_head import DraftHead
 from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.execution.sampler import HeadDrafts
@@ -43,11 +44,11 @@ class SubmittedHead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadRunner:
-    """The head, the kernels over its pool, and the tables of the device. The head applies no adapter."""
+    """The head, the kernels over its pool, and the tables of the resident adapters, some of which have drafters."""
 
     head: DraftHead
     kernels: Kernels
-    tables: AdapterTables
+    slots: SlotTables
     accelerator: Accelerator
 
     @torch.inference_mode()
@@ -64,10 +65,11 @@ class HeadRunner:
         next_tokens = self.accelerator.stage(torch.from_numpy(np.pad(batch.head.next_tokens, (0, padding))))
         rows = inputs.sample_rows[: len(chosen)].long()
         next_tokens[rows] = chosen.clamp(min=0)
+        read = inputs, states, next_tokens, self.kernels, self._tables, self.slots.has_drafter(batch.slots)
         if not batch.head.is_drafting:
-            self.head.store(inputs, states, next_tokens, self.kernels, self.tables)
+            self.head.store(*read)
             return None
-        best = self.head.logits(inputs, states, next_tokens, self.kernels, self.tables)[rows].max(dim=1)
+        best = self.head.logits(*read)[rows].max(dim=1)
         # The maximum of a row with NaN is NaN.
         tokens = best.indices.masked_fill(~best.values.isfinite(), -1).int()
         on_host = self.accelerator.download(tokens)
@@ -75,6 +77,13 @@ class HeadRunner:
 
     @torch.inference_mode()
     def warm_up(self, inputs: StepInputs, states: torch.Tensor, *, drafts: bool) -> None:
-        """Run the kernels of a shape, on padding rows only."""
+        """Run the kernels of a shape, on padding rows only. If the shape has adapters, they may have drafters."""
         next_tokens = torch.zeros(len(states), dtype=torch.int32, device=states.device)
-        (self.head.logits if drafts else self.head.store)(inputs, states, next_tokens, self.kernels, self.tables)
+        run = self.head.logits if drafts else self.head.store
+        run(inputs, states, next_tokens, self.kernels, self._tables, inputs.segments.num_segments > 0)
+
+    @property
+    def _tables(self) -> AdapterTables:
+        tables = self.slots.device.drafter
+        assert tables is not None, "a base with a head has modules for drafters"
+        return tables

@@ -232,7 +232,7 @@ def _assemble(
     policy, queue, host = new_policy(config.eviction_policy), FairQueue(), HostTier(config.host_tier_bytes)
     stager = stager or open_stager(config, base.whole_target, accelerator, host, wake)
     copier: Copier = PageCopier(views.raw, accelerator, wake, stager.figures)
-    executor = _make_executor(base, tables, kernels, base.decoder, _head_runner(base, tables, head_views))
+    executor = _make_executor(base, tables, kernels, base.decoder, _head_runner(base, tables, views, head_views))
     num_pages_of = None
     if workers is not None:
         workers.join(base_sha256(Path(config.model_dir)))
@@ -316,11 +316,14 @@ def _allocate_views(base: LoadedBase, num_bytes: int) -> tuple[PoolViews, PoolVi
     return views, allocate(head_geometry, num_pages * head_geometry.pool_page_bytes)
 
 
-def _head_runner(base: LoadedBase, tables: SlotTables, head_views: PoolViews | None) -> HeadRunner | None:
+def _head_runner(
+    base: LoadedBase, tables: SlotTables, views: PoolViews, head_views: PoolViews | None
+) -> HeadRunner | None:
     if base.head is None or head_views is None:
         return None
-    kernels = base.backend.make_kernels(head_views, base.head.shapes)
-    return HeadRunner(base.head, kernels, tables.device, base.backend.accelerator)
+    # The drafters of adapters are in the outer pages of the adapters.
+    kernels = base.backend.make_kernels(replace(head_views, adapter_views=views.flat), base.head.shapes)
+    return HeadRunner(base.head, kernels, tables, base.backend.accelerator)
 
 
 def _head_geometry(base: LoadedBase) -> PageGeometry | None:
@@ -479,7 +482,7 @@ def _compile_programs(base: LoadedBase, tables: SlotTables) -> None:
         return
     views, head_views = _allocate_views(base, _page_bytes(base))
     kernels = backend.make_kernels(views, base.decoder.shapes)
-    head = _head_runner(base, tables, head_views)
+    head = _head_runner(base, tables, views, head_views)
     executor = _make_executor(base, tables, kernels, base.decoder.with_few_layers(), head)
     if not isinstance(executor, GraphExecutor):
         return

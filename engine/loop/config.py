@@ -299,4 +299,5 @@ def pack_target(
         experts=model.experts,
         has_fixed_vocabulary=model.layer_input_size > 0,
         norms=model.norm_shapes,
+        draft_modules=model.draft_modules,
     )

@@ -53,11 +53,14 @@ class AdapterDivider:
                 shard = self.shards[worker][index]
                 self._copy_share(whole, old, stream, layout, layer, index, shard, has_shift=worker == 0)
             pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
-        return PackedAdapter(packed.digest, layout, packed.scales, payload, packed.outer_scales, packed.base)
+        outer_scales = packed.outer_scales[: len(own.outer_modules)]
+        return PackedAdapter(packed.digest, layout, packed.scales, payload, outer_scales, packed.base)
 
     def _layout(self, packed: PackedAdapter) -> AdapterLayout:
         old = packed.layout
-        return self.own.layout(old.ranks, old.outer_ranks, old.has_affines, old.rows)
+        # Workers have no head for drafts, so they do not get an adapter's modules for it.
+        outer_ranks = old.outer_ranks[: len(self.own.outer_modules)]
+        return self.own.layout(old.ranks, outer_ranks, old.has_affines, old.rows)
 
     def _copy_share(
         self,

@@ -98,6 +98,8 @@ def worker_config(model: ModelConfig, size: int) -> ModelConfig:
         intermediate_size=model.intermediate_size // size,
         layer_intermediate_sizes=tuple(one // size for one in model.layer_intermediate_sizes),
         mixture=None if model.mixture is None else _worker_mixture(model.mixture, size),
+        # Workers do not divide the head for drafts.
+        draft_head=None,
     )
 
 

@@ -64,8 +64,9 @@ def check_shapes(
     """Raise ValueError, naming the limit, for unsupported dtypes or shapes, so that no launch has to check them."""
     if pool.kv.dtype not in KV_DTYPES:
         raise ValueError(f"K and V are {pool.kv.dtype}; the GPU kernels support bfloat16, float16, float32 and int8")
+    adapters = pool.of_adapters
     for group in groups:
-        check_geometry(pool.geometry, group, pool.adapter.dtype)
+        check_geometry(adapters.geometry, group, adapters.adapter.dtype)
     for group in outer_groups:
         check_geometry(pool.geometry.flat, group, pool.adapter.dtype)
     for spec in set(attention):
@@ -80,40 +81,40 @@ class GpuLora:
     segment_rows = TILE_ROWS
 
     def __init__(self, pool: PoolViews, *, pdl: bool = False) -> None:
-        self._pool = pool
+        self._adapters = pool.of_adapters
         self._pdl = pdl and supports_pdl(pool.raw.device)
 
     def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
         """float32 `[num_splits, num_tokens, len(group.modules), segments.max_rank]`."""
         group, segments = call.group, call.segments
-        splits = num_splits(group, self._pool.geometry.adapter_elements, num_tokens, segments.num_segments)
+        splits = num_splits(group, self._adapters.geometry.adapter_elements, num_tokens, segments.num_segments)
         shape = (splits, num_tokens, len(group.modules), segments.max_rank)
-        return torch.empty(shape, dtype=torch.float32, device=self._pool.raw.device)
+        return torch.empty(shape, dtype=torch.float32, device=self._adapters.raw.device)
 
     def lora_shrink(self, x: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
-        lora_shrink(self._pool, x, call, planes, pdl=self._pdl)
+        lora_shrink(self._adapters, x, call, planes, pdl=self._pdl)
 
     def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
-        lora_gather(self._pool, tokens, call, planes)
+        lora_gather(self._adapters, tokens, call, planes)
 
     def replace_rows(self, tokens: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
-        replace_rows(self._pool, tokens, call, y)
+        replace_rows(self._adapters, tokens, call, y)
 
     def replace_columns(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
-        replace_columns(self._pool, x, call, y)
+        replace_columns(self._adapters, x, call, y)
 
     def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         # An embedding's gather, unlike a shrink, does not let the next kernel start early.
         pdl = self._pdl and not call.group.is_embedding
-        lora_expand(self._pool, planes, call, y, pdl=pdl)
+        lora_expand(self._adapters, planes, call, y, pdl=pdl)
 
     def lora_delta(self, x: torch.Tensor, call: LoraCall, slots: torch.Tensor, y: torch.Tensor) -> None:
         planes = self.lora_planes(call, y.shape[0])
         self.lora_shrink(x, call, planes)
-        lora_expand(self._pool, planes, call, y, row_slots=slots, pdl=self._pdl)
+        lora_expand(self._adapters, planes, call, y, row_slots=slots, pdl=self._pdl)
 
     def lora_affine(self, call: LoraCall, y: torch.Tensor) -> None:
-        lora_affine(self._pool, call, y)
+        lora_affine(self._adapters, call, y)
 
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         planes = self.lora_planes(call, y.shape[0])
@@ -144,6 +145,7 @@ class GpuKernels(GpuLora):
         contiguous_attention: ContiguousAttention | None = None,
     ) -> None:
         super().__init__(pool, pdl=pdl)
+        self._pool = pool
         # The dtype of contiguous K and V.
         self._rows_dtype = torch.bfloat16 if pool.kv.dtype is torch.int8 else pool.kv.dtype
         if contiguous_attention is None and has_flash_attention(pool.raw.device, self._rows_dtype):
@@ -232,11 +234,12 @@ class GpuKernels(GpuLora):
     def lora_linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LoraCall, slots: torch.Tensor
     ) -> torch.Tensor:
-        elements = self._pool.geometry.adapter_elements
+        elements = self._adapters.geometry.adapter_elements
         plan = linear_plan(call.group, elements, x.shape[0], x.dtype.itemsize, self._num_processors)
         planes = self.lora_planes(call, x.shape[0])
-        lora_shrink(self._pool, x, call, planes, pdl=self._pdl, may_start_early=False)
-        return lora_linear(self._pool, x, weight, bias, planes, call, slots, plan, self._fused_counters, pdl=self._pdl)
+        pool = self._adapters
+        lora_shrink(pool, x, call, planes, pdl=self._pdl, may_start_early=False)
+        return lora_linear(pool, x, weight, bias, planes, call, slots, plan, self._fused_counters, pdl=self._pdl)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps, pdl=self._pdl)

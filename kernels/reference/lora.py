@@ -18,7 +18,7 @@ class ReferenceLora:
     segment_rows = 1 << 30
 
     def __init__(self, pool: PoolViews) -> None:
-        self._pool = pool
+        self._pool, self._adapters = pool, pool.of_adapters
 
     def adapter_matrix(self, call: LoraCall, slot: int, i: int, part: int, expert: int = 0) -> torch.Tensor:
         """Read A `[rank, in_features]`, B transposed `[rank, out_features]` or affine `[2, out_features]`, in float32.
@@ -28,7 +28,7 @@ class ReferenceLora:
         as stored, `[in_features, rank]`.
         """
         layer, group, tables = call.layer, call.group, call.tables
-        page_elements = self._pool.geometry.adapter_elements
+        page_elements = self._adapters.geometry.adapter_elements
         module = group.modules[i] + expert * group.expert_stride
         rank = int(tables.rank[slot, layer, module])
         offset = int(tables.off[slot, layer, module, part])
@@ -37,7 +37,7 @@ class ReferenceLora:
         row_start = offset + torch.arange(rows.num_rows) * rows.row.padded_len
         element = row_start[:, None] + torch.arange(rows.row.row_len)  # [num_rows, row_len]
         page = tables.page_table[slot].long()[element // page_elements]
-        elements = self._pool.adapter[page, layer, element % page_elements]
+        elements = self._adapters.adapter[page, layer, element % page_elements]
         if elements.dtype is torch.uint8:
             elements = elements.view(torch.float8_e4m3fn)
         return elements.float()
@@ -120,7 +120,7 @@ class ReferenceLora:
         the tables are `AdapterTables.trained_rows`. All other rows keep their exact bits.
         """
         for rows, slot, _ in _slots_of(call.segments):
-            ids, values = trained_rows(self._pool, call, slot)
+            ids, values = trained_rows(self._adapters, call, slot)
             listed, row = (tokens[rows][:, None] == ids).nonzero(as_tuple=True)
             y[rows[listed]] = values[row]
 
@@ -131,7 +131,7 @@ class ReferenceLora:
         `AdapterTables.trained_rows`. All other elements keep their exact bits.
         """
         for rows, slot, _ in _slots_of(call.segments):
-            ids, values = trained_rows(self._pool, call, slot)
+            ids, values = trained_rows(self._adapters, call, slot)
             y[rows[:, None], ids] = (x[rows].float() @ values.float().T).to(y.dtype)
 
 

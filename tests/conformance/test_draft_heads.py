@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,13 +93,18 @@ def glm_layer(reference: Any, head: Tensors, x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def expected_logits(subject: Subject, names: DraftHeadNames, tokens: list[int]) -> torch.Tensor:
+def expected_logits(
+    subject: Subject, names: DraftHeadNames, tokens: list[int], adapter: str | None = None, head: Tensors | None = None
+) -> torch.Tensor:
     """The logits of the head after each token except the last, by the formula in the technical report of DeepSeek-V3.
 
-    MiMo's head reads the states before the base's final norm, and before the embeddings.
+    MiMo's head reads the states before the base's final norm, and before the embeddings. `head` are its tensors, if
+    they are not the base's.
     """
-    head, model = head_tensors(subject.directory), subject.reference.get_base_model()
-    with subject.reference.disable_adapter():
+    head, model = head or head_tensors(subject.directory), subject.reference.get_base_model()
+    with subject.reference.disable_adapter() if adapter is None else nullcontext():
+        if adapter is not None:
+            subject.reference.set_adapter(adapter)
         seen: list[torch.Tensor] = []
         hook = model.model.norm.register_forward_hook(lambda norm, inputs, output: seen.extend((inputs[0], output)))
         model(input_ids=torch.tensor([tokens]))

@@ -14,7 +14,12 @@ from typing import Protocol
 
 import pytest
 
+from loramux.adapter_store.validation.validation import validate_files
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.llm import LLM
+from loramux.engine.loop.config import pack_target
+from tests.conformance.draft_heads import add_head
+from tests.conformance.tiny_models import SMALL_SHAPE, AdapterPlan, add_adapters, make_base
 from tests.demo_base import DEMO_BASE
 from tests.docs.write import DOCS
 
@@ -79,3 +84,24 @@ def test_notebook(run: Run) -> None:
     output = run("notebook.py", DEMO_BASE, ADAPTERS / "pirate")
     assert "None: " in output
     assert "trained: " in output
+
+
+def test_train_drafter(run: Run, tmp_path: Path) -> None:
+    """The saved adapter fits the base, and the engine uses its drafter."""
+    base, adapter, out = tmp_path / "base", tmp_path / "adapters" / "r4", tmp_path / "out"
+    shape = {**SMALL_SHAPE, "hidden_size": 64, "intermediate_size": 96}
+    plan = AdapterPlan("r4", 4, ["q_proj", "down_proj"], use_rslora=True, rank_pattern={"down_proj": 2})
+    add_adapters(make_base("mimo", base, shape), [plan], tmp_path / "adapters")
+    add_head(base)
+    examples = [{"prompt": [2, 3, 4], "answer": [number, 7, 8, 9] * 3} for number in range(2)]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, examples)))
+    losses = re.findall(r"loss ([0-9.]+)", run("train_drafter.py", base, adapter, tmp_path / "answers.jsonl", out))
+    assert float(losses[-1]) < float(losses[0])
+    target = pack_target(ModelConfig.load(base), "float32")
+    report = validate_files((out / "adapter_config.json").read_bytes(), out / "adapter_model.safetensors", target)
+    assert report.features == ("drafter",)
+    # A drafter's products are not scaled, and the adapter's own ranks and scales stay.
+    drafter = {module.name for module in target.draft_modules}
+    assert {name: scale for name, scale in report.scales.items() if name in drafter} == dict.fromkeys(drafter, 1.0)
+    assert report.scales["model.layers.0.self_attn.q_proj"] == 16 / 4**0.5
+    assert report.scales["model.layers.0.mlp.down_proj"] == 16 / 2**0.5

@@ -27,7 +27,8 @@ class ModulePlace:
     """One module of the base: its name `key`, its layer, and its index in `PackTarget.all_modules`.
 
     For an outer module (the embedding or the head), `layer` is None and the index refers to the target's outer modules.
-    `kind` is the module's name without its layer and its expert.
+    So it is for a module of the base's own head for drafts, which `is_draft` marks. `kind` is the module's name without
+    its layer and its expert.
 
     If the file stacks the tensors of `num_experts` experts, `key` is the name of the stack, and the module belongs to
     `expert`. As in PEFT, the rows of A are all ranks of expert 0, then all ranks of expert 1, and so on. The columns of
@@ -52,6 +53,7 @@ class ModulePlace:
     num_b_rows: int | None = None
     b_rows: range | None = None
     outputs: range | None = None
+    is_draft: bool = False
 
     @property
     def file_outputs(self) -> int:
@@ -153,6 +155,7 @@ def module_places(target: PackTarget) -> Iterator[ModulePlace]:
     A module of an expert is listed once for each form, stacked or separate, in which a file may store it.
     """
     yield from _outer_places(target)
+    yield from draft_places(target)
     for layer in range(target.geometry.num_layers):
         yield from _layer_places(target, layer)
         if target.experts is not None:
@@ -160,7 +163,7 @@ def module_places(target: PackTarget) -> Iterator[ModulePlace]:
 
 
 def shared_places(target: PackTarget) -> Iterator[ModulePlace]:
-    """List the modules that all tokens use: `module_places` without the modules of experts."""
+    """List the modules that all tokens use: `module_places` without those of experts and of the head for drafts."""
     yield from _outer_places(target)
     for layer in range(target.geometry.num_layers):
         yield from _layer_places(target, layer)
@@ -178,6 +181,12 @@ def norm_places(target: PackTarget) -> Iterator[NormPlace]:
 def _outer_places(target: PackTarget) -> Iterator[ModulePlace]:
     for index, shape in enumerate(target.outer_modules):
         yield ModulePlace(shape.name, None, index, shape, shape.name)
+
+
+def draft_places(target: PackTarget) -> Iterator[ModulePlace]:
+    """List the modules of the base's own head for drafts."""
+    for index, shape in enumerate(target.draft_modules, start=len(target.outer_modules)):
+        yield ModulePlace(shape.name, None, index, shape, shape.name, is_draft=True)
 
 
 def _layer_places(target: PackTarget, layer: int) -> Iterator[ModulePlace]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,8 @@ from loramux.kernels.layout import (
     row_layout,
     trained_rows_of,
 )
+
+T = TypeVar("T", bound=np.generic)
 
 PACK_FORMAT = 3
 """Version of the packed layout. When it increases, every packed file is rebuilt."""
@@ -50,7 +52,8 @@ class PackTarget:
     bfloat16 or FP8. `experts` describes the linear layers of the base's experts, which `all_modules` lists after
     `modules`. `norms` are the norms that adapters can replace, which `all_modules` lists last. `outer_modules` are
     the modules outside the layers, by full name. With `tied_embeddings`, the base's head uses the weight of its
-    embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's.
+    embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. `draft_modules` are the
+    linear layers of the base's own head for drafts that adapters may change, by full name.
     """
 
     modules: tuple[LinearShape, ...]
@@ -61,6 +64,7 @@ class PackTarget:
     experts: ExpertModules | None = None
     has_fixed_vocabulary: bool = False
     norms: tuple[NormShape, ...] = ()
+    draft_modules: tuple[LinearShape, ...] = ()
 
     def __post_init__(self) -> None:
         storage = _STORAGE.get(self.dtype)
@@ -76,6 +80,16 @@ class PackTarget:
         Rank tables, scale tables and pages list modules in this order.
         """
         return _all_modules(self)
+
+    @property
+    def all_outer_modules(self) -> tuple[LinearShape, ...]:
+        """The modules of an adapter's outer stream: `outer_modules`, then `draft_modules`."""
+        return self.outer_modules + self.draft_modules
+
+    @property
+    def without_drafter(self) -> PackTarget:
+        """The target of adapters that leave the head for drafts as it is. Their packed files do not mention it."""
+        return replace(self, draft_modules=()) if self.draft_modules else self
 
     @property
     def vocab_size(self) -> int | None:
@@ -95,7 +109,8 @@ class PackTarget:
     @property
     def pack_key(self) -> str:
         """Identifies the layout: engines whose targets have equal keys can load the same packed files."""
-        identity = {"format": PACK_FORMAT, **self.document()}
+        # Only a few adapters change the head for drafts. The packed files of all others are the same without a head.
+        identity = {"format": PACK_FORMAT, **self.without_drafter.document()}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -105,7 +120,7 @@ class PackTarget:
         The size includes the whole weight of each outer module, with up to MAX_EXTRA_TOKENS tokens beyond the base's
         vocabulary.
         """
-        elements = self.geometry.num_layers * _max_elements(self.modules) + _max_elements(self.outer_modules)
+        elements = self.geometry.num_layers * _max_elements(self.modules) + _max_elements(self.all_outer_modules)
         for num_rows, row_len in map(trained_rows_of, self.outer_modules):
             elements += (num_rows + MAX_EXTRA_TOKENS) * row_len
         elements += sum(norm.size * (1 + norm.has_bias) for norm in self.norms) * self.geometry.num_layers
@@ -136,7 +151,7 @@ class PackTarget:
     @property
     def max_pages(self) -> int:
         """Upper bound on an adapter's pages, with every module at its maximum rank and all rows trained."""
-        ranks, outer_ranks = self.equal_ranks(MAX_RANK), np.full(len(self.outer_modules), MAX_RANK, np.int32)
+        ranks, outer_ranks = self.equal_ranks(MAX_RANK), np.full(len(self.all_outer_modules), MAX_RANK, np.int32)
         if self.norms:
             ranks[:, -len(self.norms) :] = 1
         try:
@@ -187,15 +202,18 @@ class PackTarget:
     ) -> AdapterLayout:
         """Return the layout of an adapter with these `ranks`, int32 `[num_layers, num_modules]`.
 
-        `outer_ranks` is int32 `[num_outer_modules]`. If it is None, all outer modules have rank 0. `rows` counts the
-        trained rows.
+        `outer_ranks` is int32 `[num_outer_modules]`, for the first of `all_outer_modules`. The others have rank 0, and
+        so have all if it is None. `rows` counts the trained rows.
         """
-        if outer_ranks is None:
-            outer_ranks = np.zeros(len(self.outer_modules), np.int32)
+        outer_ranks = self.of_all_outer(np.zeros(0, np.int32) if outer_ranks is None else outer_ranks)
         if ranks.shape != (self.geometry.num_layers, len(self.all_modules)):
             raise ValueError(f"ranks have shape {ranks.shape}")
         tables = ranks.astype(np.int32).tobytes(), outer_ranks.astype(np.int32).tobytes()
         return _layout(self, *tables, has_affines, rows)
+
+    def of_all_outer(self, values: npt.NDArray[T]) -> npt.NDArray[T]:
+        """Return `values` of the first outer modules, with zeros for the others."""
+        return np.pad(values, (0, len(self.all_outer_modules) - len(values)))
 
     def document(self) -> dict[str, Any]:
         """Return this target as plain JSON values, for packed files and the validation process."""
@@ -217,6 +235,8 @@ class PackTarget:
             document["has_fixed_vocabulary"] = True
         if self.norms:
             document["norms"] = [asdict(norm) for norm in self.norms]
+        if self.draft_modules:
+            document["draft_modules"] = [_module_document(module) for module in self.draft_modules]
         return document if self.experts is None else {**document, "experts": _experts_document(self.experts)}
 
     @classmethod
@@ -230,6 +250,7 @@ class PackTarget:
             experts=_parse_experts(document.get("experts")),
             has_fixed_vocabulary=document.get("has_fixed_vocabulary", False),
             norms=tuple(NormShape(**_with_layers(norm)) for norm in document.get("norms", ())),
+            draft_modules=tuple(_parse_module(module) for module in document.get("draft_modules", ())),
         )
 
 
@@ -289,7 +310,7 @@ def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: b
     The result is cached: computing it takes longer than checking a small adapter's bytes, and most adapters share a
     few layouts.
     """
-    modules, outer_modules = target.all_modules, target.outer_modules
+    modules, outer_modules = target.all_modules, target.all_outer_modules
     table = np.frombuffer(ranks, np.int32).reshape(target.geometry.num_layers, len(modules))
     return adapter_layout(
         target.geometry, modules, table, outer_modules, np.frombuffer(outer_ranks, np.int32), has_affines, rows

@@ -70,6 +70,10 @@ def plain_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 def write_packed(path: Path, packed: PackedAdapter, target: PackTarget, is_flushed: bool = True) -> None:
     """Write `packed` to `path` and, unless another copy will be kept, flush it to disk."""
+    layout, outer_scales = packed.layout, packed.outer_scales
+    num_outer = len(target.outer_modules)
+    if not layout.outer_ranks[num_outer:].any():
+        target, outer_scales = target.without_drafter, outer_scales[:num_outer]
     header = json.dumps(
         {
             "format": PACK_FORMAT,
@@ -77,14 +81,14 @@ def write_packed(path: Path, packed: PackedAdapter, target: PackTarget, is_flush
             "pack_key": target.pack_key,
             "target": target.document(),
             "num_pages": packed.num_pages,
-            "ranks": packed.layout.ranks.tolist(),
+            "ranks": layout.ranks.tolist(),
             "scales": packed.scales.tolist(),
-            "outer_ranks": packed.layout.outer_ranks.tolist(),
-            "outer_scales": packed.outer_scales.tolist(),
-            "has_affines": packed.layout.has_affines,
+            "outer_ranks": layout.outer_ranks[: len(target.all_outer_modules)].tolist(),
+            "outer_scales": outer_scales.tolist(),
+            "has_affines": layout.has_affines,
             "base": packed.base,
-            "rows": asdict(packed.layout.rows),
-            "crc32": _module_checksums(packed.payload, packed.layout, target),
+            "rows": asdict(layout.rows),
+            "crc32": _module_checksums(packed.payload, layout, target),
             "sha256": hashlib.sha256(packed.payload.data).hexdigest(),
         },
         sort_keys=True,
@@ -137,8 +141,11 @@ def read_open_packed(
         scales, outer_scales = np.array(header.scales, np.float32), np.array(header.outer_scales, np.float32)
     except (KeyError, TypeError, ValueError, msgspec.DecodeError):
         raise AdapterCorrupt("the packed file has no valid layout") from None
-    if (target is not None and found != target) or (digest is not None and header.digest != digest):
+    if (target is not None and found not in (target, target.without_drafter)) or digest not in (None, header.digest):
         raise AdapterCorrupt(f"the packed file contains adapter {header.digest[:12]} for {header.pack_key}")
+    if target is not None and found != target:
+        layout = target.layout(layout.ranks, layout.outer_ranks, layout.has_affines, layout.rows)
+        outer_scales = target.of_all_outer(outer_scales)
     shape = (header.num_pages, found.geometry.num_layers, found.geometry.page_bytes)
     num_bytes = shape[0] * shape[1] * shape[2]
     # Compare the sizes first, so that a damaged header does not determine how much memory is allocated.
@@ -209,7 +216,7 @@ def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -
         is_outer = layer is None
         stream = pages[: layout.num_outer_pages].reshape(-1) if is_outer else pages[:, layer].reshape(-1)
         geometry = target.geometry.flat if is_outer else target.geometry
-        for index, module in enumerate(target.outer_modules if is_outer else target.all_modules):
+        for index, module in enumerate(target.all_outer_modules if is_outer else target.all_modules):
             rank, offsets = layout.rank_and_offsets(layer, index)
             if rank:
                 last = layout.parts[-1]

@@ -97,7 +97,7 @@ def pack(
         replaced = replaced_rows(file, target, base)
         num_layers = target.geometry.num_layers
         ranks, scales = _tables((num_layers, len(target.all_modules)))
-        outer_ranks, outer_scales = _tables((len(target.outer_modules),))
+        outer_ranks, outer_scales = _tables((len(target.all_outer_modules),))
         parts = []
         for place in places:
             at = _index(place)
@@ -155,7 +155,7 @@ def _to_fp8(packed: PackedAdapter, target: PackTarget) -> PackedAdapter:
         )
         # Copies, because the pages of a layer are not contiguous.
         source, stream = pages.reshape(-1), into.reshape(-1).copy()
-        for index, module in enumerate(target.outer_modules if is_outer else target.all_modules):
+        for index, module in enumerate(target.all_outer_modules if is_outer else target.all_modules):
             rank, offsets = layout.rank_and_offsets(layer, index)
             if not rank:
                 continue

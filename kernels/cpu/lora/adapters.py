@@ -36,6 +36,7 @@ class CpuLora:
     segment_rows = SEGMENT_ROWS
 
     def __init__(self, pool: PoolViews) -> None:
+        pool = pool.of_adapters
         if pool.adapter.dtype not in (torch.float32, torch.bfloat16, torch.uint8):
             raise ValueError(f"adapters are {pool.adapter.dtype}; the CPU kernels support float32, bfloat16 and FP8")
         self._geometry = pool.geometry
