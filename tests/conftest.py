@@ -129,6 +129,15 @@ def compiled_statements() -> None:
         share_compiled_statements()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def plain_tracebacks() -> None:
+    """structlog's default shows every variable of every frame in colours, which takes seconds per logged exception."""
+    if structlog := sys.modules.get("structlog"):
+        for processor in structlog.get_config()["processors"]:
+            if isinstance(processor, structlog.dev.ConsoleRenderer):
+                processor.exception_formatter = structlog.dev.plain_traceback
+
+
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """An empty directory with a short path, because a Unix socket's path may have at most 107 bytes."""
