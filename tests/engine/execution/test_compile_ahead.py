@@ -100,7 +100,9 @@ def cases() -> Iterator[Any]:
     yield pytest.param(MIMO, None, 12, True, {"speculate": "head", "max_sequences": 2}, id="head")
     # Steps that are not captured gather pages for prefills. Those of 512 rows dequantise weights or round inputs.
     num_kernels = 16 + has_fp8_products(torch.device("cpu"))
-    yield pytest.param(LLAMA, CodedZeroWeights(), num_kernels, True, {"max_batch_tokens": 1040, "max_sequences": 1}, id="large-steps")
+    yield pytest.param(
+        LLAMA, CodedZeroWeights(), num_kernels, True, {"max_batch_tokens": 1040, "max_sequences": 1}, id="large-steps"
+    )
 
 
 @pytest.mark.parametrize(("model", "weights", "num_kernels", "names_target", "limits"), list(cases()))
