@@ -67,6 +67,10 @@ CAMPAIGN_TESTS = pytest.StashKey[dict[str, frozenset[str]]]()
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with long files, so that no process works on one at the end while the others are idle."""
+    # Otherwise hypothesis parses every module of the product in each process, for constants that it sometimes draws.
+    # Draws would depend on the imported modules.
+    if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
+        providers.is_local_module_file = lambda path: False  # type: ignore[attr-defined]
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     marks = {item.nodeid: frozenset(mark.name for mark in item.iter_markers()) for item in items}
     config.stash[CAMPAIGN_TESTS] = {name: found for name, found in marks.items() if "campaign" in found}
@@ -123,6 +127,15 @@ def compiled_statements() -> None:
         from tests.compiled_statements import share_compiled_statements
 
         share_compiled_statements()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plain_tracebacks() -> None:
+    """structlog's default shows every variable of every frame in colours, which takes seconds per logged exception."""
+    if structlog := sys.modules.get("structlog"):
+        for processor in structlog.get_config()["processors"]:
+            if isinstance(processor, structlog.dev.ConsoleRenderer):
+                processor.exception_formatter = structlog.dev.plain_traceback
 
 
 @pytest.fixture

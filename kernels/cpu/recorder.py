@@ -33,6 +33,11 @@ class _OnlyViews(TorchDispatchMode):
         super().__init__()
         self.is_off = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """By default, torch imports its compiler at the first operation, which takes an engine a second and 100 MB."""
+        return False
+
     @contextmanager
     def off(self) -> Iterator[None]:
         self.is_off = True

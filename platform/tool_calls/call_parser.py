@@ -40,6 +40,7 @@ class CallParser(ABC):
         """True if the answer ended inside a call that had begun."""
         self._marker = re.compile("|".join(map(re.escape, self.markers))) if self.markers else None
         self._beginnings = {marker[:length] for marker in self.markers for length in range(1, len(marker))}
+        self._max_held = max(map(len, self._beginnings), default=0)
         self._steps = self._parse()
 
     def feed(self, text: str) -> list[Event]:
@@ -111,8 +112,8 @@ class CallParser(ABC):
 
     def _num_held(self, text: str) -> int:
         """Return the length of the longest suffix of `text` that can begin a marker."""
-        longest = max(map(len, self._beginnings), default=0)
-        return next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
+        longest = min(self._max_held, len(text))
+        return next((n for n in range(longest, 0, -1) if text[-n:] in self._beginnings), 0)
 
     def _begin(self, name: str) -> None:
         self._events.append(CallBegun(self._num_calls, name))

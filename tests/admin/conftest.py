@@ -8,16 +8,19 @@ from typing import Any
 import httpx
 import pytest
 import structlog
+from jinja2 import Environment
 from starlette.types import ASGIApp
 
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.blobs.local import LocalBlobStore
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.sources import AdapterSources
+from loramux.admin.console import rendering
 from loramux.admin.serving.app import create_admin_app
 from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side
 from tests.admin.app_client import client_of
 from tests.admin.command_line import Run, command_line
+from tests.admin.compiled_templates import CompiledTemplates
 from tests.admin.peft_directory import MakeAdapter, write_peft_directory
 from tests.admin.running_server import RunningServer, SharedServer, open_shared_server, start_server
 
@@ -32,6 +35,14 @@ def log() -> Iterator[list[Any]]:
     """Capture the services' log entries, so that they do not mix with the command line's output."""
     with structlog.testing.capture_logs() as entries:
         yield entries
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_templates() -> Iterator[None]:
+    """Compile the console's templates once. Each of hundreds of apps would compile them again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendering, "Environment", partial(Environment, bytecode_cache=CompiledTemplates()))
+        yield
 
 
 @pytest.fixture

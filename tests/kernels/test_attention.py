@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
-from tests.kernels.gpu.interpreted import HAS_GPU
+from tests.kernels.gpu.interpreted import FOR_GPUS, HAS_GPU
 from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, plain_attention, store
 
 NUM_LAYERS = 2
@@ -36,34 +37,29 @@ BATCHES = {
 """Context lengths and numbers of query rows."""
 
 
-@pytest.mark.parametrize(("contexts", "num_queries"), BATCHES.values(), ids=BATCHES.keys())
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS.values(), ids=HEADS.keys())
-@pytest.mark.parametrize(
-    ("sliding_window", "soft_cap"),
-    [
-        pytest.param(None, None, id="whole"),
-        pytest.param(7, None, id="window-7"),
-        pytest.param(None, 5.0, id="soft-cap"),
-        pytest.param(20, 2.0, id="window-20-soft-cap"),
-    ],
-)
+SCORES = {"whole": (None, None), "window-7": (7, None), "soft-cap": (None, 5.0), "window-20-soft-cap": (20, 2.0)}
+"""Sliding windows and soft caps."""
+
+
+def cases() -> Iterator[Any]:
+    """Every test run combines each two of a batch, heads and scores. GPUs and the campaign combine all three."""
+    for (i, batch), (j, heads), (k, scores) in product(enumerate(BATCHES), enumerate(HEADS), enumerate(SCORES)):
+        marks = () if (i + j + k) % len(SCORES) == 0 else FOR_GPUS
+        yield pytest.param(BATCHES[batch], HEADS[heads], SCORES[scores], id=f"{scores}-{heads}-{batch}", marks=marks)
+
+
+@pytest.mark.parametrize(("batch", "heads", "scores"), list(cases()))
 def test_equals_a_plain_softmax(
-    contexts: list[int],
-    num_queries: list[int],
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    batch: tuple[list[int], list[int]],
+    heads: tuple[int, int, int],
+    scores: tuple[int | None, float | None],
     dtype: torch.dtype,
     make_kernels: Callable[..., Any],
     make_poisoned_pool: Callable[..., PoolViews],
 ) -> None:
-    check_attention(
-        contexts, num_queries,
-        AttentionSpec(num_heads, num_kv_heads, head_dim, head_dim**-0.5, sliding_window, soft_cap),
-        dtype, make_kernels, make_poisoned_pool,
-    )  # fmt: skip
+    _, _, head_dim = heads
+    spec = AttentionSpec(*heads, head_dim**-0.5, *scores)
+    check_attention(*batch, spec, dtype, make_kernels, make_poisoned_pool)
 
 
 @pytest.mark.parametrize(

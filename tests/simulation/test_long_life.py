@@ -311,10 +311,9 @@ def live(
     return life
 
 
-@pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_events_lose_and_leak_nothing(seed: int, lookahead: bool) -> None:
-    life = live(seed, lookahead, 400)
+def test_random_events_lose_and_leak_nothing(seed: int) -> None:
+    life = live(seed, bool(seed % 2), 400)
     codes = {finished.code for finished in life.finished.values()}
     assert {None, "adapter_unavailable"} <= codes
     assert stats_of(life.simulation).cached_tokens > 0

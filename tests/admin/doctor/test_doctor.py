@@ -24,6 +24,7 @@ from loramux.engine.quantizing.messages import QUALITY_FILES, Quality
 from loramux.migrations.database import Database
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.command_line import Run
+from tests.migrated import migrated_sqlite
 
 
 def graded(findings: list[Finding]) -> dict[str, str]:
@@ -114,7 +115,7 @@ def host(tmp_path: Path) -> Path:
     directory = tmp_path / "data"
     (directory / "blobs").mkdir(parents=True)
     directory.chmod(0o700)
-    Database(f"sqlite:///{directory / 'loramux.db'}").upgrade()
+    migrated_sqlite(directory / "loramux.db")
     return directory
 
 

@@ -25,6 +25,7 @@ from loramux.engine.loop.config import EngineConfig
 from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.threads import call_on
+from tests.migrated import migrated_sqlite
 from tests.platform.ready_adapters import add_ready_adapter
 from tests.platform.scripted_engine import ScriptedEngine
 
@@ -155,8 +156,7 @@ def test_admin_work_takes_no_threads_or_connections_from_inference(
 
 def test_external_database_with_another_version_is_refused(demo_base: Path, tmp_path: Path) -> None:
     path = tmp_path / "loramux.db"
-    database = Database(f"sqlite:///{path}")
-    database.upgrade()
+    database = Database(migrated_sqlite(path))
     with database.write() as connection:
         connection.exec_driver_sql("DELETE FROM alembic_version")
     database.close()
@@ -168,8 +168,7 @@ def test_external_database_with_another_version_is_refused(demo_base: Path, tmp_
 
 
 def test_database_from_a_newer_release_is_refused(demo_base: Path, tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'loramux.db'}")
-    database.upgrade()
+    database = Database(migrated_sqlite(tmp_path / "loramux.db"))
     with database.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     database.close()
@@ -180,8 +179,7 @@ def test_database_from_a_newer_release_is_refused(demo_base: Path, tmp_path: Pat
 @pytest.mark.parametrize("is_embedded", [True, False], ids=["embedded", "external"])
 def test_database_from_before_the_first_step_is_refused(demo_base: Path, tmp_path: Path, is_embedded: bool) -> None:
     path = tmp_path / "loramux.db"
-    database = Database(f"sqlite:///{path}")
-    database.upgrade()
+    database = Database(migrated_sqlite(path))
     with database.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0020'")
     database.close()
@@ -209,9 +207,7 @@ def test_unusable_store_is_refused(demo_base: Path, tmp_path: Path, given: dict[
 
 
 def test_database_failure_during_startup_recovery_is_refused(demo_base: Path, tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'loramux.db'}")
-    database.upgrade()
-    database.close()
+    migrated_sqlite(tmp_path / "loramux.db")
     with closing(sqlite3.connect(tmp_path / "loramux.db")) as connection:
         connection.execute("ALTER TABLE uploads RENAME TO gone")
     with pytest.raises(StartRefused, match="the database cannot be used: no such table"):

@@ -34,7 +34,7 @@ METRICS = (
     "loramux_tokens_total",
     "loramux_engine_tokens_total",
 )
-LONG = {"ignore_eos": True, "max_tokens": 200}
+LONG = {"ignore_eos": True, "max_tokens": 100}
 LONGEST = {"prompt": PROMPT, "ignore_eos": True, "max_tokens": 950, "n": 8}
 """The answers fill the context, so that no machine finishes them before a test looks."""
 

@@ -397,7 +397,7 @@ def test_every_call_is_answered(simulate: Simulate, seed: int) -> None:
     calls = Calls(simulation)
     happen = happenings(calls, [*names, "missing"], rng)
     adds = {}
-    for turn in range(300):
+    for turn in range(150):
         simulation.clock.now += rng.random()
         if rng.random() < 0.5:
             pause_s, digest = rng.choice([0.0, 5.0]), rng.choice([None, *names])

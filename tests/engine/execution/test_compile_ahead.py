@@ -89,17 +89,20 @@ def cases() -> Iterator[Any]:
     }
     for version, names_target in {"triton-3.7": True, "triton-3.6": False}.items():
         for name, model in models.items():
-            # The quantised model has experts too.
-            is_quick = name == "llama" or (names_target and name in ("gemma", "quantized"))
-            marks = () if is_quick else pytest.mark.campaign
+            marks = () if name == "llama" and names_target else pytest.mark.campaign
             yield pytest.param(*model, names_target, {}, id=f"{version}-{name}", marks=marks)
+    # Steps of one sequence launch every kernel too. The quantised model has experts.
+    for name, names_target in {"llama": False, "gemma": True, "quantized": True}.items():
+        yield pytest.param(*models[name], names_target, {"max_sequences": 1}, id=f"one-sequence-{name}")
     # Each of its experts has a scale.
     yield pytest.param(GEMMA_MIXTURE, None, 17, True, {"max_sequences": 1}, id="gemma-mixture")
     # The base's own head for drafts launches the kernels of the base, some of them with other shapes.
-    yield pytest.param(MIMO, None, 12, True, {"speculate": "head"}, id="head")
+    yield pytest.param(MIMO, None, 12, True, {"speculate": "head", "max_sequences": 2}, id="head")
     # Steps that are not captured gather pages for prefills. Those of 512 rows dequantise weights or round inputs.
     num_kernels = 16 + has_fp8_products(torch.device("cpu"))
-    yield pytest.param(LLAMA, CodedZeroWeights(), num_kernels, True, {"max_batch_tokens": 1040}, id="large-steps")
+    yield pytest.param(
+        LLAMA, CodedZeroWeights(), num_kernels, True, {"max_batch_tokens": 1040, "max_sequences": 1}, id="large-steps"
+    )
 
 
 @pytest.mark.parametrize(("model", "weights", "num_kernels", "names_target", "limits"), list(cases()))

@@ -21,7 +21,7 @@ from loramux.kernels.cpu.linear.linear import PackedLinear
 from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
 from loramux.kernels.cpu.programs.program import SERIAL_WORK
 from loramux.kernels.cpu.recorded import products
-from loramux.kernels.cpu.recorder import start_recording
+from loramux.kernels.cpu.recorder import _OnlyViews, start_recording
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.kernels.recording import NotRecordable
@@ -348,3 +348,8 @@ def test_a_step_with_more_rows_than_the_program_is_refused(lengths: list[int], s
     segments = build_segments(np.array(slots, np.int32), CpuKernels.segment_rows)
     with pytest.raises(AssertionError, match=message):
         recorder.finish().run((second.batch,), segments)
+
+
+def test_recording_does_not_import_the_compiler_of_torch() -> None:
+    """Torch wraps a mode's dispatch in a function that imports it, unless the mode declines."""
+    assert not hasattr(_OnlyViews.__torch_dispatch__, "__wrapped__")

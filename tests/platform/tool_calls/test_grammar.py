@@ -38,7 +38,7 @@ TOOLS = (
     ),
     OfferedTool("now", {"type": "object", "properties": {}, "additionalProperties": False}),
 )
-SCHEMAS = {tool.name: tool.schema for tool in TOOLS}
+VALIDATORS = {tool.name: jsonschema.Draft202012Validator(tool.schema) for tool in TOOLS}
 MAX_TOKENS = 400
 
 
@@ -87,7 +87,7 @@ def read(text: str, format_name: str) -> tuple[str, list[tuple[str, str]]]:
 
 def check(calls: list[tuple[str, str]]) -> None:
     for name, arguments in calls:
-        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+        VALIDATORS[name].validate(json.loads(arguments))
 
 
 @pytest.mark.parametrize("format_name", FORMATS, ids=IDS)

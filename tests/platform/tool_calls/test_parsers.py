@@ -120,9 +120,11 @@ def check_linear_time(format_name: str, opening: str, unit: str) -> None:
         assert num_read <= (num * len(unit) + len(opening)) * longest_escape + 2
         return time.thread_time() - began_s
 
-    short, long = min(seconds(2_000) for _ in range(3)), seconds(16_000)
-    # For eight times the length, a quadratic parser would take sixty-four times as long.
-    assert long < 32 * short + 0.2
+    long = seconds(8_000)
+    # Most answers take so little that they need no comparison.
+    if long > 0.1:
+        # For eight times the length, a quadratic parser would take sixty-four times as long.
+        assert long < 20 * min(seconds(1_000) for _ in range(3)) + 0.1
 
 
 @pytest.mark.parametrize(
