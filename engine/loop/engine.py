@@ -371,16 +371,20 @@ class Engine:
         if self._note_running is not None:
             # Record all running sequences, not only those in this step, because a fault in an earlier step may surface
             # in this step. The oldest come last, because there may be no room for sequences that have waited for long.
-            self._note_running([sequence.sequence_id for sequence in reversed(self._scheduler.running)])
+            self._note_running([sequence.add.sequence_id for sequence in reversed(self._scheduler.running)])
         batch = build_batch(scheduled, self._limits.page_tokens)
         if self._speculation.has_head:
             batch = structs.replace(batch, head=head_rows(scheduled, self._speculation.wants_head))
         forward = self._executor.submit(batch)
-        scoring = [item.sequence for item in scheduled if item.sequence.num_unscored] if batch.scores else []
-        for sequence, scored in zip(scoring, batch.scores, strict=True):
-            sequence.num_unscored -= len(scored.token_ids)
-        pooled = [item.sequence for item in scheduled if item.sequence.is_pooled] if batch.pooled else []
-        pooling = [(sequence, rows.is_last) for sequence, rows in zip(pooled, batch.pooled, strict=True)]
+        scoring: list[Sequence] = []
+        if batch.scores:
+            scoring = [item.sequence for item in scheduled if item.sequence.num_unscored]
+            for sequence, scored in zip(scoring, batch.scores, strict=True):
+                sequence.num_unscored -= len(scored.token_ids)
+        pooling: list[tuple[Sequence, bool]] = []
+        if batch.pooled:
+            pooled = [item.sequence for item in scheduled if item.sequence.is_pooled]
+            pooling = [(sequence, rows.is_last) for sequence, rows in zip(pooled, batch.pooled, strict=True)]
         self._stats.count_step(scheduled, batch.num_tokens)
         self._scheduler.advance(scheduled)
         sampling: list[Sequence | None] = []
@@ -403,6 +407,8 @@ class Engine:
 
     def _commit(self, step: SubmittedStep) -> None:
         ended = self._commits.commit(step)
+        if not ended:
+            return
         self._strike([one for one, reason in ended if reason == "not_finite" and one.add.digest is not None])
         for sequence, reason in ended:
             if reason == "not_finite":
@@ -538,7 +544,7 @@ class Engine:
         if self._scheduler.queue.num_active > 1:
             self._grammars.note_sharing()
         self._settle_grammars()
-        if self._in_flight is None:
+        if self._in_flight is None and self._constrained:
             awaited = [one for one in self._constrained.values() if one.is_running and not one.has_mask]
             self._await_masks(awaited, is_computing=False)
         for share_key, seconds in self._grammars.take_spent().items():

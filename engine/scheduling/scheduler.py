@@ -485,7 +485,7 @@ class Scheduler:
         running, waiting = self._active(), list(enumerate(self._order))
         background = [one for one in self._order if one.is_background]
         if not background and not self.running_by_rank[BACKGROUND_RANK]:
-            return _lane(running, waiting), _lane([], [])
+            return _lane(running, waiting), _Lane([], [], [])
         ahead, behind = (
             _lane(
                 [one for one in running if one.is_background is is_background],
@@ -525,6 +525,8 @@ class Scheduler:
     def _short_position(self) -> int:
         if self._is_short:
             return RUNNING
+        if self._short_of_pages is None:
+            return NOT_SHORT
         positions = (position for position, sequence in enumerate(self._order) if sequence is self._short_of_pages)
         return next(positions, NOT_SHORT)
 

@@ -407,4 +407,4 @@ def _pooled_rows(sequence: Sequence, first_row: int, num_tokens: int) -> PooledR
 
 def _running_sum(counts: array[int]) -> npt.NDArray[np.int32]:
     """`[0, counts[0], counts[0] + counts[1], ...]`."""
-    return np.asarray(array("i", accumulate(counts, initial=0)))
+    return np.asarray(array("i", [*accumulate(counts, initial=0)]))
