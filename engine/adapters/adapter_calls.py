@@ -116,7 +116,7 @@ class AdapterCalls:
 
     def add_wanted(self, wanted: dict[str, int]) -> None:
         """Add to `wanted` the adapters of lost pins and of waiting calls, at positions after those of all sequences."""
-        digests = (*self._lost_pins, *(one.call.digest for one in self._waiting))
+        digests = [*self._lost_pins, *[one.call.digest for one in self._waiting]]
         for place, digest in enumerate(digests):
             if not self.is_purging(digest):
                 wanted.setdefault(digest, FIRST_CALL_POSITION + place)

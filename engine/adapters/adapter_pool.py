@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+
+import msgspec
 
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.tiers.staged_adapter import NotStaged, StagedAdapter
@@ -20,14 +21,13 @@ NOT_SHORT = AFTER_ALL
 """Value of `PoolDemand.short_position` when no sequence is short of pages."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolDemand:
+class PoolDemand(msgspec.Struct, frozen=True, gc=False):
     """What the sequences need from the pool before a step.
 
     A queue position is a sequence's index among the waiting sequences, starting at 0.
     """
 
-    queue_positions: dict[str, int] = field(default_factory=dict)
+    queue_positions: dict[str, int] = {}
     """For each adapter, the position of the first sequence waiting for it, in ascending order. Adapters that no
     sequence is waiting for, only a call or a lost pin, come last.
     """
@@ -339,6 +339,8 @@ class AdapterPool:
         kept = self._first_to_load()
         for load in [one for one in self._staged if one.digest not in kept]:
             self._put_back(load)
+        if not self._queued:
+            return
         behind = [load for load in self._loading.values() if load.digest not in kept]
         for digest in [one for one in kept if one in self._queued]:
             while behind and not self._stager.takes(digest):
@@ -356,7 +358,8 @@ class AdapterPool:
         kept: dict[str, None] = {}
         for digest in self._demand.queue_positions:
             load = self._loads.get(digest)
-            if load is None or load.phase is AdapterPhase.RESIDENT or load.phase is AdapterPhase.COPYING:
+            # An adapter has a slot from COPYING on.
+            if load is None or load.slot >= 0:
                 continue
             num_bytes += load.num_bytes or self._last_bytes
             if kept and num_bytes > max_bytes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -62,8 +62,7 @@ class Executor(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SubmittedStep:
+class SubmittedStep(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A step whose tokens are not committed yet.
 
     `sampling[i]` receives item `i` of `result.tokens()`, unless it is None, and `scoring[i]` receives item `i` of

@@ -56,8 +56,7 @@ class HeadDrafts:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
+class FinishedStep(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The result of a step that ran synchronously when it was submitted."""
 
     sampled: list[SampledToken]

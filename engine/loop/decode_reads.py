@@ -41,19 +41,20 @@ class ReadsPerStep:
         0 if the step is not a decode, which has one token for each sequence. Must be called before the sequences
         advance.
         """
-        num_tokens, num_pages = 0, 0.0
+        contexts: list[int] = []
         adapters: dict[int, int] = {}
         for item in scheduled:
             if item.num_tokens != 1:
                 return 0
             sequence = item.sequence
-            num_tokens += 1
-            context = sequence.num_computed + 1
-            for group in self.cache.groups:
-                num_pages += min(context, group.window or UNLIMITED) / group.page_tokens
+            contexts.append(sequence.num_computed + 1)
             if sequence.slot >= 0:
                 adapters[sequence.slot] = sequence.num_adapter_pages
-        num_pages += num_tokens * self.cache.num_state_pages + sum(adapters.values())
+        num_tokens = len(contexts)
+        num_pages = float(num_tokens * self.cache.num_state_pages + sum(adapters.values()))
+        for group in self.cache.groups:
+            most = group.window or UNLIMITED
+            num_pages += sum([min(context, most) for context in contexts]) / group.page_tokens
         # A token leaves out an expert with probability 1 - top_k / num_experts.
         chosen = 1 - (1 - self.top_k / self.num_experts) ** num_tokens
         return int(self.weight_bytes + chosen * self.expert_bytes + num_pages * self.page_bytes) if num_tokens else 0

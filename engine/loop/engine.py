@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 from msgspec import structs
 
 from loramux.engine.adapters.adapter_calls import AdapterCalls, PinLimits
@@ -60,8 +61,7 @@ FREE_WAIT_PART = {False: 0.05, True: 0.5}
 """The same as a part of the last step, by whether the device computes meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outbound:
+class Outbound(msgspec.Struct, frozen=True, gc=False):
     """A message for one gateway."""
 
     owner: bytes
@@ -133,6 +133,8 @@ class Engine:
         self._last_step_s = 0.0
         self._live = LiveSequences()
         self._constrained: dict[Grammar, Sequence] = {}
+        # Number of unfinished sequences with a grammar or with rules for their tokens.
+        self._num_constrained = 0
         self._timers = Timers(clock, self._live)
         self._grants = TokenGrants(limits.max_model_len, scheduler, adapters, self._timers, self._end_at_limit)
         self._num_arrivals = 0
@@ -197,6 +199,7 @@ class Engine:
             grammar.let_end_with(add.sampling.stop_token_ids, self._limits.eos_token_ids)
             sequence.grammar = grammar
             self._constrained[grammar] = sequence
+        self._num_constrained += sequence.is_constrained
         self._scheduler.add(sequence)
         self._set_timers(sequence)
         # The new sequence must be waiting already, because it may be the one to refuse.
@@ -301,9 +304,9 @@ class Engine:
                 used, scoring, pooling, result, drafts, started_s, num_sequences, num_rows, read_bytes, prompt_tokens
             )
 
-        constrained = [
-            one for one in sampling if one is not None and (one.grammar is not None or one.token_rules is not None)
-        ]
+        constrained: list[Sequence] = []
+        if self._num_constrained:
+            constrained = [one for one in sampling if one is not None and one.is_constrained]
         if not constrained:
             # The common case: every row may choose any token.
             return submitted(sampling, forward.choose(NO_MASKS, ()))
@@ -369,23 +372,25 @@ class Engine:
         if self._note_running is not None:
             # Record all running sequences, not only those in this step, because a fault in an earlier step may surface
             # in this step. The oldest come last, because there may be no room for sequences that have waited for long.
-            self._note_running([sequence.sequence_id for sequence in reversed(self._scheduler.running)])
+            self._note_running([sequence.add.sequence_id for sequence in reversed(self._scheduler.running)])
         batch = build_batch(scheduled, self._limits.page_tokens)
         if self._speculation.has_head:
             batch = structs.replace(batch, head=head_rows(scheduled, self._speculation.wants_head))
         forward = self._executor.submit(batch)
-        scoring = [item.sequence for item in scheduled if item.sequence.num_unscored] if batch.scores else []
-        for sequence, scored in zip(scoring, batch.scores, strict=True):
-            sequence.num_unscored -= len(scored.token_ids)
-        pooled = [item.sequence for item in scheduled if item.sequence.is_pooled] if batch.pooled else []
-        pooling = [(sequence, rows.is_last) for sequence, rows in zip(pooled, batch.pooled, strict=True)]
-        self._stats.count_step(scheduled)
+        scoring: list[Sequence] = []
+        if batch.scores:
+            scoring = [item.sequence for item in scheduled if item.sequence.num_unscored]
+            for sequence, scored in zip(scoring, batch.scores, strict=True):
+                sequence.num_unscored -= len(scored.token_ids)
+        pooling: list[tuple[Sequence, bool]] = []
+        if batch.pooled:
+            pooled = [item.sequence for item in scheduled if item.sequence.is_pooled]
+            pooling = [(sequence, rows.is_last) for sequence, rows in zip(pooled, batch.pooled, strict=True)]
+        self._stats.count_step(scheduled, batch.num_tokens)
         self._scheduler.advance(scheduled)
         sampling: list[Sequence | None] = []
         for item in scheduled:
             sequence = item.sequence
-            if sequence.num_computed > sequence.num_reached:
-                sequence.num_reached = sequence.num_computed
             if not sequence.has_run:
                 sequence.has_run = True
                 if self._traces is not None:
@@ -403,6 +408,8 @@ class Engine:
 
     def _commit(self, step: SubmittedStep) -> None:
         ended = self._commits.commit(step)
+        if not ended:
+            return
         self._strike([one for one, reason in ended if reason == "not_finite" and one.add.digest is not None])
         for sequence, reason in ended:
             if reason == "not_finite":
@@ -430,6 +437,7 @@ class Engine:
     ) -> None:
         self._scheduler.finish(sequence, is_broken=code == "not_finite")
         self._live.remove(sequence)
+        self._num_constrained -= sequence.is_constrained
         if sequence.grammar is not None:
             del self._constrained[sequence.grammar]
             sequence.grammar.leave()
@@ -537,7 +545,7 @@ class Engine:
         if self._scheduler.queue.num_active > 1:
             self._grammars.note_sharing()
         self._settle_grammars()
-        if self._in_flight is None:
+        if self._in_flight is None and self._constrained:
             awaited = [one for one in self._constrained.values() if one.is_running and not one.has_mask]
             self._await_masks(awaited, is_computing=False)
         for share_key, seconds in self._grammars.take_spent().items():

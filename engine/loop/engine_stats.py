@@ -75,9 +75,10 @@ class EngineStats:
         # The smallest number of prompt tokens with which a step says how fast prompts are computed.
         self._min_prefill_tokens = max(1, scheduler.limits.max_batch_tokens // 2)
 
-    def count_step(self, scheduled: list[ScheduledSequence]) -> None:
+    def count_step(self, scheduled: list[ScheduledSequence], num_rows: int) -> None:
         """Count a step. This must be called before the step's sequences advance."""
         self._num_steps += 1
+        self._num_rows += num_rows
         self._num_step_sequences += len(scheduled)
         slots = {item.sequence.slot for item in scheduled}
         num_adapters = len(slots) - (-1 in slots)
@@ -85,7 +86,6 @@ class EngineStats:
         self._max_adapters_in_step = max(self._max_adapters_in_step, num_adapters)
         for item in scheduled:
             sequence = item.sequence
-            self._num_rows += item.num_tokens + len(item.drafts)
             begin = sequence.num_computed
             if begin == sequence.num_reached >= sequence.num_prompt:
                 # The common case: the answer continues.

@@ -82,12 +82,13 @@ class StepCommits:
                 cached = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=(), cached_tokens=cached_tokens)
                 outputs[sequence.owner].append(cached)
             reason = self._note_token(sequence, token_id, token.logprobs, outputs)
-            num_first = len(sequence.tokens)
+            num_accepted = 0
             draft = drafts.get(sequence) if drafts else None
             if draft is not None:
+                num_before = len(sequence.tokens)
                 chosen = tokens[row : row + 1 + len(draft.tokens)]
                 reason = self._accept(sequence, draft, chosen, reason, outputs, committed)
-                num_accepted = len(sequence.tokens) - num_first
+                num_accepted = len(sequence.tokens) - num_before
                 if reason is None and self._scheduler.settle_state(sequence, num_accepted):
                     pages = sequence.state_pages
                     repeated.append(RepeatedRows(row, 1 + num_accepted, sequence.num_computed, pages))
@@ -95,7 +96,7 @@ class StepCommits:
                 ended.append((sequence, reason))
             elif drafted is not None:
                 # The row after which the last committed token was sampled.
-                self._speculation.note_head(sequence, drafted[row + len(sequence.tokens) - num_first])
+                self._speculation.note_head(sequence, drafted[row + num_accepted])
         if repeated:
             repeat = step.result.repeat_rows()
             assert repeat is not None

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from operator import attrgetter
 
+import msgspec
+
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool, PoolDemand
 from loramux.engine.pages.kv_pages import NO_PREFIX, RUNNING, KvPages, Prefix
@@ -50,8 +52,7 @@ class SchedulerLimits:
     look_ahead: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Lane:
+class _Lane(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The background sequences, or all others."""
 
     decoding: list[Sequence]
@@ -98,6 +99,8 @@ class Scheduler:
         # The running sequences in the order of their rows.
         self._by_row: list[Sequence] = []
         self._order: list[Sequence] = []
+        # The active sequences, or None if they may have changed since they were last listed.
+        self._known_active: list[Sequence] | None = None
         # Page shortage in the last step: whether a running sequence had to wait for pages, and the first sequence that
         # was not admitted for lack of pages.
         self._is_short = False
@@ -132,6 +135,7 @@ class Scheduler:
 
     def order_waiting(self) -> PoolDemand:
         """Order the waiting sequences for the next `schedule`, and return what they need from the adapter pool."""
+        self._known_active = None
         num_free_slots = self._num_free_slots()
         num_behind, num_flex = self.running_by_rank[BACKGROUND_RANK], self._num_yielding_to_first()
         # While no sequence can start, the order only decides which adapters are loaded next.
@@ -163,23 +167,24 @@ class Scheduler:
         self._is_short, self._short_of_pages = False, None
         scheduled: dict[Sequence, ScheduledSequence] = {}
         ahead, behind = self._lanes()
-        num_free_slots = max(0, self._limits.max_sequences - ahead.num_running - behind.num_running)
-        is_due = behind.num_running > 0 and self._num_yields >= MAX_YIELDS
+        num_behind = behind.num_running
+        num_free_slots = max(0, self._limits.max_sequences - ahead.num_running - num_behind)
+        is_due = num_behind > 0 and self._num_yields >= MAX_YIELDS
         kept = self._few_rows if is_due else 0
         max_rows = self._limits.max_batch_tokens
-        can_free_slots = behind.num_running > 0 or self._num_yielding_to_first() > 0
+        can_free_slots = num_behind > 0 or self._num_yielding_to_first() > 0
         budget = self._fill(scheduled, ahead, max_rows - kept, num_free_slots, can_free_slots=can_free_slots) + kept
         self._num_quiet_steps = 0 if ahead.num_running or ahead.waiting else self._num_quiet_steps + 1
         num_ahead = len(scheduled)
         if has_vacated:
             # Otherwise, the victim would immediately take its place back.
             behind.waiting.clear()
-        if behind.num_running or behind.waiting:
+        if num_behind or behind.waiting:
             budget = min(budget, self._background_budget(scheduled, is_due))
             self._fill(scheduled, behind, budget, self._num_free_slots(), can_free_slots=False)
-        yields = behind.num_running > 0 and len(scheduled) == num_ahead
+        yields = num_behind > 0 and len(scheduled) == num_ahead
         self._num_yields = self._num_yields + 1 if yields else 0
-        return [item for one in self._by_row if (item := scheduled.get(one)) is not None]
+        return [scheduled[one] for one in self._by_row if one in scheduled]
 
     def loads(self) -> list[TierLoad]:
         """The load of each rank."""
@@ -205,9 +210,11 @@ class Scheduler:
         """Count the tokens of a submitted step as computed."""
         for item in scheduled:
             sequence = item.sequence
-            sequence.num_computed += item.num_tokens
+            sequence.num_computed = num_computed = sequence.num_computed + item.num_tokens
+            if num_computed > sequence.num_reached:
+                sequence.num_reached = num_computed
             # Most steps fill no page and free none.
-            if sequence.num_computed >= sequence.next_offer:
+            if num_computed >= sequence.next_offer:
                 self._kv.offer(sequence)
 
     def room_for_drafts(self, sequence: Sequence, num_drafts: int) -> int:
@@ -286,13 +293,11 @@ class Scheduler:
         num_preemptions, num_before = self.num_preemptions, len(scheduled)
         max_sequences = self._limits.max_sequences
         max_scheduled = min(num_before + budget, max_sequences)
-        running = SequenceState.RUNNING
         for sequence in lane.decoding:
             if len(scheduled) >= max_scheduled:
                 break
-            # Most sequences have room on their last page.
-            has_room = sequence.num_computed < sequence.num_room and sequence.state is running
-            if has_room or self._grow(sequence, 1, scheduled):
+            # Most sequences have room on their last page. A sequence that has just been preempted has no page.
+            if sequence.num_computed < sequence.num_room or self._grow(sequence, 1, scheduled):
                 scheduled[sequence] = ScheduledSequence(sequence, 1)
         budget -= len(scheduled) - num_before
         # Rows that the first running prompt leaves to others, so that a short prompt does not wait for a long one.
@@ -467,19 +472,21 @@ class Scheduler:
         """The running sequences that take a slot: those that neither are paused nor wait for a mask. If all slots are
         taken when such a sequence resumes, it waits for a free one.
         """
-        # Most sequences have no grammar, and reading a property takes longer than the rest of the condition.
-        return [
-            one
-            for one in self.running
-            if one.num_tokens < one.num_reserved and (one.grammar is None or not one.waits_for_mask)
-        ]
+        if self._known_active is None:
+            # Most sequences have no grammar, and reading a property takes longer than the rest of the condition.
+            self._known_active = [
+                one
+                for one in self.running
+                if one.num_tokens < one.num_reserved and (one.grammar is None or not one.waits_for_mask)
+            ]
+        return self._known_active
 
     def _lanes(self) -> tuple[_Lane, _Lane]:
         """Divide the active and the waiting sequences into background sequences, which come second, and all others."""
         running, waiting = self._active(), list(enumerate(self._order))
         background = [one for one in self._order if one.is_background]
         if not background and not self.running_by_rank[BACKGROUND_RANK]:
-            return _lane(running, waiting), _lane([], [])
+            return _lane(running, waiting), _Lane([], [], [])
         ahead, behind = (
             _lane(
                 [one for one in running if one.is_background is is_background],
@@ -519,6 +526,8 @@ class Scheduler:
     def _short_position(self) -> int:
         if self._is_short:
             return RUNNING
+        if self._short_of_pages is None:
+            return NOT_SHORT
         positions = (position for position, sequence in enumerate(self._order) if sequence is self._short_of_pages)
         return next(positions, NOT_SHORT)
 
@@ -540,7 +549,7 @@ class Scheduler:
             one.rank == 0 and self.queue.is_ready(one) for _, one in waiting
         )
         for position, sequence in waiting:
-            if budget == 0 or (num_free_slots == 0 and sequence.is_background):
+            if budget == 0 or (num_free_slots == 0 and (sequence.is_background or not can_free_slots)):
                 break
             # A sequence of the last tier would lose its place to one of the first at once. Behind a sequence that is
             # short of pages, only those of the first tier can begin, because only they get pages from others.
@@ -566,8 +575,6 @@ class Scheduler:
                 if sequence.num_paged > self.max_tokens(entry.num_pages, entry.digest):
                     self._unfit.append(sequence)
                     continue
-            if num_free_slots == 0 and not can_free_slots:
-                break
             if unfinished:
                 # A long prompt has hundreds of pages, and may wait for many steps.
                 num_needed = sequence.num_tokens - _longest_rest(sequence, unfinished, budget)
@@ -667,6 +674,7 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         sequence.row_place = sequence.slot, sequence.arrival
         self.running.append(sequence)
+        self._known_active = None
         self.running_by_rank[sequence.rank] += 1
         insort(self._by_row, sequence, key=_row_place)
         if not sequence.has_run:
@@ -699,6 +707,7 @@ class Scheduler:
 
     def _remove_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._known_active = None
         self._by_row.remove(sequence)
         self.running_by_rank[sequence.rank] -= 1
 
@@ -735,10 +744,9 @@ def _longest_rest(sequence: Sequence, unfinished: list[ScheduledSequence], room:
 
 
 def _lane(running: list[Sequence], waiting: list[tuple[int, Sequence]]) -> _Lane:
-    decoding: list[Sequence] = []
-    prompts: list[Sequence] = []
-    for sequence in running:
-        (decoding if sequence.num_tokens - sequence.num_computed == 1 else prompts).append(sequence)
+    prompts = [one for one in running if one.num_tokens - one.num_computed != 1]
+    # Most steps have no prompts.
+    decoding = [one for one in running if one.num_tokens - one.num_computed == 1] if prompts else running
     if len(prompts) > 1:
         prompts.sort(key=_rank)
     return _Lane(decoding, prompts, waiting)

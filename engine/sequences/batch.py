@@ -246,7 +246,6 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
     counts = array("i", [item.num_tokens for item in scheduled])
     begins = array("i", [sequence.num_computed for sequence in sequences])
     slots = array("i", [sequence.slot for sequence in sequences])
-    all_drafts = [item.drafts for item in scheduled]
     tokens: list[int] = []
     sample_rows: list[int] = []
     samples: list[SamplingRow] = []
@@ -254,12 +253,16 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
     pooled: list[PooledRows] = []
     # The rows before the activation of their sequence's adapter, as half-open ranges.
     base_rows: list[tuple[int, int]] = []
-    for sequence, begin, num_tokens, drafts in zip(sequences, begins, counts, all_drafts, strict=True):
+    has_drafts = False
+    for item, sequence, begin, num_tokens in zip(scheduled, sequences, begins, counts, strict=True):
         known, end = sequence.tokens, begin + num_tokens
-        if sequence.num_unscored:
-            scores.append(_scored_rows(sequence, len(tokens), num_tokens))
-        if begin < sequence.activation:
-            base_rows.append((len(tokens), len(tokens) + min(num_tokens, sequence.activation - begin)))
+        if begin < sequence.num_prompt:
+            if sequence.num_unscored:
+                scores.append(_scored_rows(sequence, len(tokens), num_tokens))
+            if begin < sequence.activation:
+                base_rows.append((len(tokens), len(tokens) + min(num_tokens, sequence.activation - begin)))
+            if sequence.is_pooled:
+                pooled.append(_pooled_rows(sequence, len(tokens), num_tokens))
         if end > len(known):
             assert end == len(known) + 1, "only the newest token of a sequence can be in flight"
             tokens += known[begin:]
@@ -268,19 +271,18 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
             tokens.append(known[begin])
         else:
             tokens += known[begin:end]
-        if sequence.is_pooled:
-            pooled.append(_pooled_rows(sequence, len(tokens) - num_tokens, num_tokens))
-        elif end == sequence.num_tokens:
+        if end == sequence.num_tokens and not sequence.is_pooled:
             sample_rows.append(len(tokens) - 1)
             # Copied, because later steps may change the sequence.
             num_chosen = end - sequence.num_prompt
             samples.append(SamplingRow(sequence.add.sampling, sequence.seed, num_chosen, sequence.logit_penalties))
-            if drafts:
-                sample_rows += range(len(tokens), len(tokens) + len(drafts))
-                samples += _draft_samples(sequence, drafts, num_chosen)
-                tokens += drafts
+            if item.drafts:
+                has_drafts = True
+                sample_rows += range(len(tokens), len(tokens) + len(item.drafts))
+                samples += _draft_samples(sequence, item.drafts, num_chosen)
+                tokens += item.drafts
     blocks, block_starts, state_starts = _listed_blocks(sequences)
-    if any(all_drafts):
+    if has_drafts:
         entries = [(index, place) for index, item in enumerate(scheduled) for place in range(1 + len(item.drafts))]
         counts, begins, slots = _with_drafts(entries, counts, begins, slots)
         indices = [index for index, _ in entries]
@@ -405,4 +407,4 @@ def _pooled_rows(sequence: Sequence, first_row: int, num_tokens: int) -> PooledR
 
 def _running_sum(counts: array[int]) -> npt.NDArray[np.int32]:
     """`[0, counts[0], counts[0] + counts[1], ...]`."""
-    return np.asarray(array("i", accumulate(counts, initial=0)))
+    return np.asarray(array("i", [*accumulate(counts, initial=0)]))

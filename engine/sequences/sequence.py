@@ -257,6 +257,11 @@ class Sequence:
         return self.state is SequenceState.RUNNING
 
     @property
+    def is_constrained(self) -> bool:
+        """True if a grammar or a rule restricts the sequence's tokens."""
+        return self.grammar is not None or self.token_rules is not None
+
+    @property
     def has_mask(self) -> bool:
         """True unless the mask after the last committed token is still being computed."""
         return self.grammar is None or self.grammar.is_ready

@@ -36,6 +36,7 @@ from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequences.cache_groups import CacheLayout, cache_layout
 from tests.engine.simulated_device import (
+    GREEDY,
     SimulatedDisk,
     SimulatedExecutor,
     SimulatedHostMemory,
@@ -47,7 +48,6 @@ from tests.engine.watched_stager import WatchedStager
 VOCAB_SIZE = 1000
 GRAMMAR_PROCESS = (sys.executable, "-P", str(Path(__file__).parent / "constraints" / "byte_grammar_process.py"))
 """Command of the process that follows grammars over `byte_vocabulary`."""
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 class Clock:
