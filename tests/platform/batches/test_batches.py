@@ -444,7 +444,8 @@ async def test_adapter_that_cannot_be_loaded_delays_only_its_lines(
     """Without its rest, the adapter's lines would come first."""
 
     async def settle_slowly(*args: Any) -> None:
-        await asyncio.sleep(4 * lab.limits.gather_s)
+        if args[-1] is line_run.UNANSWERED:
+            await asyncio.sleep(40 * lab.limits.gather_s)
         await settle(*args)
 
     monkeypatch.setattr(line_run, "settle", settle_slowly)
