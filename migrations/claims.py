@@ -33,8 +33,14 @@ class RowClaims:
     def lease_s(self) -> float:
         return self._lease_us / 1_000_000
 
-    def find(self, but_tenants: Collection[str] = (), *conditions: ColumnElement[bool]) -> str | None:
-        """Return the oldest row that can be claimed and meets the conditions, except those of `but_tenants`.
+    def find(
+        self,
+        but_tenants: Collection[str] = (),
+        *conditions: ColumnElement[bool],
+        order: ColumnElement[Any] | None = None,
+    ) -> str | None:
+        """Return the oldest row that can be claimed and meets the conditions, except those of `but_tenants`. With
+        `order`, return the row with the least value, and the oldest of several.
 
         Claiming first looks, because servers look often, and a writing transaction would delay reservations on SQLite.
         """
@@ -42,7 +48,8 @@ class RowClaims:
         with self._database.read() as connection:
             is_free = self.claimable(self._database.now_us(connection))
             query = select(table.id).where(is_free, table.tenant_id.not_in(but_tenants))
-            return connection.scalar(query.where(*conditions).order_by(table.id).limit(1))
+            orders = (table.id,) if order is None else (order, table.id)
+            return connection.scalar(query.where(*conditions).order_by(*orders).limit(1))
 
     def claim(
         self, connection: Connection, row_id: str, values: Mapping[str, Any], *conditions: ColumnElement[bool]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, bindparam, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, case, delete, insert, select, update
 
 from loramux.adapter_store.errors import ClaimLost
 from loramux.migrations.claims import LEASE_US, RowClaims
@@ -65,13 +65,19 @@ class BatchQueue:
         self._database = database
         self._lease_us = lease_us
 
-    def claim(self, but_tenants: tuple[str, ...] = ()) -> ClaimedBatch | None:
-        """Claim the oldest batch that no server runs, except those of `but_tenants`.
+    def claim(
+        self, but_tenants: tuple[str, ...] = (), waiting_since_us: Mapping[str, int] | None = None
+    ) -> ClaimedBatch | None:
+        """Claim the batch that has waited longest, and that no server runs, except those of `but_tenants`. A batch has
+        waited since its creation, and those of the tenants in `waiting_since_us` since the time there.
 
         Each claim has an identity of its own. What is left of an earlier claim, even of the same server, can no longer
         store answers.
         """
-        return self._claim(but_tenants)
+        order = None
+        if waiting_since_us:
+            order = case(dict(waiting_since_us), value=batches.c.tenant_id, else_=batches.c.created_us)
+        return self._claim(but_tenants, order=order)
 
     def has_waiting(self, but_tenants: tuple[str, ...]) -> bool:
         """True if there is a batch that no server runs, except those of `but_tenants`."""
@@ -86,9 +92,11 @@ class BatchQueue:
         is_over = table.state.in_(("cancelling", "finalizing")) | (table.expires_us <= self._database.now_us())
         return self._claim(but_tenants, is_answered | is_over)
 
-    def _claim(self, but_tenants: tuple[str, ...], *conditions: ColumnElement[bool]) -> ClaimedBatch | None:
+    def _claim(
+        self, but_tenants: tuple[str, ...], *conditions: ColumnElement[bool], order: ColumnElement[Any] | None = None
+    ) -> ClaimedBatch | None:
         rows = RowClaims(self._database, batches, UNFINISHED, self._lease_us)
-        batch_id = rows.find(but_tenants, *conditions)
+        batch_id = rows.find(but_tenants, *conditions, order=order)
         if batch_id is None:
             return None
         with self._database.write() as connection:

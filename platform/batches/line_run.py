@@ -53,7 +53,7 @@ STOP_TOKENS_AT_ONCE = 8
 """The same for lines with stop strings, which the gateway must find before the engine has generated much more."""
 
 UNANSWERED = replace(NEVER_RAN, has_begun=True)
-"""The settlement of a request that the engine got and that has no answer. It pays only for its adapter's load."""
+"""The settlement of a request without an answer that may have loaded its adapter. It pays only for the load."""
 
 Store = Callable[[WaitingLine, StoredAnswer], Awaitable[None]]
 """Stores an answer. Raises ClaimLost, or SQLAlchemyError or DatabaseTrouble if it may not be stored."""
@@ -143,12 +143,13 @@ class LineRuns:
             except BaseException as error:
                 if not done.done():
                     done.set_exception(error)
-                return
+            else:
+                if not done.done():
+                    done.set_result(result)
             finally:
+                # After a refusal, the lines that it concerns must wait before another line can enter.
                 self._room.remove(generation)
                 self.running.pop(generation).set()
-            if not done.done():
-                done.set_result(result)
 
         generation = self._services.run.requests.start(found.plan, life)
         self._room.add(generation)
@@ -164,22 +165,25 @@ class LineRuns:
         """Run an admitted request, store the answer, and settle.
 
         An answer that is not stored is not charged. If the database may or may not have stored it, the reservation
-        stays open until a server continues the batch and finds out.
+        stays open until a server continues the batch and finds out. If the claim is lost and the database fails at that
+        moment, what the request has stored for the tenant stays until it expires.
         """
         services, plan, asked = self._services, generation.plan, found.body
         settlement = await generation.run()
-        # The next line can run while this answer is stored. Long answers keep their room, so that few are in memory.
-        if not asked.has_long_answer:
-            self._room.remove(generation)
         generation.end(settlement)
         refusal, charged = None, settlement
         try:
             status, body = await _collected(services, asked, generation, self._endpoint, found.shape)
+            # The next line can run while this answer is stored. Long answers keep their room: few fit in memory.
+            if not asked.has_long_answer:
+                self._room.remove(generation)
             make = partial(self._answer, line, status, body, settlement)
             answer = await services.compute(make) if asked.has_long_answer else make()
             await self._store(line.waiting, answer)
         except ApiError as error:
-            refusal, charged = Refusal(error, has_reserved=True, has_run=generation.was_in_step), UNANSWERED
+            refusal = Refusal(error, has_reserved=True, has_run=generation.was_in_step)
+            has_begun = refusal.has_run or error.code == "adapter_unavailable"
+            charged = UNANSWERED if has_begun else NEVER_RAN
         except ClaimLost:
             with suppress(SQLAlchemyError, DatabaseTrouble):
                 await services.call(services.stored.forget, plan.target.tenant_id, plan.request_id)

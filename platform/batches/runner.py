@@ -66,9 +66,15 @@ class BatchPace:
     """Interval between looks for a batch, and at the state of a running one."""
     retry_s: float = 60.0
     """Longest pause of a batch after a request was refused for lack of quota."""
+    long_s: float = 60.0
+    """A quota that refuses a request for longer than this is used up. Others are only slow."""
     idle_s: float = 5.0
-    """How long a batch keeps its place without running a line for lack of quota, if another batch waits for a place.
-    Also the shortest time until it can have a place again.
+    """How long a batch whose quota is used up keeps its place without running a line, if another batch waits for a
+    place. Also the shortest time until it can have a place again.
+    """
+    turn_s: float = 1800.0
+    """How long any batch keeps its place if another batch waits for one. It is longer than `adapter_s`, because another
+    claim begins to wait for adapters again.
     """
     adapter_s: float = 900.0
     """How long the lines of a model wait while its adapter cannot be loaded. Then each fails at its next attempt."""
@@ -154,7 +160,6 @@ class BatchRunner:
             await self._give_back(claim, batch)
             raise
         except PlaceGivenUp as error:
-            self._places.rest(batch.tenant_id, error.until_s)
             log.info("a batch is given back", batch_id=batch.id, reason=str(error))
             await self._give_back(claim, batch)
         except EngineUnavailable as error:
@@ -165,10 +170,34 @@ class BatchRunner:
             log.warning("a batch was interrupted; it continues later", batch_id=batch.id, error=repr(error))
         except Exception:
             log.exception("a batch was interrupted unexpectedly; it continues later", batch_id=batch.id)
+        finally:
+            self._places.leave(batch.tenant_id)
 
     async def _give_back(self, claim: BatchClaim, batch: Batch) -> None:
         with suppress(ClaimLost, *TROUBLE):
             await self._services.call(claim.give_back, batch.id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """Lines wait until `until_s`. `is_used_up` is True if a quota will refuse them for longer."""
+
+    until_s: float = 0.0
+    is_used_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Unloadable:
+    """An adapter that could not be loaded when it was last needed, at `failed_s`, and for how long before."""
+
+    failed_s: float
+    for_s: float = 0.0
+
+    def failed_again(self, now_s: float, most_s: float) -> _Unloadable:
+        """Of the time since the last failure, at most `most_s` counts: nobody knows whether the adapter could be loaded
+        in between.
+        """
+        return _Unloadable(now_s, self.for_s + min(now_s - self.failed_s, most_s))
 
 
 class _BatchRun:
@@ -197,22 +226,19 @@ class _BatchRun:
         self._waiting: deque[WaitingLine] = deque()
         self._running: set[int] = set()
         """The numbers of the lines that are running."""
-        self._resting: dict[str, float] = {}
-        """When the lines of a model can run again whose quota is used up or whose adapter cannot be loaded, by the
-        model's name.
-        """
-        self._unloadable: dict[str, float] = {}
-        """Since when a model's adapter cannot be loaded, by the model's name."""
+        self._resting: dict[str, _Rest] = {}
+        """The rests of models whose quota is used up or whose adapter cannot be loaded, by the model's name."""
+        self._unloadable: dict[str, _Unloadable] = {}
+        """The adapters that cannot be loaded, by the model's name."""
         self._tries: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._state: BatchState = "in_progress"
-        self._paused_until_s = 0.0
-        self._lacks_quota = False
-        """True if the last refusal was for lack of quota."""
+        self._paused = _Rest()
+        """The rest of all lines."""
         self._answered_s = 0.0
         """When a line was last answered."""
-        self._is_engine_gone = False
-        """True once this server's engine has not run for `engine_s` seconds. The batch then leaves this server."""
+        self._leaves: EngineUnavailable | PlaceGivenUp | None = None
+        """Why the batch leaves this server once its running lines have ended, if it does."""
         self._caller: tuple[float, Principal | PermissionDenied] | None = None
 
     async def settle_earlier(self) -> None:
@@ -226,7 +252,8 @@ class _BatchRun:
     async def run_lines(self) -> None:
         """Run the lines until each has an answer, or the batch has been cancelled or has expired.
 
-        If lines are left, raises EngineUnavailable if the engine has not run for a while, or PlaceGivenUp.
+        If lines are left, raises EngineUnavailable if this server's engine has not run for `engine_s` seconds, or
+        PlaceGivenUp.
         """
         self._answered_s = time.monotonic()
         watch = asyncio.create_task(self._watch())
@@ -234,8 +261,8 @@ class _BatchRun:
             await self._run_lines()
             # The running lines of a batch that ends finish.
             await self._until_free(0)
-            if self._is_engine_gone and not self._has_ended and await self._has_waiting_lines():
-                raise EngineUnavailable("the engine does not run")
+            if self._leaves is not None and not self._has_ended and await self._has_waiting_lines():
+                raise self._leaves
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
@@ -261,7 +288,7 @@ class _BatchRun:
 
     @property
     def _is_over(self) -> bool:
-        return self._has_ended or self._is_engine_gone
+        return self._has_ended or self._leaves is not None
 
     async def _run_lines(self) -> None:
         while not self._is_over:
@@ -303,7 +330,7 @@ class _BatchRun:
     async def _name_lines(self) -> Sequence[WaitingLine]:
         """Return the next lines, without those of resting models."""
         now_s = time.monotonic()
-        self._resting = {model: until_s for model, until_s in self._resting.items() if until_s > now_s}
+        self._resting = {model: rest for model, rest in self._resting.items() if rest.until_s > now_s}
         named = partial(self._claim.waiting, but_lines=self._running.copy(), but_models=tuple(self._resting))
         lines = await self._services.call(named, self._batch.id, NAMED_AT_ONCE)
         return [one for one in lines if one.model not in self._resting]
@@ -317,30 +344,38 @@ class _BatchRun:
             await asyncio.wait(self._tasks, timeout=self._pace.poll_s, return_when=asyncio.FIRST_COMPLETED)
             self._raise_failures()
             return
-        until_s = min(self._resting.values())
-        await self._offer_place(until_s)
+        until_s = min(rest.until_s for rest in self._resting.values())
+        await self._offer_place()
         await asyncio.sleep(min(max(0.0, until_s - time.monotonic()), self._pace.poll_s))
 
     async def _pause(self) -> None:
         """Rest after a refusal, unless the batch ends before."""
         while not self._is_over:
-            rest_s = self._paused_until_s - time.monotonic()
+            rest_s = self._paused.until_s - time.monotonic()
             if rest_s <= 0:
                 return
             self._raise_failures()
-            await self._offer_place(self._paused_until_s)
+            await self._offer_place()
             await asyncio.sleep(min(rest_s, self._pace.poll_s))
 
-    async def _offer_place(self, until_s: float) -> None:
-        """Raise PlaceGivenUp if another batch waits for a place, and this one runs nothing for lack of quota."""
-        # Another claim would begin to wait for unloadable adapters again.
-        if self._tasks or self._unloadable or not self._lacks_quota:
+    async def _offer_place(self) -> None:
+        """Raise PlaceGivenUp if another batch waits for a place, and this one only for a quota that is used up."""
+        now_s = time.monotonic()
+        rests = [rest for rest in (self._paused, *self._resting.values()) if rest.until_s > now_s]
+        # A batch that waits for an adapter stays, because another claim would begin to wait for it again.
+        if self._tasks or not rests or not all(rest.is_used_up for rest in rests):
             return
-        if until_s - self._answered_s < self._pace.idle_s:
+        if now_s - self._answered_s < self._pace.idle_s:
             return
+        if await self._give_up_place(max(min(rest.until_s for rest in rests), now_s + self._pace.idle_s)):
+            raise PlaceGivenUp("the batch's quota is used up, and another batch waits for a place")
+
+    async def _give_up_place(self, until_s: float) -> bool:
+        """Give up the batch's place until `until_s` if another batch waits for one."""
         with suppress(*TROUBLE):
             if await self._services.call(self._places.are_wanted):
-                raise PlaceGivenUp(max(until_s, time.monotonic() + self._pace.idle_s))
+                return self._places.give_up(self._batch.tenant_id, until_s, self._services.database.now_us())
+        return False
 
     async def _entered(self, most: int) -> Sequence[Entry]:
         """Enter the room with up to `most` lines, unless the batch ends before."""
@@ -377,14 +412,17 @@ class _BatchRun:
         """Let a refused line wait, which comes back because it has no answer, or fail it after too many attempts."""
         line, error, now_s = read.waiting, refusal.error, time.monotonic()
         rest_s = error.retry_after_s or 1.0
-        self._lacks_quota = isinstance(error, QuotaExceeded)
+        is_used_up = isinstance(error, QuotaExceeded) and rest_s > self._pace.long_s
         is_of_model = isinstance(error, QuotaExceeded) and error.policy.scope == ADAPTER
         if error.code == "adapter_unavailable":
             # The rests become longer, because the cause can be an object store that is down for a while.
-            unloadable_s = now_s - self._unloadable.setdefault(line.model, now_s)
-            is_last = unloadable_s >= self._pace.adapter_s
-            rest_s, is_of_model = max(rest_s, unloadable_s), True
+            earlier = self._unloadable.get(line.model, _Unloadable(now_s))
+            unloadable = self._unloadable[line.model] = earlier.failed_again(now_s, self._pace.adapter_s / 3)
+            is_last = unloadable.for_s >= self._pace.adapter_s
+            rest_s, is_of_model = max(rest_s, unloadable.for_s), True
         else:
+            if refusal.has_run:
+                self._unloadable.pop(line.model, None)
             # A line that was not in a step cannot be why the engine does not run.
             is_waiting = error.code == OVERLOADED or (error.code == "engine_unavailable" and not refusal.has_run)
             self._tries[line.line] += not (is_waiting or error.status == 429)
@@ -394,13 +432,13 @@ class _BatchRun:
                 line = await self._services.call(self._claim.rename, self._batch.id, line)
             await self._lines.fail(replace(read, waiting=line), error)
             return
-        until_s = now_s + min(rest_s, self._pace.retry_s)
+        rest = _Rest(now_s + min(rest_s, self._pace.retry_s), is_used_up)
         if is_of_model:
             # The other models are not affected.
-            self._resting[line.model] = until_s
+            self._resting[line.model] = rest
             self._waiting = deque(one for one in self._waiting if one.model != line.model)
             return
-        self._paused_until_s = max(self._paused_until_s, until_s)
+        self._paused = max(self._paused, rest, key=lambda one: one.until_s)
         # The lines that follow are of the same model or of later ones. This one comes first again.
         self._waiting.clear()
 
@@ -413,7 +451,7 @@ class _BatchRun:
         self._state = await self._services.call(self._claim.record, self._batch.id, answers)
         self._answered_s = time.monotonic()
         for line, answer in answers:
-            if answer.has_succeeded:
+            if answer.status not in LATER:
                 self._unloadable.pop(line.model, None)
         num_completed = sum(answer.has_succeeded for _, answer in answers)
         self._metrics.lines.labels("completed").inc(num_completed)
@@ -437,14 +475,19 @@ class _BatchRun:
         return Principal(key.id, tenant.id, tenant.slug, key.scopes, key.adapter_ids)
 
     async def _watch(self) -> None:
-        """Renew the claim, and notice that the batch has been cancelled, or that the engine does not run."""
-        engine_ran_s = time.monotonic()
+        """Renew the claim, and notice that the batch has been cancelled, that the engine does not run, or that it is
+        another batch's turn.
+        """
+        began_s = engine_ran_s = time.monotonic()
         while True:
             now_s = time.monotonic()
             if self._services.engine.is_own_ready:
                 engine_ran_s = now_s
             elif now_s - engine_ran_s >= self._pace.engine_s:
-                self._is_engine_gone = True
+                self._leaves = EngineUnavailable("the engine does not run")
+            is_turn_over = self._leaves is None and now_s - began_s >= self._pace.turn_s
+            if is_turn_over and await self._give_up_place(now_s + self._pace.idle_s):
+                self._leaves = PlaceGivenUp("it is the turn of another batch")
             await asyncio.sleep(min(self._pace.poll_s, self._claim.lease_s / 3))
             # A lost claim is noticed when the next answer is stored.
             with suppress(ClaimLost, *TROUBLE, NotFound):

@@ -146,7 +146,7 @@ class TenantFiles:
         with self._database.write() as connection:
             if lifetime_us is not None:
                 file = replace(file, expires_us=self._database.now_us(connection) + lifetime_us)
-            connection.execute(delete(files).where(files.c.id == file.id, files.c.state == "uploading"))
+            connection.execute(delete(files).where(files.c.id == file.id, files.c.state != "ready"))
             connection.execute(insert(files).values(_values(file, "uploading")))
         # An earlier attempt may have stored other bytes.
         self._blobs.delete(file.blob_key)

@@ -63,6 +63,8 @@ class Script:
     """Answer an abort after this many seconds, like an engine in a long step."""
     error: str | None = None
     """End with this code after the tokens."""
+    has_run: bool = True
+    """False if the sequence ends before a step includes it."""
     cached_tokens: int = 0
     predicted: tuple[int, int] = (0, 0)
     """The numbers of accepted and rejected tokens of the prediction."""
@@ -291,7 +293,7 @@ class _Sequence:
         self.add = add
         self.script = script
         self.num_committed = 0
-        self.has_run = True
+        self.has_run = script.has_run
         self.ending: str | None = None
         self._max_tokens = add.max_tokens
         self._stall_after = script.stall_after

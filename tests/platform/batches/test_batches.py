@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +25,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import prices
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
-from loramux.platform.batches import batch_rows, runner
+from loramux.platform.batches import batch_rows, line_run, runner
 from loramux.platform.batches.batch_claims import BatchClaim, StoredAnswer, WaitingLine
 from loramux.platform.batches.batch_rows import BatchState
 from loramux.platform.batches.line_run import LineRuns, PlannedLine, ReadLine
@@ -32,9 +33,11 @@ from loramux.platform.batches.room import MAX_ENTERING, Room, RoomLimits
 from loramux.platform.batches.runner import MAX_PLANNED, _BatchRun
 from loramux.platform.batches.tenant_files import Owner
 from loramux.platform.errors import ApiError
+from loramux.platform.generation import engine_failures
 from loramux.platform.generation.generation import Generation
 from loramux.platform.ledger.prices import Price
 from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.requests.request_life import settle
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
@@ -435,8 +438,19 @@ async def test_request_fails_if_a_quota_is_zero(lab: BatchLab, metric: str) -> N
     assert (response["status_code"], response["body"]["error"]["param"]) == (429, metric)
 
 
-async def test_adapter_that_cannot_be_loaded_delays_only_its_lines(lab: BatchLab) -> None:
+async def test_adapter_that_cannot_be_loaded_delays_only_its_lines(
+    lab: BatchLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without its rest, the adapter's lines would come first."""
+
+    async def settle_slowly(*args: Any) -> None:
+        if args[-1] is line_run.UNANSWERED:
+            await asyncio.sleep(40 * lab.limits.gather_s)
+        await settle(*args)
+
+    monkeypatch.setattr(line_run, "settle", settle_slowly)
+    # The rest outlasts the test.
+    monkeypatch.setattr(engine_failures, "RETRY_S", 3600.0)
     for name in "ab":
         lab.gateway.add_adapter("acme", name)
     engine, is_down = lab.gateway.engine, True
@@ -472,6 +486,23 @@ async def test_lines_of_an_adapter_that_cannot_be_loaded_for_long_fail(lab: Batc
     assert len(lab.gateway.engine.adds) < 4 * 12
 
 
+async def test_adapter_that_seldom_fails_to_load_fails_no_line(lab: BatchLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two failures that are far apart, it may have been loadable."""
+    lab.gateway.add_adapter("acme", "a")
+    engine, passed_s = lab.gateway.engine, 0.0
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
+
+    def script(add: Add) -> Script:
+        nonlocal passed_s
+        passed_s = 1000.0 * (len(engine.adds) > 1)
+        return Script(token_ids=(5, 6)) if len(engine.adds) > 2 else Script(token_ids=(), error="adapter_unavailable")
+
+    engine.script = script
+    async with lab.running():
+        answers, errors = await lab.outputs(await lab.finished(await lab.create([line("a", model="acme/a")])))
+    assert (ids(answers), errors) == (["a"], [])
+
+
 async def test_overloaded_engine_fails_no_line(lab: BatchLab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "MAX_TRIES", 2)
     engine = lab.gateway.engine
@@ -485,12 +516,23 @@ async def test_overloaded_engine_fails_no_line(lab: BatchLab, monkeypatch: pytes
     assert (ids(answers), errors) == (["a"], [])
 
 
+@pytest.mark.parametrize(("error", "status"), [("adapter_unavailable", 429), ("overloaded", 200)])
 @pytest.mark.usefixtures("within_a_day")
-async def test_line_without_an_answer_pays_for_the_load_of_its_adapter(lab: BatchLab) -> None:
+async def test_line_without_an_answer_pays_for_the_load_of_its_adapter(
+    lab: BatchLab, monkeypatch: pytest.MonkeyPatch, error: str, status: int
+) -> None:
+    """Unless the engine has not begun to load it."""
     for name in "ab":
         lab.gateway.add_adapter("acme", name)
     lab.gateway.limit("cold_loads_per_minute", 1)
-    lab.gateway.engine.script = lambda add: Script(token_ids=(), error="adapter_unavailable")
+    engine = lab.gateway.engine
+
+    def script(add: Add) -> Script:
+        return Script(token_ids=(), error=error, has_run=False) if len(engine.adds) == 1 else Script(token_ids=(5,))
+
+    engine.script = script
+    # The rest outlasts the test.
+    monkeypatch.setattr(engine_failures, "RETRY_S", 3600.0)
     lab.pace = replace(lab.pace, retry_s=3600.0)
     async with lab.running():
         await lab.create([line("a", model="acme/a")])
@@ -498,8 +540,10 @@ async def test_line_without_an_answer_pays_for_the_load_of_its_adapter(lab: Batc
             while not lab.gateway.usage():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     body = {"model": "acme/b", "prompt": "a", "max_tokens": 2}
-    refused = await lab.gateway.http.post("/v1/completions", json=body)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (429, "cold_loads_per_minute")
+    answer = await lab.gateway.http.post("/v1/completions", json=body)
+    assert answer.status_code == status
+    if status == 429:
+        assert answer.json()["error"]["param"] == "cold_loads_per_minute"
 
 
 async def test_line_that_cannot_be_stored_fails(

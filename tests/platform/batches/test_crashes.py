@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from loramux.adapter_store.errors import ClaimLost
 from loramux.migrations import schema
@@ -26,7 +26,7 @@ from loramux.platform.batches.answer_writer import AnswerWriter
 from loramux.platform.batches.batch_claims import BatchClaim, BatchQueue, StoredAnswer, WaitingLine
 from loramux.platform.batches.input_lines import InputLine, read_lines
 from loramux.platform.batches.output_lines import answered
-from loramux.platform.batches.tenant_files import UPLOAD_US
+from loramux.platform.batches.tenant_files import UPLOAD_US, TenantFile
 from loramux.platform.errors import NotFound
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.requests.services import GatewaySettings
@@ -209,6 +209,33 @@ async def test_files_of_an_unfinished_batch_are_not_swept(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BatchClaim, "finish", finish_late)
         await continued(dead, clock)
+
+
+async def test_file_that_an_earlier_version_could_not_delete_is_written_again(
+    gateway_on_each: Gateway, clock: FakeClock, tmp_path: Path
+) -> None:
+    lab, files = BatchLab(gateway_on_each), gateway_on_each.kept.files
+    dead = await dead_server(lab, tmp_path)
+    for one, custom_id in zip(dead.lines, "ab", strict=True):
+        dead.store(one, custom_id)
+    batch = dead.claim.begin_files(dead.batch_id)
+    path = tmp_path / "output"
+    path.write_bytes(b"half of it")
+    file_id = batch.output_file_id or ""
+    put = TenantFile(
+        id=file_id,
+        tenant_id=batch.tenant_id,
+        api_key_id=batch.api_key_id,
+        purpose="batch_output",
+        name="out",
+        num_bytes=10,
+        created_us=clock(),
+        expires_us=None,
+    )
+    files.put_output(put, path)
+    with gateway_on_each.database.write() as connection:
+        connection.execute(update(schema.files).where(schema.files.c.id == file_id).values(state="deleting"))
+    await continued(dead, clock)
 
 
 async def test_batch_without_its_output_file_does_not_end(
