@@ -96,6 +96,7 @@ class DiskPages:
         self._reading: dict[bytes, Transfer] = {}
         # Pages that are read once host memory has free slots, in the order in which they were wanted.
         self._wanted: dict[bytes, PageCopy] = {}
+        self._waits: list[DiskWait] = []
         self._num_erasing = 0
         self._num_written = 0
         self._num_read = 0
@@ -195,15 +196,27 @@ class DiskPages:
                     # If the disk refused, only the next page overwrites the slot. Nothing can find the old one.
                     self._num_erasing -= 1
                     self._free.append(transfer.page.slot)
+        self._end_waits()
         return returned
 
     def read_s(self, num_pages: int) -> float:
         """Expected time until `num_pages` more pages are read, in seconds."""
         return (len(self._wanted) + len(self._reading) + num_pages) * self._slots.read_s
 
-    def wait_for(self, pages: Iterable[PageCopy], seconds: float, num_tokens: int) -> DiskWait:
-        """The wait of a sequence that needs these pages, for at most `seconds` from now: see DiskWait."""
-        return DiskWait(frozenset(page.key for page in pages), self._clock() + seconds, num_tokens)
+    def wait_for(self, pages: Iterable[PageCopy], seconds: float, num_tokens: int, num_slots: int) -> DiskWait:
+        """Begin the wait of a sequence that needs these pages, for at most `seconds` from now: see DiskWait."""
+        wait = DiskWait(frozenset(page.key for page in pages), self._clock() + seconds, num_tokens, num_slots)
+        self._waits.append(wait)
+        return wait
+
+    @property
+    def num_awaited(self) -> int:
+        """Number of slots of host memory that waiting sequences need, or that are read although no sequence waits for
+        them any longer.
+        """
+        self._end_waits()
+        unused = self._reading.keys() - _keys_of(self._waits)
+        return sum(wait.num_slots for wait in self._waits) + len(unused)
 
     def is_reading(self, wait: DiskWait) -> bool:
         """True if pages of a wait are still to come, and its time is not over."""
@@ -287,6 +300,14 @@ class DiskPages:
             self._discard(page)
         return is_done and not transfer.is_cancelled
 
+    def _end_waits(self) -> None:
+        """Remove the waits that are over, and do not read what only they wanted."""
+        waits = [wait for wait in self._waits if self.is_reading(wait)]
+        if len(waits) < len(self._waits):
+            self._waits = waits
+            awaited = _keys_of(waits)
+            self._wanted = {key: page for key, page in self._wanted.items() if key in awaited}
+
     def _take_slot(self, owner: bytes) -> int | None:
         """A slot for a page of this owner, or None if all slots are being written or erased."""
         if self._free:
@@ -310,3 +331,7 @@ class DiskPages:
     def _erase(self, page: PageCopy) -> None:
         self._num_erasing += 1
         self._slots.start(Transfer(TransferKind.ERASE, page))
+
+
+def _keys_of(waits: Iterable[DiskWait]) -> set[bytes]:
+    return {key for wait in waits for key in wait.keys}

@@ -140,13 +140,16 @@ class KvPages:
         if sequence.num_unscored or not sequence.shares_prefixes:
             return NO_WAIT
         host = self._cache.host
+        num_fetchable = host.num_fetchable
+        found: set[PageCopy] = set()
         on_disk: set[PageCopy] = set()
 
         def find_page(key: bytes) -> AnyPage | None:
             page = self._cache.find_anywhere(key)
-            if page is None and len(on_disk) < host.max_read and (copy := host.disk.find(key)) is not None:
-                on_disk.add(copy)
-                return copy
+            if page is None and len(found) < num_fetchable and (page := host.disk.find(key)) is not None:
+                on_disk.add(page)
+            if isinstance(page, PageCopy):
+                found.add(page)
             return page
 
         longest = self._longest_prefix(sequence, find_page)

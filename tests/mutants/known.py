@@ -178,11 +178,11 @@ _ALL = (
         test="tests/engine/pages/test_disk_file.py::test_a_slot_of_another_page_is_not_used",
     ),
     Mutant(
-        name="begins-with-pages-that-made-room-for-the-disk",
-        fault="a request ended the engine, because pages of its prefix were evicted to make room for others from disk",
-        path="engine/pages/kv_pages.py",
-        changes=(("            return bool(sequence.disk_wait.keys)\n", ""),),
-        test="tests/engine/pages/test_disk_pages.py::test_pages_that_make_room_for_others_are_not_used",
+        name="end-of-a-prefix-replaces-its-beginning",
+        fault="pages read from disk took the place of the beginning of the same prefix, and were then of no use",
+        path="engine/pages/host_pages.py",
+        changes=(("max(0, self.num_slots // MAX_SHARE - 1 - self.disk.num_awaited)", "self.num_slots"),),
+        test="tests/engine/pages/test_disk_pages.py::test_the_end_of_a_prefix_does_not_replace_its_beginning",
     ),
     Mutant(
         name="deletion-of-a-tenant-on-one-server",

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.engine.pages import host_pages
 from loramux.engine.pages.disk_pages import FIRST_WAIT_S, DiskPages
 from loramux.engine.protocol.messages import DiskPageCounts, ForgetPrefixes, Unload
 from tests.engine.pages.test_host_pages import (
@@ -340,18 +339,48 @@ def test_a_prefix_of_half_of_host_memory_or_more_is_read_in_part() -> None:
     assert ask(simulation, "again", tokens(400)) == (16 // 2 - 1) * 16
 
 
-def test_pages_that_make_room_for_others_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence has found the beginning of its prefix in host memory, and pages from disk take its place."""
-    simulation = disk_engine(num_host_pages=8)
-    ask(simulation, "first", PROMPT)
+@pytest.mark.parametrize(("num_host_pages", "num_tokens"), [(8, 150), (16, 400), (20, 400)])
+def test_the_end_of_a_prefix_does_not_replace_its_beginning(num_host_pages: int, num_tokens: int) -> None:
+    """The end of a prefix is evicted first, so the beginning fills host memory, and the end is on disk."""
+    simulation = disk_engine(num_pages=60, num_host_pages=num_host_pages)
+    ask(simulation, "first", tokens(num_tokens))
     evict_all_slowly(simulation)
-    assert (len(simulation.prefixes.host), counts_of(simulation).num_pages) == (7, 2)
-    # The sequence gives up at once.
-    monkeypatch.setattr(host_pages, "FIRST_WAIT_S", 0.0)
+    num_in_host = len(simulation.prefixes.host)
+    assert num_in_host == num_host_pages - max(1, num_host_pages // 8)
+    assert ask(simulation, "again", tokens(num_tokens)) == num_in_host * 16
+
+
+def test_a_sequence_without_room_for_its_pages_does_not_wait() -> None:
+    """The pages of three tenants on disk are more than host memory has room for."""
+    simulation = disk_engine(num_pages=100, num_host_pages=24)
+    for tenant in range(3):
+        ask(simulation, f"first {tenant}", tokens(150, tenant), isolation_key=b"%d" % tenant)
+        evict_host_pages(simulation)
+    for tenant in range(3):
+        add = simulation.make_add(f"again {tenant}", tokens(150, tenant), 4, isolation_key=b"%d" % tenant)
+        simulation.engine.add(b"gateway", add)
+    simulation.run()
+    assert [simulation.finished[f"again {tenant}"].cached_tokens for tenant in range(3)] == [144, 32, 0]
+    assert not simulation.prefixes.host.disk._wanted
+
+
+def test_pages_for_which_no_sequence_waits_any_longer_are_not_read() -> None:
+    simulation = disk_engine(num_pages=100, num_host_pages=24)
+    ask(simulation, "first", PROMPT)
+    evict_host_pages(simulation)
+    ask(simulation, "other", tokens(400, seed=1), isolation_key=OTHER)
+    evict_all_slowly(simulation)
     simulation.disk.is_holding = True
-    add = simulation.make_add("again", PROMPT, 4, isolation_key=OWNER)
-    simulation.engine.add(b"gateway", add)
-    assert answered(simulation, add) == 96
+    host = simulation.prefixes.host
+    pages = [page for page in host.disk._index if page.owner == OWNER]
+    wait = host.fetch(pages, [], 0, 144)
+    num_reading, num_wanted = len(host.disk._reading), len(host.disk._wanted)
+    assert num_reading + num_wanted == len(pages) == host.disk.num_awaited
+    assert num_wanted > 0
+    simulation.clock.now = wait.until_s
+    host.poll()
+    assert not host.disk._wanted
+    assert host.disk.num_awaited == num_reading
 
 
 def test_a_preempted_sequence_resumes_from_disk() -> None:
