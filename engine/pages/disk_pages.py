@@ -131,9 +131,9 @@ class DiskPages:
         return self._index.find(key)
 
     def owners(self) -> set[bytes]:
-        """The owners of all pages that can be found, or will be once they are written."""
-        writing = [transfer.page for transfer in self._writing.values() if not transfer.is_cancelled]
-        return {page.owner for page in (*self._index, *writing)}
+        """The owners of all pages that can be found, or will be once they are written or read."""
+        moving = [one.page for one in (*self._writing.values(), *self._reading.values()) if not one.is_cancelled]
+        return {page.owner for page in (*self._index, *moving)}
 
     def write(self, evicted: PageCopy) -> bool:
         """Write a page that host memory evicts to disk, unless there is a copy already. Returns True if its slot of
@@ -236,24 +236,20 @@ class DiskPages:
         page = self._index.find(key)
         if page is not None:
             self._discard(page)
-        transfer = self._writing.get(key)
-        if transfer is not None:
-            transfer.is_cancelled = True
+        self._cancel(lambda page: page.key == key)
 
     def purge(self, digest: str) -> None:
         """Delete all pages that depend on an adapter."""
         for page in self._index.with_digest(digest):
             self._discard(page)
-        for transfer in self._writing.values():
-            transfer.is_cancelled |= transfer.page.digest == digest
+        self._cancel(lambda page: page.digest == digest)
 
     def purge_owners(self, owners: Iterable[bytes]) -> None:
         """Delete all pages of some owners."""
         deleted = set(owners)
         for page in self._index.of_owners(deleted):
             self._discard(page)
-        for transfer in self._writing.values():
-            transfer.is_cancelled |= transfer.page.owner in deleted
+        self._cancel(lambda page: page.owner in deleted)
 
     def counts(self) -> DiskPageCounts:
         return DiskPageCounts(
@@ -320,12 +316,16 @@ class DiskPages:
         self._wanted.pop(oldest.key, None)
         return oldest.slot
 
+    def _cancel(self, is_deleted: Callable[[PageCopy], bool]) -> None:
+        """Do not use what comes from deleted pages that are being written or read. The index does not have all of
+        them: another page may have taken the slot on disk.
+        """
+        for transfer in (*self._writing.values(), *self._reading.values()):
+            transfer.is_cancelled |= is_deleted(transfer.page)
+
     def _discard(self, page: PageCopy) -> None:
         self._index.remove(page)
         self._wanted.pop(page.key, None)
-        transfer = self._reading.get(page.key)
-        if transfer is not None:
-            transfer.is_cancelled = True
         self._erase(page)
 
     def _erase(self, page: PageCopy) -> None:

@@ -145,6 +145,19 @@ _ALL = (
         test="tests/engine/pages/test_disk_pages.py::test_pages_that_are_deleted_while_they_are_written_are_erased",
     ),
     Mutant(
+        name="purge-forgets-pages-on-their-way-from-disk",
+        fault="K and V of a deleted tenant that were being read from disk could be used afterwards",
+        path="engine/pages/disk_pages.py",
+        changes=(
+            (
+                "(*self._writing.values(), *self._reading.values()):\n            transfer.is_cancelled",
+                "self._writing.values():\n            transfer.is_cancelled",
+            ),
+        ),
+        test="tests/engine/pages/test_disk_pages.py"
+        "::test_pages_whose_slots_on_disk_were_replaced_while_they_are_read_are_deleted",
+    ),
+    Mutant(
         name="deleted-pages-on-disk-are-not-erased",
         fault="K and V of a deleted tenant stayed in the file on disk until other pages replaced them",
         path="engine/pages/disk_pages.py",

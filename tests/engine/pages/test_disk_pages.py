@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.engine.pages.disk_pages import FIRST_WAIT_S, DiskPages
+from loramux.engine.pages.page_index import PageCopy
 from loramux.engine.protocol.messages import DiskPageCounts, ForgetPrefixes, Unload
 from tests.engine.pages.test_host_pages import (
     LAYOUTS,
@@ -161,7 +162,7 @@ def purge_owner(simulation: Simulation) -> None:
 
 def forget_pages(simulation: Simulation) -> None:
     disk = simulation.prefixes.host.disk
-    moved = [*disk._index, *(transfer.page for transfer in disk._writing.values())]
+    moved = [*disk._index, *(one.page for one in (*disk._writing.values(), *disk._reading.values()))]
     for key in [page.key for page in moved]:
         simulation.prefixes.forget(key)
 
@@ -200,6 +201,30 @@ def test_pages_that_are_deleted_while_they_are_read_are_not_used(delete: object)
     simulation.disk.is_holding = False
     assert answered(simulation, add) == 0
     assert simulation.disk.contents() == []
+
+
+def test_pages_whose_slots_on_disk_were_replaced_while_they_are_read_are_deleted() -> None:
+    for delete in (purge_adapter, purge_owner, forget_pages):
+        simulation = disk_engine(num_disk_pages=9)
+        ask(simulation, "first", PROMPT, "a")
+        evict_host_pages(simulation)
+        simulation.disk.is_holding = True
+        simulation.engine.add(b"gateway", simulation.make_add("again", PROMPT, 4, "a", isolation_key=OWNER))
+        for _ in range(4):
+            simulation.step()
+        host = simulation.prefixes.host
+        assert len(host.disk._reading) == 9
+        for number in range(9):
+            # They take the slots on disk of the pages that are being read.
+            slot = host._free.pop()
+            simulation.host_memory.fill(slot, [])
+            assert host.disk.write(PageCopy(b"%d" % number, slot, None, OTHER))
+        assert OWNER in host.owners()
+        delete(simulation)
+        assert OWNER not in host.owners()
+        simulation.disk.is_holding = False
+        host.poll()
+        assert (OWNER in host.owners(), len(host)) == (False, 0)
 
 
 def test_a_full_disk_replaces_the_least_recently_used_pages() -> None:
