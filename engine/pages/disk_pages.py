@@ -231,6 +231,11 @@ class DiskPages:
         self._read_tokens += read_tokens
         self._recomputed_tokens += recomputed_tokens
 
+    @property
+    def is_deleting(self) -> bool:
+        """True if a deleted page is being written. `poll` has it erased once that has ended."""
+        return any(transfer.is_cancelled for transfer in self._writing.values())
+
     def forget(self, key: bytes) -> None:
         """Delete a page, if there is one."""
         page = self._index.find(key)

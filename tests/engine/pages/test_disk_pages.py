@@ -187,6 +187,23 @@ def test_pages_that_are_deleted_while_they_are_written_are_erased(delete: object
     assert ask(simulation, "again", PROMPT, "a") == 0
 
 
+def test_an_idle_engine_erases_pages_that_were_being_written_when_they_were_deleted() -> None:
+    simulation = disk_engine()
+    ask(simulation, "first", PROMPT)
+    evict_all(simulation)
+    simulation.disk.is_holding = True
+    host = simulation.prefixes.host
+    while host._evict_for(OWNER, to_disk=True):
+        continue
+    simulation.engine.forget_prefixes(b"gateway", ForgetPrefixes(call_id="f", isolation_keys=(OWNER,)))
+    assert simulation.engine.has_work
+    simulation.disk.is_holding = False
+    simulation.run()
+    assert len(host.free_slots) == host.num_slots
+    simulation.disk.poll()
+    assert simulation.disk.contents() == []
+
+
 @pytest.mark.parametrize("delete", [purge_adapter, purge_owner, forget_pages])
 def test_pages_that_are_deleted_while_they_are_read_are_not_used(delete: object) -> None:
     assert callable(delete)
