@@ -48,9 +48,13 @@ class DiskSlots(Protocol):
         ...
 
     def start(self, transfer: Transfer) -> None:
-        """Queue a transfer. Reads come before all others. Neither of its slots may be used before `poll` returns it,
-        except that a slot on disk can be overwritten or erased after a read of it that was queued before.
+        """Queue a read or a write. Reads come before all others. Neither of its slots may be used before `poll` returns
+        it, except that a slot on disk can be overwritten or erased after a read of it that was queued before.
         """
+        ...
+
+    def erase(self, pages: Iterable[PageCopy]) -> None:
+        """Queue an erasure of each page's slot. Writes may come before them. `poll` returns a transfer for each."""
         ...
 
     def poll(self) -> list[tuple[Transfer, bool]]:
@@ -69,6 +73,9 @@ class NoDiskSlots:
 
     def start(self, transfer: Transfer) -> None:
         raise AssertionError("there is no slot")
+
+    def erase(self, pages: Iterable[PageCopy]) -> None:
+        assert not list(pages), "there is no slot"
 
     def poll(self) -> list[tuple[Transfer, bool]]:
         return []
@@ -203,20 +210,21 @@ class DiskPages:
         """Expected time until `num_pages` more pages are read, in seconds."""
         return (len(self._wanted) + len(self._reading) + num_pages) * self._slots.read_s
 
-    def wait_for(self, pages: Iterable[PageCopy], seconds: float, num_tokens: int, num_slots: int) -> DiskWait:
+    def wait_for(
+        self, pages: Iterable[PageCopy], beside: Iterable[PageCopy], seconds: float, num_tokens: int
+    ) -> DiskWait:
         """Begin the wait of a sequence that needs these pages, for at most `seconds` from now: see DiskWait."""
-        wait = DiskWait(frozenset(page.key for page in pages), self._clock() + seconds, num_tokens, num_slots)
+        until_s = self._clock() + seconds
+        wait = DiskWait(frozenset(one.key for one in pages), until_s, num_tokens, frozenset(one.key for one in beside))
         self._waits.append(wait)
         return wait
 
-    @property
-    def num_awaited(self) -> int:
-        """Number of slots of host memory that waiting sequences need, or that are read although no sequence waits for
-        them any longer.
+    def awaited(self) -> set[bytes]:
+        """The keys of the pages for which waiting sequences need slots of host memory, and of those that are still
+        being read although no sequence waits for them any longer.
         """
         self._end_waits()
-        unused = self._reading.keys() - _keys_of(self._waits)
-        return sum(wait.num_slots for wait in self._waits) + len(unused)
+        return {*self._reading, *(key for wait in self._waits for key in wait.keys | wait.beside)}
 
     def is_reading(self, wait: DiskWait) -> bool:
         """True if pages of a wait are still to come, and its time is not over."""
@@ -240,20 +248,18 @@ class DiskPages:
         """Delete a page, if there is one."""
         page = self._index.find(key)
         if page is not None:
-            self._discard(page)
+            self._discard([page])
         self._cancel(lambda page: page.key == key)
 
     def purge(self, digest: str) -> None:
         """Delete all pages that depend on an adapter."""
-        for page in self._index.with_digest(digest):
-            self._discard(page)
+        self._discard(self._index.with_digest(digest))
         self._cancel(lambda page: page.digest == digest)
 
     def purge_owners(self, owners: Iterable[bytes]) -> None:
         """Delete all pages of some owners."""
         deleted = set(owners)
-        for page in self._index.of_owners(deleted):
-            self._discard(page)
+        self._discard(self._index.of_owners(deleted))
         self._cancel(lambda page: page.owner in deleted)
 
     def counts(self) -> DiskPageCounts:
@@ -287,7 +293,7 @@ class DiskPages:
             self._index.add(page)
         else:
             # The slot may still have a part of this page, or the page before it.
-            self._erase(page)
+            self._erase([page])
 
     def _note_read(self, transfer: Transfer, is_done: bool) -> bool:
         """Returns True if the page can be used."""
@@ -298,7 +304,7 @@ class DiskPages:
             if is_known:
                 self._index.touch(page)
         elif is_known:
-            self._discard(page)
+            self._discard([page])
         return is_done and not transfer.is_cancelled
 
     def _end_waits(self) -> None:
@@ -306,7 +312,7 @@ class DiskPages:
         waits = [wait for wait in self._waits if self.is_reading(wait)]
         if len(waits) < len(self._waits):
             self._waits = waits
-            awaited = _keys_of(waits)
+            awaited = {key for wait in waits for key in wait.keys}
             self._wanted = {key: page for key, page in self._wanted.items() if key in awaited}
 
     def _take_slot(self, owner: bytes) -> int | None:
@@ -328,15 +334,12 @@ class DiskPages:
         for transfer in (*self._writing.values(), *self._reading.values()):
             transfer.is_cancelled |= is_deleted(transfer.page)
 
-    def _discard(self, page: PageCopy) -> None:
-        self._index.remove(page)
-        self._wanted.pop(page.key, None)
-        self._erase(page)
+    def _discard(self, pages: list[PageCopy]) -> None:
+        for page in pages:
+            self._index.remove(page)
+            self._wanted.pop(page.key, None)
+        self._erase(pages)
 
-    def _erase(self, page: PageCopy) -> None:
-        self._num_erasing += 1
-        self._slots.start(Transfer(TransferKind.ERASE, page))
-
-
-def _keys_of(waits: Iterable[DiskWait]) -> set[bytes]:
-    return {key for wait in waits for key in wait.keys}
+    def _erase(self, pages: list[PageCopy]) -> None:
+        self._num_erasing += len(pages)
+        self._slots.erase(pages)

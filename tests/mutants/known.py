@@ -163,8 +163,8 @@ _ALL = (
         path="engine/pages/disk_pages.py",
         changes=(
             (
-                "        self._num_erasing += 1\n        self._slots.start(Transfer(TransferKind.ERASE, page))\n",
-                "        self._free.append(page.slot)\n",
+                "        self._num_erasing += len(pages)\n        self._slots.erase(pages)\n",
+                "        self._free.extend(page.slot for page in pages)\n",
             ),
         ),
         test="tests/engine/pages/test_disk_pages.py::test_a_deleted_tenants_pages_on_disk_are_erased",
@@ -194,7 +194,7 @@ _ALL = (
         name="end-of-a-prefix-replaces-its-beginning",
         fault="pages read from disk took the place of the beginning of the same prefix, and were then of no use",
         path="engine/pages/host_pages.py",
-        changes=(("max(0, self.num_slots // MAX_SHARE - 1 - self.disk.num_awaited)", "self.num_slots"),),
+        changes=(("max(0, self.num_slots // MAX_SHARE - 1)", "self.num_slots"),),
         test="tests/engine/pages/test_disk_pages.py::test_the_end_of_a_prefix_does_not_replace_its_beginning",
     ),
     Mutant(

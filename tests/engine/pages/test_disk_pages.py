@@ -290,6 +290,61 @@ def test_others_run_while_a_sequence_waits_for_the_disk() -> None:
     assert answered(simulation, add) == 144
 
 
+@pytest.mark.parametrize("tier", ["default", "flex"])
+def test_sequences_that_wait_for_the_disk_leave_their_turns_to_others(tier: str) -> None:
+    simulation = asked()
+    simulation.disk.is_holding = True
+    adds = [
+        simulation.make_add(f"again {number}", PROMPT, 4, isolation_key=OWNER, service_tier="priority", share_key="p")
+        for number in range(simulation.scheduler.limits.max_sequences)
+    ]
+    for add in adds:
+        simulation.engine.add(b"gateway", add)
+    for _ in range(3):
+        simulation.step()
+    simulation.engine.add(b"gateway", simulation.make_add("other", tokens(40, 9), 4, service_tier=tier, share_key="o"))
+    for _ in range(10):
+        simulation.step()
+    assert list(simulation.finished) == ["first", "other"]
+    simulation.disk.is_holding = False
+    simulation.run()
+    assert [simulation.finished[add.sequence_id].cached_tokens for add in adds] == [144] * len(adds)
+
+
+def test_a_sequence_that_ends_while_it_waits_for_the_disk_gets_no_turn() -> None:
+    simulation = asked()
+    simulation.disk.is_holding = True
+    simulation.engine.add(b"gateway", simulation.make_add("again", PROMPT, 4, isolation_key=OWNER))
+    simulation.step()
+    [sequence] = simulation.scheduler.queue.sequences()
+    assert sequence.awaits_disk
+    simulation.scheduler.finish(sequence)
+    simulation.disk.is_holding = False
+    simulation.step()
+    assert (simulation.scheduler.has_work, simulation.scheduler.running) == (False, [])
+
+
+def test_pages_are_read_from_disk_beside_a_long_prompt() -> None:
+    simulation = simulate_engine(
+        num_pages=120,
+        adapters={},
+        max_model_len=MAX_LEN,
+        cache=LAYOUTS["whole"],
+        num_host_pages=200,
+        num_disk_pages=400,
+        max_batch_tokens=16,
+    )
+    ask(simulation, "first", PROMPT)
+    evict_host_pages(simulation)
+    simulation.engine.add(b"gateway", simulation.make_add("long", tokens(400, 7), 4, isolation_key=OTHER))
+    simulation.step()
+    simulation.engine.add(b"gateway", simulation.make_add("again", PROMPT, 1, isolation_key=OWNER))
+    for _ in range(4):
+        simulation.step()
+    assert simulation.finished["again"].cached_tokens == 144
+    assert "long" not in simulation.finished
+
+
 def test_a_sequence_does_not_wait_longer_for_the_disk_than_computing_takes() -> None:
     simulation = asked()
     simulation.prefixes.host.note_computed(1000, 10.0)
@@ -417,12 +472,12 @@ def test_pages_for_which_no_sequence_waits_any_longer_are_not_read() -> None:
     pages = [page for page in host.disk._index if page.owner == OWNER]
     wait = host.fetch(pages, [], 0, 144)
     num_reading, num_wanted = len(host.disk._reading), len(host.disk._wanted)
-    assert num_reading + num_wanted == len(pages) == host.disk.num_awaited
+    assert num_reading + num_wanted == len(pages) == len(host.disk.awaited())
     assert num_wanted > 0
     simulation.clock.now = wait.until_s
     host.poll()
     assert not host.disk._wanted
-    assert host.disk.num_awaited == num_reading
+    assert len(host.disk.awaited()) == num_reading
 
 
 def test_a_preempted_sequence_resumes_from_disk() -> None:
