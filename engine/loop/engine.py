@@ -149,7 +149,10 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if there is work for `step`, either now or later, for example once a load finishes."""
-        return self._scheduler.has_work or self._in_flight is not None or self._calls.has_work
+        if self._scheduler.has_work or self._in_flight is not None or self._calls.has_work:
+            return True
+        # Otherwise, pages of a deleted tenant would stay on disk until the next request.
+        return self._prefixes.host.disk.is_deleting
 
     @property
     def num_sequences(self) -> int:

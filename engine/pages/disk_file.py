@@ -8,12 +8,13 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from loramux.engine.device.accelerator import Fence
 from loramux.engine.pages.disk_pages import Transfer, TransferKind
 from loramux.engine.pages.host_memory import PinnedHostMemory
+from loramux.engine.pages.page_index import PageCopy
 from loramux.engine.pages.pool_size import in_gib, num_pages_in
 from loramux.engine.protocol.errors import ConfigNotUsable
 
@@ -63,10 +64,12 @@ class DiskFile:
                 f"{in_gib(size)} for kv_disk_bytes cannot be reserved in {directory}: {error.strerror}; lower it"
             ) from error
         self._checksums = [0] * self.num_slots
-        # Guards the three queues. A sequence may wait for a read, but nothing waits for the other transfers.
+        # Guards the queues. A sequence may wait for a read, but nothing waits for the other transfers.
         self._changed = threading.Condition()
         self._reads: deque[tuple[Transfer, Fence]] = deque()
-        self._others: deque[tuple[Transfer, Fence]] = deque()
+        self._writes: deque[tuple[Transfer, Fence]] = deque()
+        # A tenant may have a hundred thousand pages to erase.
+        self._erasures: deque[PageCopy] = deque()
         self._ended: list[tuple[Transfer, bool]] = []
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
@@ -75,9 +78,14 @@ class DiskFile:
     def start(self, transfer: Transfer) -> None:
         # On a GPU, copies to and from the slot of host memory may still be running.
         fence = self._memory.fence()
-        queue = self._reads if transfer.kind is TransferKind.READ else self._others
+        queue = self._reads if transfer.kind is TransferKind.READ else self._writes
         with self._changed:
             queue.append((transfer, fence))
+            self._changed.notify()
+
+    def erase(self, pages: Iterable[PageCopy]) -> None:
+        with self._changed:
+            self._erasures.extend(pages)
             self._changed.notify()
 
     def poll(self) -> list[tuple[Transfer, bool]]:
@@ -95,17 +103,26 @@ class DiskFile:
         self._file.close()
 
     def _run(self) -> None:
+        has_written = False
         while True:
             with self._changed:
-                while not (self._reads or self._others or self._is_closed):
+                while not (self._reads or self._writes or self._erasures or self._is_closed):
                     self._changed.wait()
                 if self._is_closed:
                     return
-                transfer, fence = (self._reads or self._others).popleft()
+                # Writes and erasures take turns, because slots of host memory are busy until the writes end.
+                fence: Fence | None = None
+                if self._erasures and not self._reads and (has_written or not self._writes):
+                    transfer = Transfer(TransferKind.ERASE, self._erasures.popleft())
+                else:
+                    transfer, fence = (self._reads or self._writes).popleft()
+            has_written = transfer.kind is TransferKind.WRITE
             try:
-                fence.wait()
+                if fence is not None:
+                    fence.wait()
                 is_done = self._carry_out(transfer)
-            except OSError:
+            except Exception:
+                # Whatever the fault, its slots would be busy for ever if this thread ended.
                 is_done = False
             with self._changed:
                 self._ended.append((transfer, is_done))
@@ -148,7 +165,10 @@ class DiskFile:
         count = max(1, min(MEASURED_BYTES // self._page_bytes, self.num_slots, self._memory.num_slots))
         descriptor = self._file.fileno()
         for slot in range(count):
-            self._write(slot, self._memory.content(slot))
+            # A file system that compresses would not store zeros at all.
+            content = self._memory.content(slot)
+            content[:] = os.urandom(self._page_bytes)
+            self._write(slot, content)
         os.fsync(descriptor)
         rounds: list[float] = []
         for _ in range(NUM_ROUNDS):

@@ -48,9 +48,13 @@ class DiskSlots(Protocol):
         ...
 
     def start(self, transfer: Transfer) -> None:
-        """Queue a transfer. Reads come before all others. Neither of its slots may be used before `poll` returns it,
-        except that a slot on disk can be overwritten or erased after a read of it that was queued before.
+        """Queue a read or a write. Reads come before all others. Neither of its slots may be used before `poll` returns
+        it, except that a slot on disk can be overwritten or erased after a read of it that was queued before.
         """
+        ...
+
+    def erase(self, pages: Iterable[PageCopy]) -> None:
+        """Queue an erasure of each page's slot. Writes may come before them. `poll` returns a transfer for each."""
         ...
 
     def poll(self) -> list[tuple[Transfer, bool]]:
@@ -69,6 +73,9 @@ class NoDiskSlots:
 
     def start(self, transfer: Transfer) -> None:
         raise AssertionError("there is no slot")
+
+    def erase(self, pages: Iterable[PageCopy]) -> None:
+        assert not list(pages), "there is no slot"
 
     def poll(self) -> list[tuple[Transfer, bool]]:
         return []
@@ -96,6 +103,7 @@ class DiskPages:
         self._reading: dict[bytes, Transfer] = {}
         # Pages that are read once host memory has free slots, in the order in which they were wanted.
         self._wanted: dict[bytes, PageCopy] = {}
+        self._waits: list[DiskWait] = []
         self._num_erasing = 0
         self._num_written = 0
         self._num_read = 0
@@ -130,9 +138,9 @@ class DiskPages:
         return self._index.find(key)
 
     def owners(self) -> set[bytes]:
-        """The owners of all pages that can be found, or will be once they are written."""
-        writing = [transfer.page for transfer in self._writing.values() if not transfer.is_cancelled]
-        return {page.owner for page in (*self._index, *writing)}
+        """The owners of all pages that can be found, or will be once they are written or read."""
+        moving = [one.page for one in (*self._writing.values(), *self._reading.values()) if not one.is_cancelled]
+        return {page.owner for page in (*self._index, *moving)}
 
     def write(self, evicted: PageCopy) -> bool:
         """Write a page that host memory evicts to disk, unless there is a copy already. Returns True if its slot of
@@ -195,15 +203,28 @@ class DiskPages:
                     # If the disk refused, only the next page overwrites the slot. Nothing can find the old one.
                     self._num_erasing -= 1
                     self._free.append(transfer.page.slot)
+        self._end_waits()
         return returned
 
     def read_s(self, num_pages: int) -> float:
         """Expected time until `num_pages` more pages are read, in seconds."""
         return (len(self._wanted) + len(self._reading) + num_pages) * self._slots.read_s
 
-    def wait_for(self, pages: Iterable[PageCopy], seconds: float, num_tokens: int) -> DiskWait:
-        """The wait of a sequence that needs these pages, for at most `seconds` from now: see DiskWait."""
-        return DiskWait(frozenset(page.key for page in pages), self._clock() + seconds, num_tokens)
+    def wait_for(
+        self, pages: Iterable[PageCopy], beside: Iterable[PageCopy], seconds: float, num_tokens: int
+    ) -> DiskWait:
+        """Begin the wait of a sequence that needs these pages, for at most `seconds` from now: see DiskWait."""
+        until_s = self._clock() + seconds
+        wait = DiskWait(frozenset(one.key for one in pages), until_s, num_tokens, frozenset(one.key for one in beside))
+        self._waits.append(wait)
+        return wait
+
+    def awaited(self) -> set[bytes]:
+        """The keys of the pages for which waiting sequences need slots of host memory, and of those that are still
+        being read although no sequence waits for them any longer.
+        """
+        self._end_waits()
+        return {*self._reading, *(key for wait in self._waits for key in wait.keys | wait.beside)}
 
     def is_reading(self, wait: DiskWait) -> bool:
         """True if pages of a wait are still to come, and its time is not over."""
@@ -218,29 +239,28 @@ class DiskPages:
         self._read_tokens += read_tokens
         self._recomputed_tokens += recomputed_tokens
 
+    @property
+    def is_deleting(self) -> bool:
+        """True if a deleted page is being written. `poll` has it erased once that has ended."""
+        return any(transfer.is_cancelled for transfer in self._writing.values())
+
     def forget(self, key: bytes) -> None:
         """Delete a page, if there is one."""
         page = self._index.find(key)
         if page is not None:
-            self._discard(page)
-        transfer = self._writing.get(key)
-        if transfer is not None:
-            transfer.is_cancelled = True
+            self._discard([page])
+        self._cancel(lambda page: page.key == key)
 
     def purge(self, digest: str) -> None:
         """Delete all pages that depend on an adapter."""
-        for page in self._index.with_digest(digest):
-            self._discard(page)
-        for transfer in self._writing.values():
-            transfer.is_cancelled |= transfer.page.digest == digest
+        self._discard(self._index.with_digest(digest))
+        self._cancel(lambda page: page.digest == digest)
 
     def purge_owners(self, owners: Iterable[bytes]) -> None:
         """Delete all pages of some owners."""
         deleted = set(owners)
-        for page in self._index.of_owners(deleted):
-            self._discard(page)
-        for transfer in self._writing.values():
-            transfer.is_cancelled |= transfer.page.owner in deleted
+        self._discard(self._index.of_owners(deleted))
+        self._cancel(lambda page: page.owner in deleted)
 
     def counts(self) -> DiskPageCounts:
         return DiskPageCounts(
@@ -273,7 +293,7 @@ class DiskPages:
             self._index.add(page)
         else:
             # The slot may still have a part of this page, or the page before it.
-            self._erase(page)
+            self._erase([page])
 
     def _note_read(self, transfer: Transfer, is_done: bool) -> bool:
         """Returns True if the page can be used."""
@@ -284,8 +304,16 @@ class DiskPages:
             if is_known:
                 self._index.touch(page)
         elif is_known:
-            self._discard(page)
+            self._discard([page])
         return is_done and not transfer.is_cancelled
+
+    def _end_waits(self) -> None:
+        """Remove the waits that are over, and do not read what only they wanted."""
+        waits = [wait for wait in self._waits if self.is_reading(wait)]
+        if len(waits) < len(self._waits):
+            self._waits = waits
+            awaited = {key for wait in waits for key in wait.keys}
+            self._wanted = {key: page for key, page in self._wanted.items() if key in awaited}
 
     def _take_slot(self, owner: bytes) -> int | None:
         """A slot for a page of this owner, or None if all slots are being written or erased."""
@@ -299,14 +327,19 @@ class DiskPages:
         self._wanted.pop(oldest.key, None)
         return oldest.slot
 
-    def _discard(self, page: PageCopy) -> None:
-        self._index.remove(page)
-        self._wanted.pop(page.key, None)
-        transfer = self._reading.get(page.key)
-        if transfer is not None:
-            transfer.is_cancelled = True
-        self._erase(page)
+    def _cancel(self, is_deleted: Callable[[PageCopy], bool]) -> None:
+        """Do not use what comes from deleted pages that are being written or read. The index does not have all of
+        them: another page may have taken the slot on disk.
+        """
+        for transfer in (*self._writing.values(), *self._reading.values()):
+            transfer.is_cancelled |= is_deleted(transfer.page)
 
-    def _erase(self, page: PageCopy) -> None:
-        self._num_erasing += 1
-        self._slots.start(Transfer(TransferKind.ERASE, page))
+    def _discard(self, pages: list[PageCopy]) -> None:
+        for page in pages:
+            self._index.remove(page)
+            self._wanted.pop(page.key, None)
+        self._erase(pages)
+
+    def _erase(self, pages: list[PageCopy]) -> None:
+        self._num_erasing += len(pages)
+        self._slots.erase(pages)

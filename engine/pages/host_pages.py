@@ -95,9 +95,9 @@ class HostPages:
         return tuple(self._free)
 
     @property
-    def max_read(self) -> int:
-        """Maximum number of pages to read from disk for one sequence, so that none of them evicts another one: an owner
-        with more than that replaces its own pages.
+    def max_awaited(self) -> int:
+        """Maximum number of pages in the prefixes of all sequences that wait for the disk: less than `1 / MAX_SHARE` of
+        the slots. Room for a page from disk can therefore always be made, and never by evicting another page of theirs.
         """
         return max(0, self.num_slots // MAX_SHARE - 1)
 
@@ -130,23 +130,26 @@ class HostPages:
         self._num_loaded += 1
 
     def fetch(self, pages: list[PageCopy], beside: list[PageCopy], num_tokens: int, num_more: int) -> DiskWait:
-        """Have pages read from disk, if that is faster than computing the `num_more` tokens in them and in the pages
-        `beside` them in host memory. Returns NO_WAIT if it is not.
+        """Have pages read from disk, if there is room for them (see `max_awaited`), and that is faster than computing
+        the `num_more` tokens in them and in the pages `beside` them in host memory. Otherwise, return NO_WAIT.
 
         Without the pages, the sequence would begin with `num_tokens` cached tokens. It waits for at most as long as
         computing takes.
         """
         compute_s = num_more * self._token_s
         copy_s = (len(pages) + len(beside)) * self._memory.load_s
-        if self._token_s and self.disk.read_s(len(pages)) + copy_s >= compute_s:
+        is_slow = self._token_s and self.disk.read_s(len(pages)) + copy_s >= compute_s
+        awaited = self.disk.awaited().union(page.key for page in (*pages, *beside))
+        if is_slow or len(awaited) > self.max_awaited:
             self.disk.count_decision(0, num_more)
             return NO_WAIT
         # Pages of the same prefix must not be evicted to make room for its end.
         for page in reversed(beside):
             self.touch(page)
         self.disk.want(pages)
+        wait = self.disk.wait_for(pages, beside, compute_s or FIRST_WAIT_S, num_tokens)
         self._start_reads()
-        return self.disk.wait_for(pages, compute_s or FIRST_WAIT_S, num_tokens)
+        return wait
 
     def poll(self) -> None:
         """Take the pages that have come from disk since the last call, and the slots of those that are written."""

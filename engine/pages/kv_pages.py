@@ -135,18 +135,26 @@ class KvPages:
             sequence.disk_wait = NO_WAIT
         return False
 
+    def is_reading(self, sequence: Sequence) -> bool:
+        """True if a waiting sequence's pages are still being read from disk, and may come in time."""
+        return sequence.disk_wait is not None and self._cache.host.disk.is_reading(sequence.disk_wait)
+
     def _fetch(self, sequence: Sequence, prefix: Prefix) -> DiskWait:
         """Start to read the pages that extend a prefix from disk, if that pays."""
         if sequence.num_unscored or not sequence.shares_prefixes:
             return NO_WAIT
         host = self._cache.host
+        awaited = host.disk.awaited()
         on_disk: set[PageCopy] = set()
 
         def find_page(key: bytes) -> AnyPage | None:
             page = self._cache.find_anywhere(key)
-            if page is None and len(on_disk) < host.max_read and (copy := host.disk.find(key)) is not None:
-                on_disk.add(copy)
-                return copy
+            if page is None and (len(awaited) < host.max_awaited or key in awaited):
+                page = host.disk.find(key)
+                if page is not None:
+                    on_disk.add(page)
+            if isinstance(page, PageCopy):
+                awaited.add(key)
             return page
 
         longest = self._longest_prefix(sequence, find_page)
@@ -166,8 +174,13 @@ class KvPages:
             # Pages before the window need not be cached.
             return True
         page = (num_tokens - 1) // group.page_tokens
-        is_known = (page + 1) * group.page_tokens < len(sequence.tokens)
-        return is_known and self._find(sequence, 0, page, self._cache.find_anywhere) is not None
+        if (page + 1) * group.page_tokens >= len(sequence.tokens):
+            return False
+        if self._find(sequence, 0, page, self._cache.find_anywhere) is not None:
+            return True
+        disk = self._cache.host.disk
+        # Later, the sequence does not wait for the disk again.
+        return disk.is_on and sequence.disk_wait is None and self._find(sequence, 0, page, disk.find) is not None
 
     def computes_most(self, other: Sequence, num_tokens: int, sequence: Sequence, prefix: Prefix) -> bool:
         """True if the next `num_tokens` tokens of another sequence fill pages that at least halve the number of tokens

@@ -73,9 +73,9 @@ class FairQueue:
     background sequence.
 
     Sequences that could not begin although their adapter is resident are parked. They get no turn, and so take no place
-    in the order from others: sequences that wait for a higher limit, or for their grammar or its next mask. A share
-    that has only parked sequences does not wait, so the bound does not hold for it. Its counter is raised when one of
-    them gets turns again, unless that one was preempted.
+    in the order from others: sequences that wait for a higher limit, for pages from disk, or for their grammar or its
+    next mask. A share that has only parked sequences does not wait, so the bound does not hold for it. Its counter is
+    raised when one of them gets turns again, unless that one was preempted.
     """
 
     def __init__(self) -> None:
@@ -138,8 +138,14 @@ class FairQueue:
         self._count_tokens(share, sequence, 1)
         self._insert(share, sequence)
 
+    def park(self, sequence: Sequence) -> None:
+        """Give a waiting sequence no turns, because it now `awaits_disk`."""
+        share = self._active[sequence.share_key]
+        self._discard(share, sequence)
+        self._insert(share, sequence)
+
     def unpark(self, sequence: Sequence) -> None:
-        """Give a waiting sequence turns again, unless it still waits for a limit or a mask."""
+        """Give a waiting sequence turns again, unless it still waits for a limit, the disk or a mask."""
         share = self._active[sequence.share_key]
         if not share.is_parked(sequence):
             return
@@ -370,6 +376,8 @@ class FairQueue:
         share.served = max(share.served, self._floor)
 
     def _must_park(self, sequence: Sequence) -> bool:
+        if sequence.awaits_disk:
+            return True
         if sequence.grammar is None or sequence.has_reached_limit:
             return sequence.has_reached_limit
         # The mask after a token in flight is requested once the token is committed.

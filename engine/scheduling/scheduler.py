@@ -72,11 +72,11 @@ class Scheduler:
 
     Decode rows come first, then chunks of running prompts, then new sequences by turn. Running prompts leave part of
     the step to new sequences, so that a short prompt does not wait for a long one. A sequence whose adapter is still
-    loading, or whose cached pages are read from disk, is skipped and blocks no other sequence. When a running sequence
-    needs a page and none is left, a sequence is preempted, to be recomputed later. The victim has the worst service
-    tier, and is a stalled sequence of that tier if there is one. It comes from the share with the highest counter. Ties
-    go to the share with the youngest sequence. Within the share, it is the youngest of the sequences with the lowest
-    priority.
+    loading is skipped, and one whose cached pages are read from disk is parked. Neither blocks other sequences. When a
+    running sequence needs a page and none is left, a sequence is preempted, to be recomputed later. The victim has the
+    worst service tier, and is a stalled sequence of that tier if there is one. It comes from the share with the highest
+    counter. Ties go to the share with the youngest sequence. Within the share, it is the youngest of the sequences with
+    the lowest priority.
 
     A sequence that waits for its next mask takes no slot, but it has pages. If it is stalled (`Sequence.is_stalled`), a
     waiting sequence of another tenant can get them. Its tenant then pays for the tokens that are computed again.
@@ -108,6 +108,8 @@ class Scheduler:
         # Sequences that need more pages, including the pages of their adapters, than the pool can provide.
         self._unfit: list[Sequence] = []
         self._misstated: list[Sequence] = []
+        # Waiting sequences that get no turn until their cached pages have been read from disk.
+        self._awaiting_disk: list[Sequence] = []
         self.num_preemptions = 0
         self.num_ended = 0
         """Number of sequences that ended while they were running."""
@@ -136,6 +138,8 @@ class Scheduler:
     def order_waiting(self) -> PoolDemand:
         """Order the waiting sequences for the next `schedule`, and return what they need from the adapter pool."""
         self._known_active = None
+        if self._awaiting_disk:
+            self._unpark_read()
         num_free_slots = self._num_free_slots()
         num_behind, num_flex = self.running_by_rank[BACKGROUND_RANK], self._num_yielding_to_first()
         # While no sequence can start, the order only decides which adapters are loaded next.
@@ -500,6 +504,17 @@ class Scheduler:
         # After sequences that were paused have resumed, more than `max_sequences` can be active.
         return max(0, self._limits.max_sequences - len(self._active()))
 
+    def _unpark_read(self) -> None:
+        """Give turns again to sequences whose pages have been read from disk, or do not come in time."""
+        waiting, self._awaiting_disk = self._awaiting_disk, []
+        for sequence in waiting:
+            if self._kv.is_reading(sequence):
+                self._awaiting_disk.append(sequence)
+                continue
+            sequence.awaits_disk = False
+            if sequence.state is SequenceState.WAITING:
+                self.queue.unpark(sequence)
+
     def _needs_only_room(self, sequence: Sequence) -> bool:
         """True if a waiting sequence's adapter is resident, or waits for a slot and pages."""
         if self.queue.is_ready(sequence):
@@ -582,6 +597,9 @@ class Scheduler:
                     continue
             prefix = self._find_prefix(sequence, entry, position, budget)
             if self._kv.awaits_disk(sequence, prefix):
+                sequence.awaits_disk = True
+                self.queue.park(sequence)
+                self._awaiting_disk.append(sequence)
                 continue
             # Copies of cached pages take time of the step, like tokens. Only the first sequence with copies may take
             # more than is left, so that it can begin at all.

@@ -118,6 +118,8 @@ class Sequence:
     """True if the sequence has begun a step later, because other sequences were computing the start of its prompt."""
     disk_wait: DiskWait | None = None
     """The cached pages on disk that the waiting sequence needs, or needed. None if it has not looked for any yet."""
+    awaits_disk: bool = False
+    """True while it gets no turn because of them."""
     num_reached: int = 0
     """Highest `num_computed` so far. Tokens before this position that run again count as recomputed."""
     num_adapter_pages: int = 0

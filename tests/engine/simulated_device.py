@@ -21,6 +21,7 @@ from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, HeadDrafts, SampledToken, sample
 from loramux.engine.pages.disk_pages import Transfer, TransferKind
+from loramux.engine.pages.page_index import PageCopy
 from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.sequences.batch import Batch, RepeatedRows, samples_without
 from loramux.engine.sequences.cache_groups import CacheLayout
@@ -359,6 +360,10 @@ class SimulatedDisk:
     def start(self, transfer: Transfer) -> None:
         self.num_started += 1
         (self._reads if transfer.kind is TransferKind.READ else self._others).append(transfer)
+
+    def erase(self, pages: Iterable[PageCopy]) -> None:
+        for page in pages:
+            self.start(Transfer(TransferKind.ERASE, page))
 
     def poll(self) -> list[tuple[Transfer, bool]]:
         ended: list[tuple[Transfer, bool]] = []

@@ -145,13 +145,26 @@ _ALL = (
         test="tests/engine/pages/test_disk_pages.py::test_pages_that_are_deleted_while_they_are_written_are_erased",
     ),
     Mutant(
+        name="purge-forgets-pages-on-their-way-from-disk",
+        fault="K and V of a deleted tenant that were being read from disk could be used afterwards",
+        path="engine/pages/disk_pages.py",
+        changes=(
+            (
+                "(*self._writing.values(), *self._reading.values()):\n            transfer.is_cancelled",
+                "self._writing.values():\n            transfer.is_cancelled",
+            ),
+        ),
+        test="tests/engine/pages/test_disk_pages.py"
+        "::test_pages_whose_slots_on_disk_were_replaced_while_they_are_read_are_deleted",
+    ),
+    Mutant(
         name="deleted-pages-on-disk-are-not-erased",
         fault="K and V of a deleted tenant stayed in the file on disk until other pages replaced them",
         path="engine/pages/disk_pages.py",
         changes=(
             (
-                "        self._num_erasing += 1\n        self._slots.start(Transfer(TransferKind.ERASE, page))\n",
-                "        self._free.append(page.slot)\n",
+                "        self._num_erasing += len(pages)\n        self._slots.erase(pages)\n",
+                "        self._free.extend(page.slot for page in pages)\n",
             ),
         ),
         test="tests/engine/pages/test_disk_pages.py::test_a_deleted_tenants_pages_on_disk_are_erased",
@@ -178,11 +191,11 @@ _ALL = (
         test="tests/engine/pages/test_disk_file.py::test_a_slot_of_another_page_is_not_used",
     ),
     Mutant(
-        name="begins-with-pages-that-made-room-for-the-disk",
-        fault="a request ended the engine, because pages of its prefix were evicted to make room for others from disk",
-        path="engine/pages/kv_pages.py",
-        changes=(("            return bool(sequence.disk_wait.keys)\n", ""),),
-        test="tests/engine/pages/test_disk_pages.py::test_pages_that_make_room_for_others_are_not_used",
+        name="end-of-a-prefix-replaces-its-beginning",
+        fault="pages read from disk took the place of the beginning of the same prefix, and were then of no use",
+        path="engine/pages/host_pages.py",
+        changes=(("max(0, self.num_slots // MAX_SHARE - 1)", "self.num_slots"),),
+        test="tests/engine/pages/test_disk_pages.py::test_the_end_of_a_prefix_does_not_replace_its_beginning",
     ),
     Mutant(
         name="deletion-of-a-tenant-on-one-server",

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,14 @@ from tests.engine.pages.test_host_memory import FLOAT, pool_of
 
 PAGE_BYTES = FLOAT.pool_page_bytes
 NUM_HOST_SLOTS = 4
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    """A thread that has died must not stop the test run."""
+    deadline_s = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.0005)
 
 
 class Disk:
@@ -46,12 +54,24 @@ class Disk:
     def run(self, kind: TransferKind, slot: int, host_slot: int = -1, key: bytes = b"k") -> bool:
         """Wait for one transfer, and return whether it succeeded."""
         transfer = Transfer(kind, PageCopy(key, slot, None, b"owner"), host_slot)
-        self.file.start(transfer)
-        while not (ended := self.file.poll()):
-            time.sleep(0.0005)
-        [(found, is_done)] = ended
-        assert found is transfer
+        if kind is TransferKind.ERASE:
+            self.file.erase([transfer.page])
+        else:
+            self.file.start(transfer)
+        [(found, is_done)] = self.ended(1)
+        assert (found.kind, found.page) == (kind, transfer.page)
         return is_done
+
+    def ended(self, count: int) -> list[tuple[Transfer, bool]]:
+        """Wait for `count` transfers."""
+        ended: list[tuple[Transfer, bool]] = []
+
+        def have_ended() -> bool:
+            ended.extend(self.file.poll())
+            return len(ended) >= count
+
+        wait_until(have_ended)
+        return ended
 
     def stored(self, slot: int) -> bytes:
         return os.pread(self.file._file.fileno(), PAGE_BYTES, slot * PAGE_BYTES)
@@ -73,7 +93,8 @@ def test_pages_come_back_into_other_slots(disk: Disk) -> None:
     for slot in range(3):
         assert disk.run(TransferKind.READ, 2 - slot, 3)
         assert disk.content(3) == written[slot]
-    assert disk.num_wakes == 3
+    # The thread wakes the engine after a transfer has ended.
+    wait_until(lambda: disk.num_wakes == 3)
 
 
 def test_a_slot_with_other_bytes_is_not_used(disk: Disk) -> None:
@@ -130,30 +151,54 @@ def test_an_erased_slot_has_zeros(disk: Disk) -> None:
     assert not disk.run(TransferKind.READ, 1, 3)
 
 
-def test_reads_come_before_writes(tmp_path: Path) -> None:
+def test_a_fault_of_one_transfer_does_not_end_the_thread(disk: Disk) -> None:
+    class BrokenFence:
+        def wait(self) -> None:
+            raise RuntimeError("the device failed")
+
+    own = disk.memory.fence
+    disk.memory.fence = BrokenFence  # type: ignore[method-assign]
+    assert not disk.run(TransferKind.WRITE, 0, 0)
+    disk.memory.fence = own  # type: ignore[method-assign]
+    assert disk.run(TransferKind.WRITE, 0, 0)
+
+
+def test_reading_is_measured_with_pages_that_cannot_be_compressed(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    assert all(len(set(disk.stored(slot))) > 200 for slot in range(3))
+    disk.file.close()
+
+
+def test_reads_come_first_and_writes_take_turns_with_erasures(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     assert disk.run(TransferKind.WRITE, 0, 0)
 
     class SlowFence:
         def wait(self) -> None:
             # Until then, the others are queued behind this one.
-            while len(disk.file._reads) + len(disk.file._others) < 3:
-                time.sleep(0.0005)
+            file = disk.file
+            wait_until(lambda: (len(file._reads), len(file._writes), len(file._erasures)) == (1, 2, 3))
 
     transfers = [
         Transfer(kind, PageCopy(b"k", 0, None, b""), 1)
-        for kind in (TransferKind.READ, TransferKind.WRITE, TransferKind.ERASE, TransferKind.READ)
+        for kind in (TransferKind.READ, TransferKind.WRITE, TransferKind.WRITE, TransferKind.READ)
     ]
     fences = [SlowFence()]
     disk.memory.fence = lambda: fences.pop() if fences else HostAccelerator().fence()  # type: ignore[method-assign]
     for transfer in transfers:
         disk.file.start(transfer)
-    ended: list[Transfer] = []
-    while len(ended) < 4:
-        ended += [transfer for transfer, _ in disk.file.poll()]
-        time.sleep(0.0005)
-    assert ended == [transfers[index] for index in (0, 3, 1, 2)]
+    disk.file.erase([PageCopy(b"k", 1, None, b"")] * 3)
+    read, write, erase = TransferKind.READ, TransferKind.WRITE, TransferKind.ERASE
+    ended = [transfer for transfer, _ in disk.ended(7)]
+    assert [transfer.kind for transfer in ended] == [read, read, write, erase, write, erase, erase]
+    assert [transfer for transfer in ended if transfer.kind is not erase] == [transfers[at] for at in (0, 3, 1, 2)]
     disk.file.close()
+
+
+def test_erasing_many_pages_needs_one_lock_and_no_fence(disk: Disk) -> None:
+    disk.memory.fence = None  # type: ignore[method-assign,assignment]
+    disk.file.erase(PageCopy(b"%d" % number, number % 3, None, b"") for number in range(100))
+    assert all(is_done for _, is_done in disk.ended(100))
 
 
 def test_the_file_has_no_name(disk: Disk, tmp_path: Path) -> None:

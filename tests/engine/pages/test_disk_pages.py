@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.engine.pages import host_pages
 from loramux.engine.pages.disk_pages import FIRST_WAIT_S, DiskPages
+from loramux.engine.pages.page_index import PageCopy
 from loramux.engine.protocol.messages import DiskPageCounts, ForgetPrefixes, Unload
 from tests.engine.pages.test_host_pages import (
     LAYOUTS,
@@ -162,7 +162,7 @@ def purge_owner(simulation: Simulation) -> None:
 
 def forget_pages(simulation: Simulation) -> None:
     disk = simulation.prefixes.host.disk
-    moved = [*disk._index, *(transfer.page for transfer in disk._writing.values())]
+    moved = [*disk._index, *(one.page for one in (*disk._writing.values(), *disk._reading.values()))]
     for key in [page.key for page in moved]:
         simulation.prefixes.forget(key)
 
@@ -187,6 +187,23 @@ def test_pages_that_are_deleted_while_they_are_written_are_erased(delete: object
     assert ask(simulation, "again", PROMPT, "a") == 0
 
 
+def test_an_idle_engine_erases_pages_that_were_being_written_when_they_were_deleted() -> None:
+    simulation = disk_engine()
+    ask(simulation, "first", PROMPT)
+    evict_all(simulation)
+    simulation.disk.is_holding = True
+    host = simulation.prefixes.host
+    while host._evict_for(OWNER, to_disk=True):
+        continue
+    simulation.engine.forget_prefixes(b"gateway", ForgetPrefixes(call_id="f", isolation_keys=(OWNER,)))
+    assert simulation.engine.has_work
+    simulation.disk.is_holding = False
+    simulation.run()
+    assert len(host.free_slots) == host.num_slots
+    simulation.disk.poll()
+    assert simulation.disk.contents() == []
+
+
 @pytest.mark.parametrize("delete", [purge_adapter, purge_owner, forget_pages])
 def test_pages_that_are_deleted_while_they_are_read_are_not_used(delete: object) -> None:
     assert callable(delete)
@@ -201,6 +218,30 @@ def test_pages_that_are_deleted_while_they_are_read_are_not_used(delete: object)
     simulation.disk.is_holding = False
     assert answered(simulation, add) == 0
     assert simulation.disk.contents() == []
+
+
+def test_pages_whose_slots_on_disk_were_replaced_while_they_are_read_are_deleted() -> None:
+    for delete in (purge_adapter, purge_owner, forget_pages):
+        simulation = disk_engine(num_disk_pages=9)
+        ask(simulation, "first", PROMPT, "a")
+        evict_host_pages(simulation)
+        simulation.disk.is_holding = True
+        simulation.engine.add(b"gateway", simulation.make_add("again", PROMPT, 4, "a", isolation_key=OWNER))
+        for _ in range(4):
+            simulation.step()
+        host = simulation.prefixes.host
+        assert len(host.disk._reading) == 9
+        for number in range(9):
+            # They take the slots on disk of the pages that are being read.
+            slot = host._free.pop()
+            simulation.host_memory.fill(slot, [])
+            assert host.disk.write(PageCopy(b"%d" % number, slot, None, OTHER))
+        assert OWNER in host.owners()
+        delete(simulation)
+        assert OWNER not in host.owners()
+        simulation.disk.is_holding = False
+        host.poll()
+        assert (OWNER in host.owners(), len(host)) == (False, 0)
 
 
 def test_a_full_disk_replaces_the_least_recently_used_pages() -> None:
@@ -247,6 +288,61 @@ def test_others_run_while_a_sequence_waits_for_the_disk() -> None:
     assert not simulation.step()
     simulation.disk.is_holding = False
     assert answered(simulation, add) == 144
+
+
+@pytest.mark.parametrize("tier", ["default", "flex"])
+def test_sequences_that_wait_for_the_disk_leave_their_turns_to_others(tier: str) -> None:
+    simulation = asked()
+    simulation.disk.is_holding = True
+    adds = [
+        simulation.make_add(f"again {number}", PROMPT, 4, isolation_key=OWNER, service_tier="priority", share_key="p")
+        for number in range(simulation.scheduler.limits.max_sequences)
+    ]
+    for add in adds:
+        simulation.engine.add(b"gateway", add)
+    for _ in range(3):
+        simulation.step()
+    simulation.engine.add(b"gateway", simulation.make_add("other", tokens(40, 9), 4, service_tier=tier, share_key="o"))
+    for _ in range(10):
+        simulation.step()
+    assert list(simulation.finished) == ["first", "other"]
+    simulation.disk.is_holding = False
+    simulation.run()
+    assert [simulation.finished[add.sequence_id].cached_tokens for add in adds] == [144] * len(adds)
+
+
+def test_a_sequence_that_ends_while_it_waits_for_the_disk_gets_no_turn() -> None:
+    simulation = asked()
+    simulation.disk.is_holding = True
+    simulation.engine.add(b"gateway", simulation.make_add("again", PROMPT, 4, isolation_key=OWNER))
+    simulation.step()
+    [sequence] = simulation.scheduler.queue.sequences()
+    assert sequence.awaits_disk
+    simulation.scheduler.finish(sequence)
+    simulation.disk.is_holding = False
+    simulation.step()
+    assert (simulation.scheduler.has_work, simulation.scheduler.running) == (False, [])
+
+
+def test_pages_are_read_from_disk_beside_a_long_prompt() -> None:
+    simulation = simulate_engine(
+        num_pages=120,
+        adapters={},
+        max_model_len=MAX_LEN,
+        cache=LAYOUTS["whole"],
+        num_host_pages=200,
+        num_disk_pages=400,
+        max_batch_tokens=16,
+    )
+    ask(simulation, "first", PROMPT)
+    evict_host_pages(simulation)
+    simulation.engine.add(b"gateway", simulation.make_add("long", tokens(400, 7), 4, isolation_key=OTHER))
+    simulation.step()
+    simulation.engine.add(b"gateway", simulation.make_add("again", PROMPT, 1, isolation_key=OWNER))
+    for _ in range(4):
+        simulation.step()
+    assert simulation.finished["again"].cached_tokens == 144
+    assert "long" not in simulation.finished
 
 
 def test_a_sequence_does_not_wait_longer_for_the_disk_than_computing_takes() -> None:
@@ -340,18 +436,48 @@ def test_a_prefix_of_half_of_host_memory_or_more_is_read_in_part() -> None:
     assert ask(simulation, "again", tokens(400)) == (16 // 2 - 1) * 16
 
 
-def test_pages_that_make_room_for_others_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence has found the beginning of its prefix in host memory, and pages from disk take its place."""
-    simulation = disk_engine(num_host_pages=8)
-    ask(simulation, "first", PROMPT)
+@pytest.mark.parametrize(("num_host_pages", "num_tokens"), [(8, 150), (16, 400), (20, 400)])
+def test_the_end_of_a_prefix_does_not_replace_its_beginning(num_host_pages: int, num_tokens: int) -> None:
+    """The end of a prefix is evicted first, so the beginning fills host memory, and the end is on disk."""
+    simulation = disk_engine(num_pages=60, num_host_pages=num_host_pages)
+    ask(simulation, "first", tokens(num_tokens))
     evict_all_slowly(simulation)
-    assert (len(simulation.prefixes.host), counts_of(simulation).num_pages) == (7, 2)
-    # The sequence gives up at once.
-    monkeypatch.setattr(host_pages, "FIRST_WAIT_S", 0.0)
+    num_in_host = len(simulation.prefixes.host)
+    assert num_in_host == num_host_pages - max(1, num_host_pages // 8)
+    assert ask(simulation, "again", tokens(num_tokens)) == num_in_host * 16
+
+
+def test_a_sequence_without_room_for_its_pages_does_not_wait() -> None:
+    """The pages of three tenants on disk are more than host memory has room for."""
+    simulation = disk_engine(num_pages=100, num_host_pages=24)
+    for tenant in range(3):
+        ask(simulation, f"first {tenant}", tokens(150, tenant), isolation_key=b"%d" % tenant)
+        evict_host_pages(simulation)
+    for tenant in range(3):
+        add = simulation.make_add(f"again {tenant}", tokens(150, tenant), 4, isolation_key=b"%d" % tenant)
+        simulation.engine.add(b"gateway", add)
+    simulation.run()
+    assert [simulation.finished[f"again {tenant}"].cached_tokens for tenant in range(3)] == [144, 32, 0]
+    assert not simulation.prefixes.host.disk._wanted
+
+
+def test_pages_for_which_no_sequence_waits_any_longer_are_not_read() -> None:
+    simulation = disk_engine(num_pages=100, num_host_pages=24)
+    ask(simulation, "first", PROMPT)
+    evict_host_pages(simulation)
+    ask(simulation, "other", tokens(400, seed=1), isolation_key=OTHER)
+    evict_all_slowly(simulation)
     simulation.disk.is_holding = True
-    add = simulation.make_add("again", PROMPT, 4, isolation_key=OWNER)
-    simulation.engine.add(b"gateway", add)
-    assert answered(simulation, add) == 96
+    host = simulation.prefixes.host
+    pages = [page for page in host.disk._index if page.owner == OWNER]
+    wait = host.fetch(pages, [], 0, 144)
+    num_reading, num_wanted = len(host.disk._reading), len(host.disk._wanted)
+    assert num_reading + num_wanted == len(pages) == len(host.disk.awaited())
+    assert num_wanted > 0
+    simulation.clock.now = wait.until_s
+    host.poll()
+    assert not host.disk._wanted
+    assert len(host.disk.awaited()) == num_reading
 
 
 def test_a_preempted_sequence_resumes_from_disk() -> None:
