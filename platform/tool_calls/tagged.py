@@ -52,11 +52,9 @@ class TaggedCallParser(CallParser):
         call_end = tags.call_end("|".join([*map(re.escape, after), r"\Z"]))
         line = r"(?(line)\n)" if tags.has_lines else ""
         self._end_without_tag = re.compile(rf"(?P<line>\n)?{tags.next_argument(_MISSED_KEY)}{line}|{call_end}")
-        value_begin = (
-            rf"(?:{re.escape(tags.key_end)}{SPACE}*{_beginning(tags.value_begin)})?" if tags.value_begin else ""
-        )
+        cut_value = rf"{re.escape(tags.key_end)}{SPACE}*{_beginning(tags.value_begin)}"
         self._cut_end = re.compile(
-            rf"""\n?{re.escape(tags.key)}[^"<>\n]*(?:{value_begin}|{_beginning(tags.key_end)})\Z"""
+            rf"""\n?{re.escape(tags.key)}[^"<>\n]*(?:{cut_value}|{_beginning(tags.key_end)})\Z"""
             rf"|{re.escape(tags.end)}{SPACE}*(?:{'|'.join(map(_beginning, after))})\Z"
         )
 

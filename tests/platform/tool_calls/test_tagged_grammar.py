@@ -251,7 +251,7 @@ def test_arguments_that_tags_cannot_express_are_written_in_json(schema: dict[str
 def test_only_functions_within_the_limits_are_written_between_tags() -> None:
     almost = {"type": "object", "properties": dict([*NAMES.items()][:200]) | IN_JSON["a pattern"]["properties"]}
     wide, almost_wide = OfferedTool("wide", {"type": "object", "properties": NAMES}), OfferedTool("almost", almost)
-    narrow = OfferedTool("narrow", {"type": "object", "properties": {name: STRING for name in ("x", *[*NAMES][:60])}})
+    narrow = OfferedTool("narrow", {"type": "object", "properties": dict.fromkeys(("x", *[*NAMES][:60]), STRING)})
     rules = AnswerRules(calls=Calls("qwen3_coder", (wide, almost_wide, narrow), is_forced=True, is_parallel=False))
     grammar = checked_grammar("answer", msgspec.json.encode(rules).decode(), byte_vocabulary())
     for text in ("<tool_call>\n<function=wide>\n{", "<tool_call>\n<function=narrow>\n<parameter=x>"):
