@@ -105,7 +105,9 @@ def _with_properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     if "function" not in tool:
         return tool
     parameters = tool["function"].get("parameters") or {"type": "object"}
-    return {**tool, "function": {**tool["function"], "parameters": {"properties": {}, **parameters}}}
+    if "properties" in parameters:
+        return tool
+    return {**tool, "function": {**tool["function"], "parameters": {**parameters, "properties": {}}}}
 
 
 def _message(message: Mapping[str, Any], has_channels: bool) -> dict[str, Any]:

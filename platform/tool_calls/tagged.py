@@ -15,6 +15,7 @@ from loramux.platform.tool_calls.reader import (
     MAX_GAP,
     MAX_NAME_LENGTH,
     SPACE,
+    WHITESPACE,
     Malformed,
     Steps,
     is_function_name,
@@ -24,10 +25,10 @@ from loramux.platform.tool_calls.tags import GLM45, MINIMAX_M2, QWEN3_CODER, SEE
 _NAME = re.compile(r"""[^\s"<>]*""")
 _KEY = re.compile(r"""[^"<>\n]*""")
 _MISSED_KEY = rf"""(?P<name>[^"<>\n]{{1,{MAX_NAME_LENGTH}}})"""
-_MAX_END = MAX_NAME_LENGTH + 2 * MAX_GAP
+_MAX_END = MAX_NAME_LENGTH + 3 * MAX_GAP
 """Longest text that has to be read to see whether a value ends without its tag, in characters."""
 
-_IN_JSON = re.compile(r'\\(?:.|\Z)|["\n]')
+_IN_LITERAL = re.compile(r"""\\(?:.|\Z)|["'\n]""")
 
 
 class TaggedCallParser(CallParser):
@@ -45,14 +46,15 @@ class TaggedCallParser(CallParser):
         self._types: dict[tuple[str, str], frozenset[str] | None] = {}
         self._has: dict[tuple[str, str], bool] = {}
         self._tags = (tags.key, tags.key_end, tags.value_begin, tags.end)
-        self._stops = (tags.value_end, tags.key, tags.end)
+        self._stops = (tags.value_end, tags.missed_line + tags.key, tags.end)
         self._stop = re.compile("|".join(map(re.escape, self._stops)))
         after = tags.after_calls(self.markers, self.ends[0])
-        self._end_without_tag = re.compile(
-            tags.ends_without_tag(_MISSED_KEY, "|".join([*map(re.escape, after), r"\Z"]))
-        )
+        call_end = tags.call_end("|".join([*map(re.escape, after), r"\Z"]))
+        line = r"(?(line)\n)" if tags.has_lines else ""
+        self._end_without_tag = re.compile(rf"(?P<line>\n)?{tags.next_argument(_MISSED_KEY)}{line}|{call_end}")
+        cut_value = rf"{re.escape(tags.key_end)}{SPACE}*{_beginning(tags.value_begin)}"
         self._cut_end = re.compile(
-            rf"""{re.escape(tags.key)}[^"<>\n]*{_beginning(tags.key_end)}\Z"""
+            rf"""\n?{re.escape(tags.key)}[^"<>\n]*(?:{cut_value}|{_beginning(tags.key_end)})\Z"""
             rf"|{re.escape(tags.end)}{SPACE}*(?:{'|'.join(map(_beginning, after))})\Z"
         )
 
@@ -172,32 +174,41 @@ class TaggedCallParser(CallParser):
     ) -> Steps[None]:
         """Read the text of a value up to its end, and the tag there unless the model left it out. Raises Malformed.
 
-        With `can_quote`, a list or an object in JSON does not end within a string. Such a string contains no line
-        break, so a tag with a line break before or after it is the end nevertheless.
+        With `can_quote`, a list or an object in JSON or Python does not end within a string. Such a string contains no
+        line break. In case the model wrote a quote too many, a tag is the end nevertheless if a line break comes before
+        or after it, or if the next argument or the end of the call follows.
         """
         reader, tags = self._reader, self.tags
-        is_json = can_quote and (yield from reader.peek()) in ("[", "{")
-        is_quoted = is_escaped = False
+        is_literal: bool | None = None if can_quote else False
+        quote, is_escaped = "", False
 
         def pass_on(piece: str) -> None:
-            nonlocal is_quoted, is_escaped
-            marks = _IN_JSON.findall(piece, int(is_escaped)) if is_json else []
+            nonlocal is_literal, quote, is_escaped
+            if is_literal is None and (begin := piece.lstrip(WHITESPACE)[:1]):
+                is_literal = begin in "[{"
+            marks = _IN_LITERAL.findall(piece, int(is_escaped)) if is_literal else []
             is_escaped = marks[-1:] == ["\\"]
             for mark in marks:
-                if mark in ('"', "\n"):
-                    is_quoted = mark == '"' and not is_quoted
+                if mark in (quote, "\n"):
+                    quote = ""
+                elif not quote and mark in ('"', "'"):
+                    quote = mark
             on_piece(piece)
 
         while True:
             yield from reader.before(self._stop, self._stops, pass_on)
             if (yield from reader.literal(tags.value_end)):
-                if not is_quoted or (yield from reader.peek()) == "\n":
+                if not quote or (yield from reader.peek()) == "\n" or (yield from self._ends_without_tag(name, keys)):
                     return
                 on_piece(tags.value_end)
-            elif not is_quoted and (yield from self._ends_without_tag(name, keys)):
+                continue
+            has_line = reader.text.startswith("\n", reader.at)
+            is_end = (has_line or not quote) and (yield from self._ends_without_tag(name, keys))
+            if is_end and not (has_line and tags.has_lines):
                 return
-            else:
-                on_piece(reader.take(reader.at + 1))
+            pass_on(reader.take(reader.at + 1))
+            if is_end:
+                return
 
     def _ends_without_tag(self, name: str, keys: AbstractSet[str]) -> Steps[bool]:
         """Return whether a value ends here although its tag is missing: before an argument that the function has and

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from loramux.platform.tool_calls.argument_types import argument_types, json_argument, referenced
+from loramux.platform.tool_calls.argument_types import STRING, argument_types, json_argument, referenced
 from loramux.platform.tool_calls.lark_text import joined, literal, marker_parts, spelled, text_without_pattern
 from loramux.platform.tool_calls.reader import MAX_NAME_LENGTH
 from loramux.platform.tool_calls.tags import Tags
@@ -17,14 +17,15 @@ MAX_ARGUMENTS = 256
 """Maximum number of arguments of all functions of a request that are written between tags."""
 
 MAX_TEXTS = 1024
-"""Maximum number of an argument's values that are listed in a grammar."""
+"""Maximum number of values that are listed for all arguments of a request."""
 
-MAX_LENGTH = 1000
-"""Longest text that a grammar counts, in characters."""
+MAX_LENGTH = 100
+"""Maximum sum of the different lengths of texts that a grammar counts, in characters. The lexer has up to a hundred
+states for each character, which is half of `MAX_LEXER_STATES`."""
 
 MAX_CHARS = 128 * 1024
-"""Maximum number of characters of the schemas and patterns of all arguments that are written between tags. The
-definitions that an argument refers to count for each argument."""
+"""Maximum number of characters of the rules for all arguments that are written between tags. The definitions that an
+argument refers to count for each argument."""
 
 _MAX_ALTERNATIVES = 100
 
@@ -63,13 +64,32 @@ class _Length:
 _ANY_LENGTH = _Length(0, None)
 
 
+@dataclass(slots=True)
+class _Left:
+    """The parts of the limits that are left."""
+
+    arguments: int = MAX_ARGUMENTS
+    texts: int = MAX_TEXTS
+    length: int = MAX_LENGTH
+    chars: int = MAX_CHARS
+
+    def spend(self, *, arguments: int = 0, texts: int = 0, length: int = 0, chars: int = 0) -> None:
+        """Raise _Unwritable if more is spent than is left."""
+        self.arguments -= arguments
+        self.texts -= texts
+        self.length -= length
+        self.chars -= chars
+        if min(self.arguments, self.texts, self.length, self.chars) < 0:
+            raise _Unwritable
+
+
 class TaggedCalls:
     """Adds the rules of calls to `lines`, as long as they stay within the limits for a request."""
 
     def __init__(
         self, lines: list[str], tags: Tags, after: Collection[str], ids: Mapping[str, int], to_json: ToJson
     ) -> None:
-        """`after` are the texts that can come after a call: see `Tags.ends_without_tag`."""
+        """`after` are the texts that can come after a call: see `Tags.call_end`."""
         self._lines = lines
         self._tags = tags
         self._after = "|".join(map(re.escape, after))
@@ -77,8 +97,7 @@ class TaggedCalls:
         self._to_json = to_json
         self._line = '"\\n"?' if tags.is_compact else '"\\n"'
         self._value_end = ("\n" if tags.has_lines else "") + tags.value_end
-        self._num_left = MAX_ARGUMENTS
-        self._num_chars_left = MAX_CHARS
+        self._left = _Left()
         self._texts: dict[tuple[_Length, str | None], str] = {}
         self._any: str | None = None
 
@@ -89,13 +108,13 @@ class TaggedCalls:
         Arguments come in the order of the schema. Arguments that it does not name cannot be written, unless it has no
         `properties`.
         """
-        num_lines = len(self._lines)
+        num_lines, left, texts = len(self._lines), replace(self._left), dict(self._texts)
         try:
             return f"{self._line} {self._written(schema)}"
         except _Unwritable:
             # Rules that nothing uses would still be compiled.
             del self._lines[num_lines:]
-            self._texts = {key: one for key, one in self._texts.items() if key[1] is None}
+            self._left, self._texts = left, texts
             return None
 
     def _written(self, schema: Mapping[str, Any]) -> str:
@@ -113,9 +132,7 @@ class TaggedCalls:
             or not all(map(self._is_key, properties))
         ):
             raise _Unwritable
-        if len(properties) > self._num_left:
-            raise _Unwritable
-        self._num_left -= len(properties)
+        self._left.spend(arguments=len(properties))
         names = f"({'|'.join(map(re.escape, properties))})"
         found = []
         for name, one in properties.items():
@@ -126,7 +143,7 @@ class TaggedCalls:
     def _any_arguments(self) -> str:
         if self._any is None:
             key = self._add("KEY", r'/[^"<>\n]{1,64}/')
-            self._any = self._add("arguments", f"({self._argument(key, self._text(_ANY_LENGTH, None))})*")
+            self._any = self._add("any", f"({self._argument(key, self._text(_ANY_LENGTH, None))})*")
         return self._any
 
     def _is_key(self, name: str) -> bool:
@@ -139,7 +156,9 @@ class TaggedCalls:
         value_begin = f"{self._line} {spelled(tags.value_begin, ids)}" if tags.value_begin else ""
         line = literal("\n") if tags.has_lines else ""
         begin = f"{spelled(tags.key, ids)} {key} {spelled(tags.key_end, ids)} {value_begin} {line}"
-        return f"{begin} {value} {self._line}"
+        argument = f"{begin} {value} {self._line}"
+        self._left.spend(chars=len(argument))
+        return argument
 
     def _value(self, root: Mapping[str, Any], name: str, schema: Any, names: str) -> str:
         """Return the expression for a value of an argument, and the tag after it."""
@@ -150,13 +169,16 @@ class TaggedCalls:
             raise _Unwritable
         if "string" not in types:
             return f"{self._json(root, schema)} {spelled(self._value_end, self._ids)}"
-        length, texts, others = _alternatives(root, schema, types)
+        length, texts, others = self._alternatives(root, schema, types)
+        if any(map(self._has_tag, texts)):
+            raise _Unwritable
         if length is not None:
-            # The parser reads text that is JSON of another type as a value of that type.
-            if types - {"string"} != others:
+            # The parser reads text that is JSON of another type as a value of that type. Such text has its own length.
+            is_counted = length != _ANY_LENGTH
+            if types - {"string"} != others or (is_counted and types != STRING) or (is_counted and texts):
                 raise _Unwritable
             return self._text(length, names)
-        if not 0 < len(texts) <= MAX_TEXTS or "number" in others or any(map(self._has_tag, texts)):
+        if not texts or "number" in others:
             raise _Unwritable
         first, *rest = marker_parts(self._value_end, self._ids)
         if first in self._ids:
@@ -173,7 +195,6 @@ class TaggedCalls:
         if "$" in text and '"$ref"' in text:
             schema = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
             text = json.dumps(schema)
-        self._count(len(text))
         if _OTHER_REFERENCE.search(text):
             raise _Unwritable
         return self._add("value", self._to_json(schema))
@@ -184,47 +205,49 @@ class TaggedCalls:
         """
         key = (length, names)
         if key not in self._texts:
-            end = self._tags.ends_without_tag(names, self._after)
-            pattern = f"{re.escape(self._tags.value_end)}|{end}".replace("/", r"\/")
-            self._count(len(pattern))
+            tags = self._tags
+            ends = [re.escape(tags.value_end), tags.call_end(self._after)]
+            if names is not None:
+                ends.append((r"\n" if tags.missed_line else "") + tags.next_argument(names))
+            self._left.spend(length=max(length.least, length.most or 0))
+            pattern = "|".join(ends).replace("/", r"\/")
             text = self._add("ARGUMENT", text_without_pattern(pattern, length.repeats))
             ended = f"ENDED_{len(self._lines)}"
             self._texts[key] = joined(self._lines, ended, text, self._value_end, self._ids)
         return self._texts[key]
 
-    def _count(self, num_chars: int) -> None:
-        self._num_chars_left -= num_chars
-        if self._num_chars_left < 0:
-            raise _Unwritable
+    def _alternatives(
+        self, root: Mapping[str, Any], schema: Any, types: frozenset[str]
+    ) -> tuple[_Length | None, list[str], frozenset[str]]:
+        """Return the length of an argument's text, or None if the text must be one of those that come next, and the
+        types besides strings of which every value is allowed. `types` are the types of the argument.
+        """
+        length: _Length | None = None
+        texts: list[str] = []
+        others: set[str] = set()
+        for one in _flat(root, schema):
+            keys, kind = {*one} - _NOTES, one.get("type")
+            if keys - {"type"} in ({"enum"}, {"const"}):
+                values = [one["const"]] if "const" in one else one["enum"]
+                if not isinstance(values, list):
+                    raise _Unwritable
+                self._left.spend(texts=len(values))
+                texts += _listed(values, types, kind)
+            elif kind == "string" and keys <= {"type", "minLength", "maxLength"} and length is None:
+                length = _length(one.get("minLength", 0), one.get("maxLength"))
+            elif keys == {"type"} and kind in ("null", "boolean", "number"):
+                others.add(kind)
+                texts += _TEXTS_OF.get(kind, ())
+            else:
+                raise _Unwritable
+        return length, texts, frozenset(others)
 
     def _add(self, name: str, expression: str) -> str:
         """Add a rule or terminal, and return its name."""
+        self._left.spend(chars=len(expression))
         name = f"{name}_{len(self._lines)}"
         self._lines.append(f"{name}: {expression}")
         return name
-
-
-def _alternatives(
-    root: Mapping[str, Any], schema: Any, types: frozenset[str]
-) -> tuple[_Length | None, list[str], frozenset[str]]:
-    """Return the length of an argument's text, or None if the text is one of those that come next, and the types
-    besides strings of which every value is allowed. `types` are the types of the argument.
-    """
-    length: _Length | None = None
-    texts: list[str] = []
-    others: set[str] = set()
-    for one in _flat(root, schema):
-        keys, kind = {*one} - _NOTES, one.get("type")
-        if keys - {"type"} in ({"enum"}, {"const"}):
-            texts += _listed([one["const"]] if "const" in one else one["enum"], types, kind)
-        elif kind == "string" and keys <= {"type", "minLength", "maxLength"} and length is None:
-            length = _length(one.get("minLength", 0), one.get("maxLength"))
-        elif keys == {"type"} and kind in ("null", "boolean", "number"):
-            others.add(kind)
-            texts += _TEXTS_OF.get(kind, ())
-        else:
-            raise _Unwritable
-    return length, texts, frozenset(others)
 
 
 def _flat(root: Mapping[str, Any], schema: Any) -> list[Mapping[str, Any]]:
@@ -249,10 +272,8 @@ def _flat(root: Mapping[str, Any], schema: Any) -> list[Mapping[str, Any]]:
     raise _Unwritable
 
 
-def _listed(values: Any, types: frozenset[str], kind: Any) -> list[str]:
+def _listed(values: list[Any], types: frozenset[str], kind: Any) -> list[str]:
     """Return the texts that the parser reads as these values. `kind` is the schema's `type`, or None."""
-    if not isinstance(values, list) or len(values) > MAX_TEXTS:
-        raise _Unwritable
     texts = []
     for value in values:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -33,16 +33,23 @@ class Tags:
         """Return the texts that can come after a call, for a format with these markers around a block of calls."""
         return sorted({*markers, self.begin, block_end} - {"", self.end})
 
-    def ends_without_tag(self, names: str | None, after: str) -> str:
-        """Return the pattern of the texts that end a value whose `value_end` the model left out.
-
-        These are the next argument, whose name matches the pattern `names`, and the end of the call. That counts only
-        before a text that matches the pattern `after`, because a value can contain it.
+    @property
+    def missed_line(self) -> str:
+        """The text that must come before `next_argument` where the model left out `value_end`. A value can mention the
+        tags within a line.
         """
-        call_end = f"{re.escape(self.end)}{SPACE}{{0,{MAX_GAP}}}({after})"
-        if names is None:
-            return call_end
-        return f"{re.escape(self.key)}{names}{re.escape(self.key_end)}|{call_end}"
+        return "" if self.is_compact else "\n"
+
+    def next_argument(self, names: str) -> str:
+        """Return the pattern of the beginning of an argument, whose name matches the pattern `names`."""
+        begin = f"{re.escape(self.key)}{names}{re.escape(self.key_end)}"
+        return begin + (f"{SPACE}{{0,{MAX_GAP}}}{re.escape(self.value_begin)}" if self.value_begin else "")
+
+    def call_end(self, after: str) -> str:
+        """Return the pattern of the end of a call. It counts only before a text that matches the pattern `after`,
+        because a value can contain it.
+        """
+        return f"{re.escape(self.end)}{SPACE}{{0,{MAX_GAP}}}({after})"
 
 
 QWEN3_CODER = Tags("<function=", ">", "<parameter=", ">", "</parameter>", "</function>", has_lines=True)

@@ -103,6 +103,14 @@ def test_functions_without_arguments_are_shown_by_templates_that_read_their_prop
     assert template.render([{"role": "user", "content": "Hi"}], tools=tools) == "f() f() f() f(a: string) "
 
 
+def test_templates_that_read_properties_show_schemas_as_they_were_written() -> None:
+    source = "{% for one in tools %}{{ one.function.parameters.properties | length }}{{ one | tojson }}{% endfor %}"
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    template = ChatTemplate({"default": source}, {})
+    assert template.render([{"role": "user", "content": "Hi"}], tools=[tool]) == f"1{json.dumps(tool)}"
+
+
 def test_features_of_the_base_come_from_the_template_for_each_request() -> None:
     tool_use = "{{ messages[0].content }}{{ tools | tojson }}{{ messages | tojson }}"
     template = ChatTemplate({"default": "{{ messages[0].content }}", "tool_use": tool_use}, {})

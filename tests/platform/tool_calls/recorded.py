@@ -373,6 +373,37 @@ RECORDED = {
         (("edit", '{"edits": "[\\"]", "path": "a"}'),),
         EDIT,
     ),
+    "qwen3_coder: another argument's tag within a line": Recorded(
+        "qwen3_coder",
+        "<function=order>\n<parameter=code>\na <parameter=count> b\n<parameter=count> c\n</parameter>\n"
+        "<parameter=count>\n5\n</parameter>\n</function>",
+        "",
+        (("order", '{"code": "a <parameter=count> b\\n<parameter=count> c", "count": 5}'),),
+        ORDER,
+    ),
+    "seed_oss: another argument's tag within a line": Recorded(
+        "seed_oss",
+        "<seed:tool_call><function=order><parameter=code>a <parameter=count> b</parameter>"
+        "<parameter=count>5</parameter></function>",
+        "",
+        (("order", '{"code": "a <parameter=count> b", "count": 5}'),),
+        ORDER,
+    ),
+    "qwen3_coder: a list with a quote too many on one line": Recorded(
+        "qwen3_coder",
+        '<function=edit><parameter=edits>["]</parameter><parameter=path>a</parameter></function>',
+        "",
+        (("edit", '{"edits": "[\\"]", "path": "a"}'),),
+        EDIT,
+    ),
+    "seed_oss: tags in strings of Python, after a line break": Recorded(
+        "seed_oss",
+        "<seed:tool_call><function=edit><parameter=edits>\n['</parameter>\"', \"'</parameter>\"]</parameter>"
+        "<parameter=path>a</parameter></function>",
+        "",
+        (("edit", '{"edits": ["</parameter>\\"", "\'</parameter>"], "path": "a"}'),),
+        EDIT,
+    ),
     "seed_oss: a list with a quote too many": Recorded(
         "seed_oss",
         '<seed:tool_call><function=edit><parameter=edits>["]</parameter>\n<parameter=path>a</parameter></function>',
@@ -382,7 +413,7 @@ RECORDED = {
     ),
     "seed_oss: missing tags": Recorded(
         "seed_oss",
-        "<seed:tool_call>\n<function=order>\n<parameter=code>a<parameter=count>5</function>\n<function=now>\n"
+        "<seed:tool_call>\n<function=order>\n<parameter=code>a\n<parameter=count>5</function>\n<function=now>\n"
         "</function>\n</seed:tool_call>",
         "",
         (("order", '{"code": "a", "count": 5}'), ("now", "{}")),
@@ -412,6 +443,30 @@ RECORDED = {
         (("order", '{"code": "a", "count": 5}'), ("now", "{}")),
         ORDER,
     ),
+    "glm45: another argument's name in a value": Recorded(
+        "glm45",
+        "<tool_call>order<arg_key>code</arg_key><arg_value>see <arg_key>count</arg_key> b</arg_value>"
+        "<arg_key>count</arg_key><arg_value>5</arg_value></tool_call>",
+        "",
+        (("order", '{"code": "see <arg_key>count</arg_key> b", "count": 5}'),),
+        ORDER,
+    ),
+    "glm45: quotes in strings of Python": Recorded(
+        "glm45",
+        "<tool_call>edit<arg_key>edits</arg_key><arg_value>['5\" pipe']</arg_value>"
+        "<arg_key>path</arg_key><arg_value>a</arg_value></tool_call>",
+        "",
+        (("edit", '{"edits": ["5\\" pipe"], "path": "a"}'),),
+        EDIT,
+    ),
+    "glm45: a list with a quote too many": Recorded(
+        "glm45",
+        '<tool_call>edit<arg_key>edits</arg_key><arg_value>["]</arg_value>'
+        "<arg_key>path</arg_key><arg_value>a</arg_value></tool_call>",
+        "",
+        (("edit", '{"edits": "[\\"]", "path": "a"}'),),
+        EDIT,
+    ),
     "glm45: on one line": Recorded(
         "glm45",
         "<tool_call>order<arg_key>code</arg_key><arg_value>a < b\n</arg_value></tool_call>",
@@ -424,7 +479,7 @@ RECORDED = {
     ),
     "minimax_m2: missing tags": Recorded(
         "minimax_m2",
-        '<minimax:tool_call>\n<invoke name="order">\n<parameter name="code">a<parameter name="count">5\n</invoke>\n'
+        '<minimax:tool_call>\n<invoke name="order">\n<parameter name="code">a\n<parameter name="count">5\n</invoke>\n'
         "</minimax:tool_call>",
         "",
         (("order", '{"code": "a", "count": 5}'),),

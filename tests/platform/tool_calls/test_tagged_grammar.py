@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
-from loramux.engine.constraints.limits import parser_limits
+from loramux.engine.constraints.limits import MAX_LEXER_STATES, parser_limits
 from loramux.platform.grammars.check import checked_grammar
 from loramux.platform.tool_calls.call_syntax import SYNTAXES
 from loramux.platform.tool_calls.events import ArgumentsEvent
@@ -126,7 +126,8 @@ REFUSED = {
     "a list that is open": [("city", "Rome"), ("count", "5"), ("flags", "[true")],
     "an object that lacks a member": [("city", "Rome"), ("count", "5"), ("address", "{}")],
     "a tag in a value": [("city", "Rome"), ("note", "a</parameter>"), ("count", "5")],
-    "an argument in a value": [("city", "Rome"), ("note", "a<parameter=count>\n9"), ("count", "5")],
+    "an argument in a value": [("city", "Rome"), ("note", "a\n<parameter=count>\n9"), ("count", "5")],
+    "an argument at the end of a value": [("city", "Rome"), ("note", "a\n<parameter=count>"), ("count", "5")],
     "the end of the call in a value": [("city", "Rome"), ("note", "a</function>\n</tool_call>"), ("count", "5")],
 }
 
@@ -137,7 +138,15 @@ def test_calls_against_the_schema_are_refused(arguments: list[tuple[str, str]]) 
 
 
 def test_texts_that_only_resemble_tags_are_accepted() -> None:
-    for note in ("</function>", "<parameter=other>", "</parameter", "<tool_call>", "</tool_call>\n", "None"):
+    for note in (
+        "</function>",
+        "<parameter=other>",
+        "</parameter",
+        "<tool_call>",
+        "</tool_call>\n",
+        "a <parameter=count>",
+        "None",
+    ):
         call = call_of(("city", "Rome"), ("note", note), ("count", "5"))
         assert accepts(grammar_of(ORDER), call)
         assert arguments_in(call, "qwen3_coder", ORDER, 1)["note"] == (None if note == "None" else note)
@@ -150,7 +159,41 @@ def test_names_can_have_any_characters(name: str) -> None:
     call = call_of((name, "y"), ("x", "z"))
     assert accepts(grammar, call)
     assert arguments_in(call, "qwen3_coder", schema, 5) == {name: "y", "x": "z"}
-    assert not accepts(grammar, call_of((name, "y"), ("x", f"<parameter={name}>")))
+    assert not accepts(grammar, call_of((name, "y"), ("x", f"\n<parameter={name}>")))
+
+
+def test_text_can_mention_the_names_of_arguments() -> None:
+    note = "see <arg_key>count</arg_key> b"
+    call = call_of(("city", "Rome"), ("note", note), ("count", "5"), format_name="glm45")
+    assert accepts(grammar_of(ORDER, "glm45"), call)
+    assert arguments_in(call, "glm45", ORDER, 1)["note"] == note
+    missed = "a<arg_key>count</arg_key>\n<arg_value>"
+    assert not accepts(
+        grammar_of(ORDER, "glm45"), call_of(("city", "Rome"), ("note", missed), ("count", "5"), format_name="glm45")
+    )
+
+
+@pytest.mark.parametrize("length", [{"maxLength": MAX_LENGTH}, {"minLength": MAX_LENGTH}], ids=["max", "min"])
+def test_the_longest_text_that_is_counted_needs_few_states_of_the_lexer(length: dict[str, Any]) -> None:
+    names = ("x", *(f"name_{index}" for index in range(20)))
+    grammar = grammar_of({"properties": {name: {"type": "string", **length} for name in names}})
+    text = "</function>\n <parameter=name </b> é\n<parameter=name"
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES // 2)
+    matcher = LLMatcher(byte_vocabulary(), grammar, limits=limits, log_level=0)
+    for token in call_of(("x", (text * 3)[:MAX_LENGTH])).encode():
+        matcher.compute_bitmask()
+        assert matcher.consume_token(token), matcher.get_error()
+
+
+def test_functions_can_come_in_any_order() -> None:
+    loose = {"type": "object"}
+    in_json = {"type": "object", "properties": {"x": {"type": "string", "pattern": "^a"}}}
+    for at in range(8):
+        schemas = [loose, *[{**loose, "properties": {}}] * 6]
+        schemas.insert(at, in_json)
+        tools = tuple(OfferedTool(f"f{index}", schema) for index, schema in enumerate(schemas))
+        rules = AnswerRules(calls=Calls("qwen3_coder", tools, is_forced=True, is_parallel=False))
+        checked_grammar("answer", msgspec.json.encode(rules).decode(), byte_vocabulary())
 
 
 def test_function_that_states_no_properties_takes_any_arguments() -> None:
@@ -160,7 +203,8 @@ def test_function_that_states_no_properties_takes_any_arguments() -> None:
     assert accepts(grammar_of({"properties": {}}), call_of())
 
 
-STRING, NAMES = {"type": "string"}, {f"name_{index}": {"type": "string"} for index in range(MAX_ARGUMENTS + 1)}
+STRING, SHORT = {"type": "string"}, {"type": "string", "maxLength": 3}
+NAMES = {f"name_{index}": {"type": "string"} for index in range(MAX_ARGUMENTS + 1)}
 IN_JSON = {
     "a pattern": {"properties": {"x": {"type": "string", "pattern": "^a"}}},
     "a format": {"properties": {"x": {"type": "string", "format": "date"}}},
@@ -176,8 +220,20 @@ IN_JSON = {
     "a reference to another place": {"properties": {"x": {"type": "integer"}, "l": {"items": {"$ref": "#"}}}},
     "two kinds of strings": {"properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [STRING, STRING]}}},
     "too many arguments": {"properties": NAMES},
-    "too many texts": {"properties": {"x": {"enum": [f"{index}" for index in range(MAX_TEXTS + 1)]}}},
+    "too many texts": {"properties": {"x": {"enum": [f"v{index}" for index in range(MAX_TEXTS + 1)]}}},
+    "too many texts of all arguments": {
+        "properties": {f"x{index}": {"$ref": "#/$defs/x"} for index in range(3)},
+        "$defs": {"x": {"enum": [f"v{index}" for index in range(MAX_TEXTS // 2)]}},
+    },
+    "texts that are too long": {
+        "properties": {f"x{index}": {"$ref": "#/$defs/x"} for index in range(20)},
+        "$defs": {"x": {"enum": ["x" * 9_000]}},
+    },
+    "a string with a length, or null": {"properties": {"x": {"anyOf": [SHORT, {"type": "null"}]}}},
+    "a string with a length, or another text": {"properties": {"x": {"anyOf": [SHORT, {"enum": ["other"]}]}}},
+    "any string, or one with a tag": {"properties": {"x": {"anyOf": [STRING, {"enum": ["</parameter>"]}]}}},
     "too long a text": {"properties": {"x": {"type": "string", "maxLength": MAX_LENGTH + 1}}},
+    "too long texts of several lengths": {"properties": {"x": SHORT, "y": {"type": "string", "maxLength": MAX_LENGTH}}},
     "too much": {
         "properties": {f"x{index}": {"type": "array", "items": {"$ref": "#/$defs/x"}} for index in range(20)},
         "$defs": {"x": {"enum": ["x" * 9_000]}},
@@ -193,9 +249,10 @@ def test_arguments_that_tags_cannot_express_are_written_in_json(schema: dict[str
 
 
 def test_only_functions_within_the_limits_are_written_between_tags() -> None:
-    wide = OfferedTool("wide", {"type": "object", "properties": NAMES})
-    narrow = OfferedTool("narrow", {"type": "object", "properties": {"x": {"type": "string"}}})
-    rules = AnswerRules(calls=Calls("qwen3_coder", (wide, narrow), is_forced=True, is_parallel=False))
+    almost = {"type": "object", "properties": dict([*NAMES.items()][:200]) | IN_JSON["a pattern"]["properties"]}
+    wide, almost_wide = OfferedTool("wide", {"type": "object", "properties": NAMES}), OfferedTool("almost", almost)
+    narrow = OfferedTool("narrow", {"type": "object", "properties": dict.fromkeys(("x", *[*NAMES][:60]), STRING)})
+    rules = AnswerRules(calls=Calls("qwen3_coder", (wide, almost_wide, narrow), is_forced=True, is_parallel=False))
     grammar = checked_grammar("answer", msgspec.json.encode(rules).decode(), byte_vocabulary())
     for text in ("<tool_call>\n<function=wide>\n{", "<tool_call>\n<function=narrow>\n<parameter=x>"):
         matcher = LLMatcher(byte_vocabulary(), grammar, limits=parser_limits(), log_level=0)
