@@ -73,7 +73,12 @@ def validate_files(
         with checks.check("modules"):
             names = with_stacked_names(current_names(file.header.tensors), parsed, target)
             of_drafter = _of_drafter(file, names, target)
-            ignored = sorted(name for name in file.header.tensors if is_ignored(name) and name not in of_drafter)
+            # Packing decides by the current names, too.
+            ignored = sorted(
+                original
+                for name, original in names.originals.items()
+                if is_ignored(name) and original not in of_drafter
+            )
             unused = _of_modules(names, unused_projections(target))
             entries = _used(file, names, [*ignored, *unused])
             places = places_in_file(target, _modules(entries))
@@ -255,7 +260,7 @@ def _of_drafter(file: TensorFile, names: TensorNames, target: PackTarget) -> set
             names.originals.get(name) for name in (place.b_name, place.a_name, place.magnitude_name, place.bias_name)
         ]
         # PEFT makes tensors for MiMo's head, but does not train them: each B is zero, and they would only take pages.
-        if tensors[0] is None or not is_ignored(tensors[0]) or file.float32(tensors[0]).any():
+        if tensors[0] is None or not is_ignored(place.b_name) or file.float32(tensors[0]).any():
             found.update(name for name in tensors if name is not None)
     return found
 
@@ -273,7 +278,8 @@ def _modules(entries: Mapping[str, TensorEntry]) -> set[str]:
 def _check_tied(file: TensorFile, entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]) -> None:
     """Check that the LoRA of the head is the transposed LoRA of the embedding, as it is in PEFT's tied modules."""
     outer = {module.key: module for module in expected if module.layer is None}
-    if len(outer) < 2:
+    # PEFT ties only these two, not the modules of a head for drafts.
+    if EMBEDDING not in outer or HEAD not in outer:
         return
     embedding, head = outer[EMBEDDING], outer[HEAD]
     for of_embedding, of_head in ((embedding.a_name, head.b_name), (embedding.b_name, head.a_name)):
