@@ -22,6 +22,7 @@ from loramux.adapter_store.formats.packed.fp8 import not_in_fp8
 from loramux.adapter_store.formats.packed.invocation_tokens import INVOCATION_KEY
 from loramux.adapter_store.formats.packed.module_places import (
     A_SUFFIX,
+    BIAS_SUFFIX,
     MAGNITUDE_SUFFIX,
     TENSOR_PREFIX,
     ModulePlace,
@@ -386,6 +387,15 @@ def _check_names(
             "unexpected_tensor",
             "the base has no bias that PEFT would replace with this tensor",
             entries[min(biases)].name,
+        )
+    of_drafter = [
+        name for name in unexpected if name.endswith((MAGNITUDE_SUFFIX, BIAS_SUFFIX)) and module_of(name) in of_head
+    ]
+    if of_drafter:
+        raise AdapterRejected(
+            "unexpected_tensor",
+            "the LoRA of the head for drafts must be plain, without magnitudes of DoRA and without biases",
+            entries[min(of_drafter)].name,
         )
     magnitudes = [name for name in unexpected if name.endswith(MAGNITUDE_SUFFIX)]
     if magnitudes and not any(name.endswith(MAGNITUDE_SUFFIX) for name in wanted):

@@ -169,8 +169,6 @@ def save(drafter: Mapping[str, Lora], adapter: Path, out: Path) -> None:
     shutil.copytree(adapter, out)
     config_file, tensors_file = out / "adapter_config.json", out / "adapter_model.safetensors"
     config, tensors = json.loads(config_file.read_text()), load_file(tensors_file)
-    if config.get("lora_bias"):
-        raise SystemExit("this script does not train the biases of an adapter with lora_bias")
     ranks, alphas = {}, {}
     for name, lora in drafter.items():
         key, rank = f"{PREFIX}.{name}", len(lora.A)
@@ -178,9 +176,6 @@ def save(drafter: Mapping[str, Lora], adapter: Path, out: Path) -> None:
         ranks[key], alphas[key] = rank, rank**0.5 if config.get("use_rslora") else rank
         tensors[f"base_model.model.{key}.lora_A.weight"] = lora.A.contiguous()
         tensors[f"base_model.model.{key}.lora_B.weight"] = lora.B.contiguous()
-        if config.get("use_dora"):
-            magnitude = (lora.layer.weight + lora.B @ lora.A).norm(dim=1)
-            tensors[f"base_model.model.{key}.lora_magnitude_vector"] = magnitude
     config["rank_pattern"] = ranks | (config.get("rank_pattern") or {})
     config["alpha_pattern"] = alphas | (config.get("alpha_pattern") or {})
     save_file(tensors, tensors_file)

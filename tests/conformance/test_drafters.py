@@ -89,9 +89,6 @@ def corrected(head: Tensors, drafter: Tensors, names: DraftHeadNames, scale: flo
     for a_name in [name for name in drafter if name.endswith("lora_A.weight")]:
         module = a_name.removeprefix(prefix).removesuffix(".lora_A.weight")
         weight = head[f"{module}.weight"] + scale * (drafter[drafter_names(names, module)[1]] @ drafter[a_name])
-        magnitude = drafter.get(f"{prefix}{module}.lora_magnitude_vector")
-        if magnitude is not None:
-            weight = weight * (magnitude / weight.norm(dim=1))[:, None]
         merged[f"{module}.weight"] = weight
     return merged
 
@@ -101,7 +98,7 @@ def corrected(head: Tensors, drafter: Tensors, names: DraftHeadNames, scale: flo
 def test_drafters_change_the_heads_logits_of_their_own_rows_only(
     family: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of the base and of adapters with and without a drafter, of any rank, with rsLoRA or DoRA."""
+    """A batch of the base and of adapters with and without a drafter, of any rank, with rsLoRA or beside DoRA."""
     subject = make_subject(family, tmp_path, PLANS, SMALL_SHAPE)
     made = Made(subject, add_head(subject.directory), tmp_path / "adapters")
     names, head = made.names, head_tensors(subject.directory)
@@ -109,9 +106,6 @@ def test_drafters_change_the_heads_logits_of_their_own_rows_only(
     pattern = {f"{names.prefix}.{module}": 5 for module in made.modules()}
     made.add("r8", "random", of_r8, rank_pattern=pattern, alpha_pattern=dict.fromkeys(pattern, 5.0))
     of_d4 = random_drafter(names, made.modules(), 4)
-    for module in made.modules():
-        size = head[f"{module}.weight"].norm(dim=1)
-        of_d4[f"base_model.model.{names.prefix}.{module}.lora_magnitude_vector"] = size * 1.3
     made.add("d4", "random", of_d4)
     heads = {
         None: head,

@@ -15,10 +15,10 @@ from loramux.adapter_store.errors import AdapterCorrupt
 from loramux.adapter_store.formats.packed.canonical import write_canonical
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packed_file import read_packed, write_packed
-from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack, rows_of_part
+from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.report import Report
 from loramux.adapter_store.validation.validation import validate_files
-from loramux.kernels.layout import AFFINE, LinearShape
+from loramux.kernels.layout import LinearShape
 from tests.adapter_store.adapter_files import AdapterMaker
 from tests.adapter_store.small_base import HIDDEN, NUM_LAYERS, OUTER_MODULES, make_target
 from tests.adapter_store.validation.test_validation import assert_refused
@@ -140,31 +140,26 @@ def test_untrained_tensors_are_ignored_under_names_of_any_style(
 def test_an_ignored_bias_of_mimos_head_does_not_change_the_drafter(
     bias: np.ndarray[Any, Any], make_adapter: Any, tmp_path: Path
 ) -> None:
-    key = f"base_model.model.{MIMO}.self_attn.q_proj"
     files = make_adapter(rank=RANK, lora_bias=True)
-    files.tensors |= tensors_of(MIMO, "self_attn.q_proj", HIDDEN) | {f"{key}.lora_B.bias": np.ones(HIDDEN, np.float32)}
+    files.tensors |= tensors_of(MIMO, "self_attn.q_proj", HIDDEN)
     _, expected = packed(files, with_head(MIMO), tmp_path / "plain")
-    files.tensors[f"{key}.base_layer.bias"] = bias
+    files.tensors[f"base_model.model.{MIMO}.self_attn.q_proj.base_layer.bias"] = bias
     report, found = packed(files, with_head(MIMO), tmp_path / "with")
     assert [warning.code for warning in report.warnings] == ["other_parts_ignored"]
     np.testing.assert_array_equal(found.payload, expected.payload)
 
 
+@pytest.mark.parametrize(("kind", "suffix"), [("use_dora", "lora_magnitude_vector"), ("lora_bias", "lora_B.bias")])
 @pytest.mark.parametrize("prefix", [MIMO, GLM])
-def test_with_lora_bias_a_drafter_has_biases_too(prefix: str, make_adapter: Any, tmp_path: Path) -> None:
-    target, key = with_head(prefix), f"base_model.model.{prefix}.proj"
-    files = make_adapter(rank=RANK, lora_bias=True)
+def test_a_drafter_is_a_plain_lora_in_any_adapter(prefix: str, kind: str, suffix: str, make_adapter: Any) -> None:
+    """So packing needs no weights of the head, which the files of a base may lack."""
+    target, vector = with_head(prefix), f"base_model.model.{prefix}.proj.{suffix}"
+    files = make_adapter(rank=RANK, **{kind: True})
     files.tensors |= tensors_of(prefix)
-    assert_refused(files.config_bytes, files.tensor_bytes, target, "missing_tensor", f"{key}.lora_B.bias")
-    files.tensors[f"{key}.lora_B.bias"] = np.arange(HIDDEN, dtype=np.float32)
-    _, found = packed(files, target, tmp_path / "canonical")
-    [index] = np.flatnonzero(found.layout.outer_ranks)
-    _, offsets = found.layout.rank_and_offsets(None, index)
-    shape = target.all_outer_modules[index]
-    stream = found.payload[: found.layout.num_outer_pages].view(np.float32).reshape(-1)
-    gain, shift = rows_of_part(stream, shape, AFFINE, 2, offsets[AFFINE], target, None)
-    np.testing.assert_array_equal(gain, 0)
-    np.testing.assert_array_equal(shift, 2 * np.arange(HIDDEN))
+    report = validate_files(files.config_bytes, files.tensor_bytes, target)
+    assert "drafter" in report.features
+    files.tensors[vector] = np.ones(HIDDEN, np.float32)
+    assert_refused(files.config_bytes, files.tensor_bytes, target, "unexpected_tensor", vector)
 
 
 def test_ensure_weight_tying_does_not_tie_a_drafter() -> None:
