@@ -154,8 +154,8 @@ def tensor_warnings(ignored: Sequence[str], unused: Sequence[str], rounded: Sequ
     found = (
         (
             "other_parts_ignored",
-            "these tensors are not used: they belong to a part other than the text decoder, or to a head for drafts that "
-            "the base lacks or that was not trained",
+            "these tensors are not used: they belong to a part other than the text decoder, or to a head for drafts "
+            "that the base lacks or that was not trained",
             of_other_parts,
         ),
         ("training_state_ignored", "these tensors are used only in training", of_training),

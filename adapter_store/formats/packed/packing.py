@@ -55,8 +55,8 @@ class PackedAdapter:
 
     `scales` is float32 `[num_layers, num_modules]` and `outer_scales` float32 `[len(all_outer_modules)]`, 0 for an
     absent module. `payload` is uint8 `[num_pages, num_layers, page_bytes]`. With `E` elements per layer in a page,
-    element `e` of layer `l`'s stream is `payload.view(dtype)[e // E, l, e % E]`. Element `e` of the outer modules' stream
-    is element `e` of the first `layout.num_outer_pages` pages. Padding is zero. `base` is the fingerprint of the base's
+    element `e` of layer `l`'s stream is `payload.view(dtype)[e // E, l, e % E]`. Element `e` of the outer stream is
+    element `e` of the first `layout.num_outer_pages` pages. Padding is zero. `base` is the fingerprint of the base's
     weights if the payload depends on them, or None.
     """
 
