@@ -278,6 +278,22 @@ def test_a_drafter_whose_logits_are_not_finite_only_ends_its_drafts(
     assert stats.drafts.head_tokens > 0
 
 
+def test_a_prefix_before_an_activation_is_computed_without_the_drafter(made: Made) -> None:
+    """So another model can continue it: also with `share_base_cache`, which activates adapters late."""
+    assembled = made.subject.assemble(speculate="head")
+    prompt = tuple(range(2, 60))
+    ask = partial(Add, prompt=prompt, max_tokens=9, sampling=GREEDY, isolation_key=b"one")
+    activated = ask(sequence_id="a", digest=made.subject.digests["r1+NaN"], activation=len(prompt) - 2)
+    answers_of(assembled.engine, [activated])
+    assert assembled.engine.stats(StatsRequest(call_id="")).drafts.head_tokens == 0
+    [answer] = answers_of(assembled.engine, [ask(sequence_id="b")]).values()
+    stats = assembled.engine.stats(StatsRequest(call_id=""))
+    assembled.close()
+    assert answer.end is not None
+    assert answer.end.cached_tokens == 48
+    assert stats.drafts.head_tokens > 0
+
+
 def test_workers_get_no_drafters(made: Made) -> None:
     model, size = ModelConfig.load(made.subject.directory), 2
     own = pack_target(worker_config(model, size), "float32")
