@@ -335,10 +335,6 @@ class AdapterLayout:
         num_ids = 0 if count >= trained_rows_of(module)[0] else count
         return range(begin * geometry.adapter_itemsize, (first_id + num_ids) * ID_BYTES)
 
-    @property
-    def max_rank(self) -> int:
-        return max(int(self.ranks.max(initial=0)), int(self.outer_ranks.max(initial=0)))
-
 
 def adapter_layout(
     geometry: PageGeometry,

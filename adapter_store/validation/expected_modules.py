@@ -80,6 +80,9 @@ def expected_modules(
         rank = ranks.value(name, trained_name, config.rank)
         scale = _scale(config, alphas.value(name, trained_name, config.alpha), rank)
         vector_name = place.magnitude_name if config.use_dora else place.bias_name if config.lora_bias else None
+        if place.is_draft:
+            # Magnitudes need weights of the head, which the base may lack even if `config.json` names the head.
+            vector_name = None
         if config.lora_bias and place.shape.is_embedding:
             raise AdapterRejected("unsupported_config", "PEFT does not support lora_bias for embeddings", "lora_bias")
         facts = {field.name: getattr(place, field.name) for field in fields(place)}

@@ -152,7 +152,12 @@ def tensor_warnings(ignored: Sequence[str], unused: Sequence[str], rounded: Sequ
     of_training = [name for name in ignored if is_of_training(name)]
     of_other_parts = [name for name in ignored if not is_of_training(name)]
     found = (
-        ("other_parts_ignored", "loramux serves only the text decoder, so these tensors are not used", of_other_parts),
+        (
+            "other_parts_ignored",
+            "these tensors are not used: they belong to a part other than the text decoder, or to a head for drafts "
+            "that the base lacks or that was not trained",
+            of_other_parts,
+        ),
         ("training_state_ignored", "these tensors are used only in training", of_training),
         (
             "shared_layers_ignored",

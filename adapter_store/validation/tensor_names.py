@@ -57,7 +57,7 @@ _NAME = re.compile(
     |
         (?P<module>embed_tokens|lm_head)(?P<suffix>{_OUTER_SUFFIXES})
     |
-        (?P<own>layers\.[0-9]{{1,4}}\.[a-z0-9_.]+|[a-z_]*norm|lm_head)(?P<tail>{_OWN_SUFFIXES})
+        (?P<own>(?:mtp_)?layers\.[0-9]{{1,4}}\.[a-z0-9_.]+|[a-z_]*norm|lm_head)(?P<tail>{_OWN_SUFFIXES})
     )
     """,
     re.VERBOSE | re.ASCII,

@@ -22,6 +22,7 @@ from loramux.adapter_store.formats.packed.fp8 import not_in_fp8
 from loramux.adapter_store.formats.packed.invocation_tokens import INVOCATION_KEY
 from loramux.adapter_store.formats.packed.module_places import (
     A_SUFFIX,
+    BIAS_SUFFIX,
     MAGNITUDE_SUFFIX,
     TENSOR_PREFIX,
     ModulePlace,
@@ -73,7 +74,12 @@ def validate_files(
         with checks.check("modules"):
             names = with_stacked_names(current_names(file.header.tensors), parsed, target)
             of_drafter = _of_drafter(file, names, target)
-            ignored = sorted(name for name in file.header.tensors if is_ignored(name) and name not in of_drafter)
+            # Packing decides by the current names, too.
+            ignored = sorted(
+                original
+                for name, original in names.originals.items()
+                if is_ignored(name) and original not in of_drafter
+            )
             unused = _of_modules(names, unused_projections(target))
             entries = _used(file, names, [*ignored, *unused])
             places = places_in_file(target, _modules(entries))
@@ -255,7 +261,7 @@ def _of_drafter(file: TensorFile, names: TensorNames, target: PackTarget) -> set
             names.originals.get(name) for name in (place.b_name, place.a_name, place.magnitude_name, place.bias_name)
         ]
         # PEFT makes tensors for MiMo's head, but does not train them: each B is zero, and they would only take pages.
-        if tensors[0] is None or not is_ignored(tensors[0]) or file.float32(tensors[0]).any():
+        if tensors[0] is None or not is_ignored(place.b_name) or file.float32(tensors[0]).any():
             found.update(name for name in tensors if name is not None)
     return found
 
@@ -273,7 +279,8 @@ def _modules(entries: Mapping[str, TensorEntry]) -> set[str]:
 def _check_tied(file: TensorFile, entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]) -> None:
     """Check that the LoRA of the head is the transposed LoRA of the embedding, as it is in PEFT's tied modules."""
     outer = {module.key: module for module in expected if module.layer is None}
-    if len(outer) < 2:
+    # PEFT ties only these two, not the modules of a head for drafts.
+    if EMBEDDING not in outer or HEAD not in outer:
         return
     embedding, head = outer[EMBEDDING], outer[HEAD]
     for of_embedding, of_head in ((embedding.a_name, head.b_name), (embedding.b_name, head.a_name)):
@@ -380,6 +387,15 @@ def _check_names(
             "unexpected_tensor",
             "the base has no bias that PEFT would replace with this tensor",
             entries[min(biases)].name,
+        )
+    of_drafter = [
+        name for name in unexpected if name.endswith((MAGNITUDE_SUFFIX, BIAS_SUFFIX)) and module_of(name) in of_head
+    ]
+    if of_drafter:
+        raise AdapterRejected(
+            "unexpected_tensor",
+            "the LoRA of the head for drafts must be plain, without magnitudes of DoRA and without biases",
+            entries[min(of_drafter)].name,
         )
     magnitudes = [name for name in unexpected if name.endswith(MAGNITUDE_SUFFIX)]
     if magnitudes and not any(name.endswith(MAGNITUDE_SUFFIX) for name in wanted):

@@ -92,7 +92,8 @@ def _module_names(config: ModelConfig) -> list[str]:
     single = [linear.name.format("*") for linear in linears if linear.name is not None]
     stacked = [linear.stack for linear in linears if linear.stack is not None]
     names = [module.name for module in config.modules]
-    return [*names, *single, *stacked, *(module.name for module in config.outer_modules)]
+    outer = [module.name for module in (*config.outer_modules, *config.draft_modules)]
+    return [*names, *single, *stacked, *outer]
 
 
 def _num_pages(target: PackTarget, rank: int) -> int:

@@ -3,14 +3,22 @@
 python docs/examples/train_drafter.py BASE ADAPTER ANSWERS OUT
 
 Each line of ANSWERS is a JSON object with the token IDs of a prompt, and those of the adapter's answer to it:
-{"prompt": [1, 2], "answer": [3, 4]}. The drafter predicts the adapter's answers, so these are the best examples.
+{"prompt": [1, 2], "answer": [3, 4]}. The drafter predicts the adapter's answers, so these are the best examples. These
+lines write them:
+
+    with LLM(BASE, {"mine": ADAPTER}) as llm, open(ANSWERS, "w") as file:
+        for one in llm.generate(prompts, adapter="mine"):
+            file.write(json.dumps({"prompt": one.prompt_token_ids, "answer": one.token_ids}) + "\n")
+
+The base is in float32, on a GPU if there is one. What the base computed for all examples stays in memory: 8 bytes per
+token and element of a hidden state.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +60,7 @@ class Head(Qwen2DecoderLayer):
         next tokens.
         """
         x = self.input_proj(torch.cat([self.hidden_layernorm(states), self.token_layernorm(embedded)], dim=-1))[None]
-        angles = model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
+        angles = model.model.rotary_emb(x, torch.arange(x.shape[1], device=x.device)[None])
         return own_layer(model.lm_head)(self.final_layernorm(self(x, position_embeddings=angles)[0]))
 
 
@@ -70,13 +78,20 @@ class Lora(nn.Module):
 
 
 def main() -> None:
-    base, adapter, answers, out = map(Path, sys.argv[1:])
+    parser = argparse.ArgumentParser(description="Train a drafter for an adapter of a MiMo.")
+    for name in ("base", "adapter", "answers", "out"):
+        parser.add_argument(name, type=Path)
+    given = parser.parse_args()
+    if given.out.exists():
+        parser.error(f"{given.out} exists already")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    model = PeftModel.from_pretrained(load_base(base), adapter).get_base_model()
-    head = load_head(base, model.config)
+    model = PeftModel.from_pretrained(load_base(given.base).to(device), given.adapter).get_base_model()
+    head = load_head(given.base, model.config)
     drafter = add_lora(head, RANK)
-    train([*parameters_of(drafter)], head, model, read_examples(answers), NUM_EPOCHS, LEARNING_RATE)
-    save(drafter, adapter, out)
+    head.to(device)
+    train([*parameters_of(drafter)], head, model, read_examples(given.answers), NUM_EPOCHS, LEARNING_RATE)
+    save(drafter, given.adapter, given.out)
 
 
 def load_base(base: Path) -> Qwen2ForCausalLM:
@@ -125,7 +140,8 @@ def train(
     learning_rate: float,
 ) -> list[float]:
     """Train parameters of the head on the model's states, and return the mean loss of each epoch."""
-    read = [(*inputs_of(model, tokens), tokens, num_prompt) for tokens, num_prompt in examples]
+    on_device = [(tokens.to(model.device), num_prompt) for tokens, num_prompt in examples]
+    read = [(*inputs_of(model, tokens), tokens, num_prompt) for tokens, num_prompt in on_device]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
     steps = num_epochs * len(read)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
@@ -159,8 +175,11 @@ def inputs_of(model: Qwen2ForCausalLM, tokens: torch.Tensor) -> tuple[torch.Tens
 
 
 def own_layer(module: Any) -> Any:
-    """The base's layer, without its LoRA. The head for drafts uses the base's embedding and output."""
-    return getattr(module, "base_layer", module)
+    """The base's layer, without a LoRA and without trained rows. The head for drafts uses this embedding and output."""
+    for wrapped in ("original_module", "base_layer"):
+        while hasattr(module, wrapped):
+            module = getattr(module, wrapped)
+    return module
 
 
 @torch.no_grad()
@@ -169,18 +188,13 @@ def save(drafter: Mapping[str, Lora], adapter: Path, out: Path) -> None:
     shutil.copytree(adapter, out)
     config_file, tensors_file = out / "adapter_config.json", out / "adapter_model.safetensors"
     config, tensors = json.loads(config_file.read_text()), load_file(tensors_file)
-    if config.get("lora_bias"):
-        raise SystemExit("this script does not train the biases of an adapter with lora_bias")
     ranks, alphas = {}, {}
     for name, lora in drafter.items():
         key, rank = f"{PREFIX}.{name}", len(lora.A)
         # Scales are alpha / rank, or alpha / sqrt(rank) with rsLoRA. Patterns in front of the adapter's own come first.
         ranks[key], alphas[key] = rank, rank**0.5 if config.get("use_rslora") else rank
-        tensors[f"base_model.model.{key}.lora_A.weight"] = lora.A.contiguous()
-        tensors[f"base_model.model.{key}.lora_B.weight"] = lora.B.contiguous()
-        if config.get("use_dora"):
-            magnitude = (lora.layer.weight + lora.B @ lora.A).norm(dim=1)
-            tensors[f"base_model.model.{key}.lora_magnitude_vector"] = magnitude
+        tensors[f"base_model.model.{key}.lora_A.weight"] = lora.A.cpu().contiguous()
+        tensors[f"base_model.model.{key}.lora_B.weight"] = lora.B.cpu().contiguous()
     config["rank_pattern"] = ranks | (config.get("rank_pattern") or {})
     config["alpha_pattern"] = alphas | (config.get("alpha_pattern") or {})
     save_file(tensors, tensors_file)

@@ -71,7 +71,7 @@ class SlotTables:
         self._has_affines = np.zeros(num_slots, np.bool_)
         self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
         self._num_rows = np.zeros((num_slots, len(target.outer_modules)), np.int32)
-        self._has_drafter = np.zeros(num_slots, np.bool_)
+        self._max_draft_ranks = np.zeros(num_slots, np.int32)
         # If the target has no embedding, no adapter can have its own vocabulary.
         self._base_vocab_size = target.vocab_size or 0
         self._vocab_sizes = np.full(num_slots, self._base_vocab_size, np.int32)
@@ -93,17 +93,17 @@ class SlotTables:
             outer_rank[slot, 0] = outer_ranks
             outer_scale[slot, 0] = packed.outer_scales[:num_outer] * self._factors
             self._has_outer[slot] = outer_ranks > 0
-        self._has_drafter[slot] = draft_ranks.any()
+        self._max_draft_ranks[slot] = draft_ranks.max(initial=0)
         if drafter:
             draft_off, draft_rank, draft_scale = drafter
             draft_rank[slot, 0] = 0
-            if self._has_drafter[slot]:
+            if self._max_draft_ranks[slot]:
                 draft_off[slot, 0] = layout.outer_offsets[num_outer:]
                 draft_rank[slot, 0] = draft_ranks
                 draft_scale[slot, 0] = packed.outer_scales[num_outer:]
         num_rows[slot] = self._num_rows[slot] = 0
         if layout.rows.counts:
-            row_off[slot, 0] = layout.row_offsets
+            row_off[slot, 0] = layout.row_offsets[:num_outer]
             num_rows[slot, 0] = self._num_rows[slot] = layout.rows.counts
             self._has_outer[slot] |= self._num_rows[slot] > 0
         self._vocab_sizes[slot] = self._base_vocab_size
@@ -111,14 +111,18 @@ class SlotTables:
             # Even an adapter without trained rows can have a smaller vocabulary than the base.
             self._vocab_sizes[slot] = layout.rows.vocab_size
             self._has_outer[slot] = True
-        self._max_ranks[slot] = layout.max_rank
+        # The ranks of a drafter are left out: they must not change how the layers of the base are computed.
+        self._max_ranks[slot] = max(int(layout.ranks.max(initial=0)), int(outer_ranks.max(initial=0)))
         self._has_module[slot] = layout.ranks.any(axis=0)
         self._has_affines[slot] = layout.has_affines
         for staged, table in self._copied:
             table[slot].copy_(staged[slot], non_blocking=True)
 
     def max_rank(self, slots: npt.NDArray[np.int32]) -> int:
-        """Highest rank of the adapters in `slots`, where -1 is the base, or 0 if there are no adapters."""
+        """Highest rank of the adapters in `slots`, where -1 is the base, or 0 if there are no adapters.
+
+        Does not include their drafters.
+        """
         used = slots[slots >= 0]
         return int(self._max_ranks[used].max(initial=0))
 
@@ -140,9 +144,9 @@ class SlotTables:
         """True if an adapter in `slots` rescales or shifts the output of a module in a layer. Slot -1 is the base."""
         return bool(self._has_affines[slots[slots >= 0]].any())
 
-    def has_drafter(self, slots: npt.NDArray[np.int32]) -> bool:
-        """True if an adapter in `slots` changes the base's own head for drafts. Slot -1 is the base."""
-        return bool(self._has_drafter[slots[slots >= 0]].any())
+    def max_draft_rank(self, slots: npt.NDArray[np.int32]) -> int:
+        """Highest rank of the drafters of the adapters in `slots`, where -1 is the base, or 0 if there are none."""
+        return int(self._max_draft_ranks[slots[slots >= 0]].max(initial=0))
 
     def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
         """For each row, the slot of the adapter that changes its embedding or logits, or -1.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.decoder.draft_head import DraftHead
 from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.execution.sampler import HeadDrafts
+from loramux.engine.execution.step_shape import rank_bucket
 from loramux.engine.sequences.batch import Batch, StepInputs
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.tables import AdapterTables
@@ -65,7 +66,10 @@ class HeadRunner:
         next_tokens = self.accelerator.stage(torch.from_numpy(np.pad(batch.head.next_tokens, (0, padding))))
         rows = inputs.sample_rows[: len(chosen)].long()
         next_tokens[rows] = chosen.clamp(min=0)
-        read = inputs, states, next_tokens, self.kernels, self._tables, self.slots.has_drafter(batch.slots)
+        if rank := self.slots.max_draft_rank(batch.slots):
+            # On a GPU, the kernels of each bucket have been compiled.
+            inputs = replace(inputs, segments=replace(inputs.segments, max_rank=rank_bucket(rank)))
+        read = inputs, states, next_tokens, self.kernels, self._tables, rank > 0
         if not batch.head.is_drafting:
             self.head.store(*read)
             return None

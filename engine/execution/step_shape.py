@@ -81,12 +81,17 @@ def step_shape(
     With `has_single_rows`, each row of a decode is a segment of its own. With `has_affines`, an adapter may rescale or
     shift the output of a linear layer.
     """
-    bucket = _at_least(RANK_BUCKETS, max_rank) if max_rank else 0
+    bucket = rank_bucket(max_rank) if max_rank else 0
     if max_q == 1 and num_sequences <= _DECODE_SIZES[-1]:
         size = _at_least(_DECODE_SIZES, num_sequences)
         return StepShape(size, size, True, bucket, has_outer, groups, 1 if has_single_rows else SEGMENT_ROWS)
     padded_tokens, padded_sequences = _padded(_MIXED_TOKENS, num_tokens), _padded(_MIXED_SEQUENCES, num_sequences)
     return _mixed_shape(padded_tokens, padded_sequences, bucket, has_outer, groups, has_affines)
+
+
+def rank_bucket(rank: int) -> int:
+    """The smallest bucket with room for adapters of a rank, which is at least 1."""
+    return _at_least(RANK_BUCKETS, rank)
 
 
 def _mixed_shape(

@@ -89,9 +89,6 @@ def corrected(head: Tensors, drafter: Tensors, names: DraftHeadNames, scale: flo
     for a_name in [name for name in drafter if name.endswith("lora_A.weight")]:
         module = a_name.removeprefix(prefix).removesuffix(".lora_A.weight")
         weight = head[f"{module}.weight"] + scale * (drafter[drafter_names(names, module)[1]] @ drafter[a_name])
-        magnitude = drafter.get(f"{prefix}{module}.lora_magnitude_vector")
-        if magnitude is not None:
-            weight = weight * (magnitude / weight.norm(dim=1))[:, None]
         merged[f"{module}.weight"] = weight
     return merged
 
@@ -101,7 +98,7 @@ def corrected(head: Tensors, drafter: Tensors, names: DraftHeadNames, scale: flo
 def test_drafters_change_the_heads_logits_of_their_own_rows_only(
     family: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of the base and of adapters with and without a drafter, of any rank, with rsLoRA or DoRA."""
+    """A batch of the base and of adapters with and without a drafter, of any rank, with rsLoRA or beside DoRA."""
     subject = make_subject(family, tmp_path, PLANS, SMALL_SHAPE)
     made = Made(subject, add_head(subject.directory), tmp_path / "adapters")
     names, head = made.names, head_tensors(subject.directory)
@@ -109,9 +106,6 @@ def test_drafters_change_the_heads_logits_of_their_own_rows_only(
     pattern = {f"{names.prefix}.{module}": 5 for module in made.modules()}
     made.add("r8", "random", of_r8, rank_pattern=pattern, alpha_pattern=dict.fromkeys(pattern, 5.0))
     of_d4 = random_drafter(names, made.modules(), 4)
-    for module in made.modules():
-        size = head[f"{module}.weight"].norm(dim=1)
-        of_d4[f"base_model.model.{names.prefix}.{module}.lora_magnitude_vector"] = size * 1.3
     made.add("d4", "random", of_d4)
     heads = {
         None: head,
@@ -281,6 +275,22 @@ def test_a_drafter_whose_logits_are_not_finite_only_ends_its_drafts(
     stats = assembled.engine.stats(StatsRequest(call_id=""))
     assembled.close()
     assert [one.digest for one in stats.adapters] == [digest]
+    assert stats.drafts.head_tokens > 0
+
+
+def test_a_prefix_before_an_activation_is_computed_without_the_drafter(made: Made) -> None:
+    """So another model can continue it: also with `share_base_cache`, which activates adapters late."""
+    assembled = made.subject.assemble(speculate="head")
+    prompt = tuple(range(2, 60))
+    ask = partial(Add, prompt=prompt, max_tokens=9, sampling=GREEDY, isolation_key=b"one")
+    activated = ask(sequence_id="a", digest=made.subject.digests["r1+NaN"], activation=len(prompt) - 2)
+    answers_of(assembled.engine, [activated])
+    assert assembled.engine.stats(StatsRequest(call_id="")).drafts.head_tokens == 0
+    [answer] = answers_of(assembled.engine, [ask(sequence_id="b")]).values()
+    stats = assembled.engine.stats(StatsRequest(call_id=""))
+    assembled.close()
+    assert answer.end is not None
+    assert answer.end.cached_tokens == 48
     assert stats.drafts.head_tokens > 0
 
 

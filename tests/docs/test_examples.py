@@ -10,9 +10,11 @@ import shutil
 import statistics
 import sys
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
+from peft import LoraConfig, PeftModel
+from torch import nn
 
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.engine.architectures.model_config import ModelConfig
@@ -84,6 +86,26 @@ def test_notebook(run: Run) -> None:
     output = run("notebook.py", DEMO_BASE, ADAPTERS / "pirate")
     assert "None: " in output
     assert "trained: " in output
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": {"embed_tokens": [2], "lm_head": [2]}},
+    ],
+    ids=["LoRA", "weights", "tokens"],
+)
+def test_a_drafter_learns_from_the_bases_own_embedding_and_output(trained: dict[str, Any]) -> None:
+    own_layer = runpy.run_path(str(EXAMPLES / "train_drafter.py"))["own_layer"]
+    layers = {"embed_tokens": nn.Embedding(5, 4), "lm_head": nn.Linear(4, 5, bias=False)}
+    base = nn.ModuleDict({**layers, "q_proj": nn.Linear(4, 4)})
+    wrapped = PeftModel(base, LoraConfig(**{"target_modules": ["q_proj"], **trained})).get_base_model()
+    for name, layer in layers.items():
+        found = own_layer(wrapped[name])
+        assert type(found) is type(layer)
+        assert found.weight is layer.weight
 
 
 def test_train_drafter(run: Run, tmp_path: Path) -> None:

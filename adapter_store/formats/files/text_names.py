@@ -18,7 +18,7 @@ _BARE = ("embed_tokens.", "final_layernorm.", "layers.", "norm.")
 _DRAFTS = "mtp"
 """The part with layers for multi-token prediction. The model's ordinary output does not depend on them."""
 DRAFT_LAYERS = "mtp_layers"
-"""The same part of the decoder of MiMo, which a server may read to draft tokens. Adapters do not apply to it."""
+"""The same part of the decoder of MiMo, which a server may read to draft tokens. Adapters can change it."""
 _OTHER_PARTS = frozenset(
     {
         "aligner",

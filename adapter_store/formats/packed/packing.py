@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -53,9 +53,9 @@ first cache.
 class PackedAdapter:
     """An adapter in the pool's format: each page of the payload is copied whole into one page of the pool.
 
-    `scales` is float32 `[num_layers, num_modules]` and `outer_scales` float32 `[num_outer_modules]`, 0 for an absent
-    module. `payload` is uint8 `[num_pages, num_layers, page_bytes]`. With `E` elements per layer in a page, element `e`
-    of layer `l`'s stream is `payload.view(dtype)[e // E, l, e % E]`. Element `e` of the outer modules' stream is
+    `scales` is float32 `[num_layers, num_modules]` and `outer_scales` float32 `[len(all_outer_modules)]`, 0 for an
+    absent module. `payload` is uint8 `[num_pages, num_layers, page_bytes]`. With `E` elements per layer in a page,
+    element `e` of layer `l`'s stream is `payload.view(dtype)[e // E, l, e % E]`. Element `e` of the outer stream is
     element `e` of the first `layout.num_outer_pages` pages. Padding is zero. `base` is the fingerprint of the base's
     weights if the payload depends on them, or None.
     """
@@ -129,7 +129,7 @@ def pack(
                 for part in same_key:
                     index = part.place.module
                     scale = float(outer_scales[index] if layer is None else scales[layer, index])
-                    _write(file, part, scale, stack, layout, stream, target, base, replaced)
+                    _write(file, part, scale, stack, layout, stream, target, base, replaced, vectors)
             if not is_outer:
                 pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
         write_rows(file, replaced, layout, pages[:first].reshape(-1), target)
@@ -299,6 +299,7 @@ def _write(
     target: PackTarget,
     base: BaseWeights | None,
     replaced: ReplacedRows,
+    vectors: Collection[str],
 ) -> None:
     """Write all stream parts of a module, with `scale`, into its stream."""
     place = part.place
@@ -312,7 +313,7 @@ def _write(
         elif index == B:
             rows = stack.of(place, scale).T
         else:
-            rows = to_pool_dtype(_affine(file, place, base, replaced), target.dtype)
+            rows = to_pool_dtype(_affine(file, place, base, replaced, vectors), target.dtype)
         layout_of_part = part_layout(place.shape, index, rank, geometry.adapter_elements)
         begin = offsets[index]
         at = stream[begin : begin + layout_of_part.num_elements]
@@ -328,14 +329,21 @@ def _write(
 
 
 def _affine(
-    file: CanonicalAdapter, place: ModulePlace, base: BaseWeights | None, replaced: ReplacedRows
+    file: CanonicalAdapter,
+    place: ModulePlace,
+    base: BaseWeights | None,
+    replaced: ReplacedRows,
+    vectors: Collection[str],
 ) -> npt.NDArray[np.float32]:
-    """Return a module's gain and shift, float32 `[2, out_features]`. Both are zero for a plain LoRA."""
+    """Return a module's gain and shift, float32 `[2, out_features]`. Both are zero for a plain LoRA.
+
+    `vectors` names the tensors that replace the base's own vectors. Others of such names were ignored by validation.
+    """
     has_lora, names, outputs = place.key in file.scales, file.header.tensors, place.module_outputs
     if isinstance(place, NormPlace):
         assert base is not None, "packing a trained norm needs the base's norm"
         weight, bias = (
-            file.float32(name) if name in names else None
+            file.float32(name) if name in vectors else None
             for name in (place.weight_name, place.base_bias_name(has_lora))
         )
         return norm_affine(place, weight, bias, base)
@@ -350,7 +358,7 @@ def _affine(
     elif place.bias_name in names:
         shift = file.scales[place.key] * place.of_module(file.float32(place.bias_name))
         affine[1, outputs.start : outputs.stop] = shift
-    if (name := place.base_bias_name(has_lora)) in names:
+    if (name := place.base_bias_name(has_lora)) in vectors:
         affine[1] += file.float32(name) - _base_bias(base, place, name)
     tokens = replaced.tokens.get(place.key)
     if place.shape.has_bias and tokens is not None and len(tokens) and replaced.counts.num_labels is None:

@@ -19,6 +19,7 @@ from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.report import Report
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.kernels.layout import LinearShape
+from tests.adapter_store.adapter_files import AdapterMaker
 from tests.adapter_store.small_base import HIDDEN, NUM_LAYERS, OUTER_MODULES, make_target
 from tests.adapter_store.validation.test_validation import assert_refused
 
@@ -115,6 +116,58 @@ def test_tensors_for_mimos_head_that_are_as_peft_made_them_are_ignored(make_adap
         assert (report.scales, report.features, report.num_pages) == (plain.scales, (), plain.num_pages)
         assert [warning.code for warning in report.warnings] == ["other_parts_ignored"]
         assert pages.num_pages == plain.num_pages
+
+
+@pytest.mark.parametrize("target", [with_head(MIMO), make_target()], ids=["head", "no head"])
+@pytest.mark.parametrize("style", ["", "model.model.", "language_model.", "model.language_model.", "text_model.model."])
+def test_untrained_tensors_are_ignored_under_names_of_any_style(
+    style: str, target: PackTarget, make_adapter: Any, tmp_path: Path
+) -> None:
+    files = make_adapter(rank=RANK)
+    plain, _ = packed(files, target, tmp_path / "plain")
+    key = f"base_model.model.{MIMO}.proj"
+    bias = {f"{key}.base_layer.bias": np.ones(3, np.float32)}
+    files.tensors |= tensors_of(MIMO) | {f"{key}.lora_B.weight": np.zeros((HIDDEN, RANK), np.float32)} | bias
+    current = "base_model.model.model."
+    files.tensors = {name.replace(current, f"base_model.model.{style}"): one for name, one in files.tensors.items()}
+    report, pages = packed(files, target, tmp_path / "styled")
+    assert (report.scales, report.features, pages.num_pages) == (plain.scales, (), plain.num_pages)
+    assert [warning.code for warning in report.warnings] == ["other_parts_ignored", "older_names"]
+    assert report.warnings[0].count == 3
+
+
+@pytest.mark.parametrize("bias", [np.ones(3, np.float32), np.full(HIDDEN, np.nan, np.float32)], ids=["shape", "NaN"])
+def test_an_ignored_bias_of_mimos_head_does_not_change_the_drafter(
+    bias: np.ndarray[Any, Any], make_adapter: Any, tmp_path: Path
+) -> None:
+    files = make_adapter(rank=RANK, lora_bias=True)
+    files.tensors |= tensors_of(MIMO, "self_attn.q_proj", HIDDEN)
+    _, expected = packed(files, with_head(MIMO), tmp_path / "plain")
+    files.tensors[f"base_model.model.{MIMO}.self_attn.q_proj.base_layer.bias"] = bias
+    report, found = packed(files, with_head(MIMO), tmp_path / "with")
+    assert [warning.code for warning in report.warnings] == ["other_parts_ignored"]
+    np.testing.assert_array_equal(found.payload, expected.payload)
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("use_dora", "lora_magnitude_vector"), ("lora_bias", "lora_B.bias")])
+@pytest.mark.parametrize("prefix", [MIMO, GLM])
+def test_a_drafter_is_a_plain_lora_in_any_adapter(prefix: str, kind: str, suffix: str, make_adapter: Any) -> None:
+    """So packing needs no weights of the head, which the files of a base may lack."""
+    target, vector = with_head(prefix), f"base_model.model.{prefix}.proj.{suffix}"
+    files = make_adapter(rank=RANK, **{kind: True})
+    files.tensors |= tensors_of(prefix)
+    report = validate_files(files.config_bytes, files.tensor_bytes, target)
+    assert "drafter" in report.features
+    files.tensors[vector] = np.ones(HIDDEN, np.float32)
+    assert_refused(files.config_bytes, files.tensor_bytes, target, "unexpected_tensor", vector)
+
+
+def test_ensure_weight_tying_does_not_tie_a_drafter() -> None:
+    target = replace(with_head(MIMO), tied_embeddings=True)
+    files = AdapterMaker(target)(modules=("self_attn.q_proj",), rank=RANK, ensure_weight_tying=True)
+    files.tensors |= tensors_of(MIMO) | tensors_of(MIMO, "self_attn.q_proj", HIDDEN)
+    report = validate_files(files.config_bytes, files.tensor_bytes, target)
+    assert report.features == ("drafter",)
 
 
 def test_tensors_for_a_head_that_the_base_lacks(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
