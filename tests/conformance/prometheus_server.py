@@ -80,7 +80,7 @@ def running_prometheus(directory: Path, target: str, token: str) -> Iterator[Pro
 def promtool(*arguments: object) -> str:
     """Run promtool and return its output. Raises AssertionError if promtool fails."""
     command = ["promtool", *(str(argument) for argument in arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
