@@ -38,7 +38,8 @@ TOOLS = (
     ),
     OfferedTool("now", {"type": "object", "properties": {}, "additionalProperties": False}),
 )
-VALIDATORS = {tool.name: jsonschema.Draft202012Validator(tool.schema) for tool in TOOLS}
+SCHEMAS = {tool.name: tool.schema for tool in TOOLS}
+VALIDATORS = {name: jsonschema.Draft202012Validator(schema) for name, schema in SCHEMAS.items()}
 MAX_TOKENS = 400
 
 
