@@ -96,6 +96,7 @@ def test_an_installed_wheel_runs_the_demo_and_an_llm(built: Built, python: str, 
     example = (ROOT / "docs" / "examples" / "mixed_adapters.py").read_text()
     (tmp_path / "example.py").write_text(example)
     demo = ROOT / "admin" / "demo"
-    answers = run(programs / "python", "example.py", demo / "base", demo / "adapters" / "pirate", cwd=tmp_path)
+    adapter = demo / "adapters" / "pirate"
+    answers = run(programs / "python", "example.py", demo / "base", adapter, cwd=tmp_path)
     assert answers.startswith("base: ")
-    assert "\npirate: " in answers
+    assert f"\n{adapter}: " in answers
