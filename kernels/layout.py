@@ -436,6 +436,8 @@ def _lay_out_rows(
 ) -> int:
     """Lay out trained rows from element `begin` of the outer stream on, fill `offsets`, and return the rows' end."""
     cursor, page_elements = begin, geometry.flat.adapter_elements
+    if len(rows.counts) > len(modules):
+        raise ValueError(f"there are rows of {len(rows.counts)} modules, but only {len(modules)} modules")
     # The modules of the head for drafts, which are last, have no trained rows.
     for m, (module, count) in enumerate(zip(modules, rows.counts, strict=False)):
         num_rows, row_len = trained_rows_of(module)

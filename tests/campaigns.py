@@ -55,6 +55,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/conformance/test_parity.py",
                 "tests/conformance/test_gpu_engine.py",
                 "tests/conformance/test_activated.py",
+                "tests/conformance/test_drafters.py",
                 "tests/conformance/test_classifiers.py",
                 "tests/conformance/test_pooled_prompts.py",
                 "tests/conformance/test_trained_rows.py",

@@ -188,7 +188,7 @@ def test_rows_and_ids_are_stored_once_and_behind_the_outer_modules() -> None:
     [
         (RowCounts((VOCAB_SIZE + MAX_EXTRA_TOKENS + 1, 0)), "outside"),
         (RowCounts((-1, 0)), "outside"),
-        (RowCounts((1,)), "shorter"),
+        (RowCounts((1, 0, 0)), "rows of 3 modules"),
     ],
 )
 def test_impossible_rows_are_refused(rows: RowCounts, message: str) -> None:
