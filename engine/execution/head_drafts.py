@@ -45,7 +45,7 @@ class SubmittedHead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadRunner:
-    """The head, the kernels over its pool, and the tables of the resident adapters, some of which have drafters."""
+    """Runs the head with the kernels for its pool. `slots` has the drafters of the resident adapters."""
 
     head: DraftHead
     kernels: Kernels

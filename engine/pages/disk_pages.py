@@ -328,8 +328,8 @@ class DiskPages:
         return oldest.slot
 
     def _cancel(self, is_deleted: Callable[[PageCopy], bool]) -> None:
-        """Do not use what comes from deleted pages that are being written or read. The index does not have all of
-        them: another page may have taken the slot on disk.
+        """Cancel the transfers of deleted pages. A page that is being read may be missing in the index, because
+        another page has taken its slot on disk.
         """
         for transfer in (*self._writing.values(), *self._reading.values()):
             transfer.is_cancelled |= is_deleted(transfer.page)

@@ -152,7 +152,7 @@ def _disk_pages(stats: Stats) -> Iterator[Metric]:
     lost = {"evicted": counts.num_evictions, "late": counts.num_lost, "failed": counts.num_failed}
     yield _counters("loramux_engine_disk_page_losses", "Pages that the disk does not keep", "reason", lost)
     tokens = {"read": counts.read_tokens, "recomputed": counts.recomputed_tokens}
-    text = "Tokens with pages on disk, by what was done"
+    text = "Tokens whose pages were on disk, by whether they were read or computed again"
     yield _counters("loramux_engine_disk_page_tokens", text, "outcome", tokens)
 
 

@@ -219,8 +219,8 @@ class TaggedCalls:
     def _alternatives(
         self, root: Mapping[str, Any], schema: Any, types: frozenset[str]
     ) -> tuple[_Length | None, list[str], frozenset[str]]:
-        """Return the length of an argument's text, or None if the text must be one of those that come next, and the
-        types besides strings of which every value is allowed. `types` are the types of the argument.
+        """Return what an argument can be: the length of its text, or None if only some texts are allowed; these texts;
+        and those of its `types` that allow every value, except strings.
         """
         length: _Length | None = None
         texts: list[str] = []
@@ -251,7 +251,7 @@ class TaggedCalls:
 
 
 def _flat(root: Mapping[str, Any], schema: Any) -> list[Mapping[str, Any]]:
-    """Return the schemas of which a value must satisfy one."""
+    """Return the alternatives of a schema. A value satisfies the schema if it satisfies one of them."""
     found: list[Mapping[str, Any]] = []
     waiting = [schema]
     for _ in range(_MAX_ALTERNATIVES):
