@@ -1,9 +1,9 @@
 """Attack a running server and measure the effect on a polite tenant: `python -m tests.adversary`.
 
 There are two kinds of attacks. A counted attack makes a fixed number of calls. Afterwards, the ledger must match the
-tokens that the engine committed, and no quota may remain reserved. A timed attack alternates with quiet periods while a
-polite tenant sends requests at a steady rate. The result is that tenant's time to first token. The seed determines all
-random choices.
+tokens that the engine committed, and no quota may remain reserved. A timed attack alternates with quiet periods, or
+with as many plain requests, while a polite tenant sends requests at a steady rate. The result is that tenant's time to
+first token. The seed determines all random choices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.machine import add_allow_busy, describe, require_idle
 from benchmarks.tables import open_console
 from loramux.migrations import schema
 from loramux.platform.grammars.checker import FULL
-from tests.adversary.attacks import COUNTED, FELT, RAMP_S
+from tests.adversary.attacks import BASELINES, COUNTED, FELT, RAMP_S, nothing
 from tests.adversary.polite_tenant import Asked, PoliteSettings
 from tests.adversary.stand import ADAPTER, DATABASES, NUM_SOCKETS, Stand, open_stand
 from tests.adversary.tenant_floods import TENANT_FLOODS, Beside, flood
@@ -131,11 +131,12 @@ async def feel(
 ) -> None:
     """Alternate every timed attack with equally long quiet periods. `bystanders` starts the polite tenant.
 
-    The ratio is the median over the rounds.
+    An attack's baseline runs in its quiet periods. The ratio is the median over the rounds.
     """
     for name, attack in FELT.items():
         if name not in only:
             continue
+        baseline = BASELINES.get(name, nothing)
         dice = random.Random(f"{seed} {name}")
         outcomes: Counter[str] = Counter()
         failed: Counter[str] = Counter()
@@ -150,7 +151,7 @@ async def feel(
             lasted_s = time.monotonic() - began_s
             await asyncio.sleep(SETTLING_S)
             async with polite_tenant(stand, seed + number, dice, bystanders, quiet):
-                await asyncio.sleep(lasted_s)
+                await asyncio.gather(asyncio.sleep(lasted_s), baseline(stand, dice, stretch_s))
             num_polite += len(attacked)
             failed.update(str(one.status) for one in attacked + quiet if one.status != 200 or not one.is_complete)
             found.append((_p99_ms(quiet) or math.inf, _p99_ms(attacked) or math.inf))

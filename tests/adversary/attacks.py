@@ -24,6 +24,11 @@ Felt = Callable[[Stand, random.Random, float], Awaitable[Counter[str]]]
 """Runs for about the given number of seconds and counts the responses."""
 
 
+async def nothing(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
+    """Do nothing: the baseline of most attacks."""
+    return Counter()
+
+
 async def open_uploads(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
     """Declare uploads, which are capped per tenant, without sending their files. Cancel them at the end."""
     adapter_id = await asyncio.to_thread(stand.adapter_id, stand.attacker)
@@ -102,3 +107,5 @@ FELT: dict[str, Felt] = {
     "slow readers": sockets("slow_reader"),
     "pending versions": pending_versions,
 }
+BASELINES: dict[str, Felt] = {"slow readers": sockets("reader")}
+"""What runs in an attack's quiet periods: as many plain requests, where an attack consists of such requests."""

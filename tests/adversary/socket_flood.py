@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Outcome = Literal["held", "closed", "refused", "failed"]
-KINDS = ("idle", "slow_head", "slow_body", "slow_reader")
 DRIP_S = 2.0
 """Mean time between a slow client's bytes, in seconds."""
 AGAIN_S = 1.0
@@ -79,15 +78,29 @@ def slow_reader(whole: bytes, num_times: int = 1) -> Attack:
     return attack
 
 
+def reader(whole: bytes) -> Attack:
+    """Send one complete request and read its answer, as an ordinary client does, and then send nothing."""
+
+    async def attack(connection: socket.socket) -> None:
+        await _send(connection, whole)
+        while await asyncio.get_running_loop().sock_recv(connection, 65536):
+            pass
+        raise ConnectionError
+
+    return attack
+
+
 def attack_of(kind: str, key: str) -> Attack:
     """Return an attack on the OpenAI listener. `key` is used if the attack needs one."""
+    # A large document that uses no quota.
+    document = request("GET", "/openapi.json", {"authorization": f"Bearer {key}"})
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     return {
         "idle": idle,
         "slow_head": slow_head(),
         "slow_body": slow_body("/v1/completions", headers),
-        # Request a large document that uses no quota.
-        "slow_reader": slow_reader(request("GET", "/openapi.json", headers), num_times=8),
+        "slow_reader": slow_reader(document, num_times=8),
+        "reader": reader(document),
     }[kind]
 
 
