@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from importlib.metadata import version
-from random import SystemRandom
 
-from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.listeners import bind
 from loramux.admin.server.settings import Settings
+from loramux.admin.serving.chosen_router import chosen_router
 from loramux.engine.protocol.messages import PROTOCOL, Stats, StatsRequest
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -28,7 +26,7 @@ from loramux.platform.replicas.records import ReplicaRow, base_fingerprint
 from loramux.platform.replicas.replica_table import ReplicaTable
 from loramux.platform.replicas.reports import ReplicaReport, UnknownReplica
 from loramux.platform.replicas.routed_engine import RoutedEngine
-from loramux.platform.routing.routers import HOMES, new_router
+from loramux.platform.routing.routers import HOMES
 from loramux.platform.telemetry.package_metrics import ReplicaMetrics
 from loramux.platform.threads import call_on
 
@@ -73,19 +71,16 @@ class Sharing:
         self._draw = draw
         self._strikes = strikes
         self._presence: Presence | None = None
-        try:
-            self.engine = RoutedEngine(
-                local,
-                self._id,
-                partial(new_router, router, clock=time.monotonic, random=SystemRandom()),
-                metrics.count_forwarded,
-                metrics.base_fallbacks.inc,
-                base_id=draw.own,
-                is_own_only=is_own_only,
-                drawn_bases=lambda: draw.bases,
-            )
-        except ExtensionRefused as error:
-            raise StartRefused(str(error)) from error
+        self.engine = RoutedEngine(
+            local,
+            self._id,
+            partial(chosen_router, router),
+            metrics.count_forwarded,
+            metrics.base_fallbacks.inc,
+            base_id=draw.own,
+            is_own_only=is_own_only,
+            drawn_bases=lambda: draw.bases,
+        )
 
     def open_presence(self) -> Presence:
         """Listen for other servers. The caller runs and closes the Presence."""

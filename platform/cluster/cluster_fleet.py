@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib.metadata import version
+from types import MappingProxyType
 
 import structlog
 
@@ -22,9 +23,11 @@ from loramux.platform.cluster.replica_report import (
     read_state,
 )
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
-from loramux.platform.replicas.engine_group import EngineGroup
+from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.replicas.engine_group import NO_ENGINE_ID, EngineGroup
 from loramux.platform.replicas.reports import ReplicaFigures, ReplicaReport, ReplicaState, UnknownReplica
 from loramux.platform.replicas.routed_engine import RoutedEngine
+from loramux.platform.routing.routers import RequestRouter
 from loramux.platform.routing.views import ReplicaView
 from loramux.platform.telemetry.package_metrics import ReplicaMetrics
 
@@ -89,25 +92,38 @@ class _Replica:
 
 
 class ClusterFleet:
-    """Connects to the replicas that the cluster lists, and shows them to the router of `routed`.
+    """Connects to the replicas that the cluster lists, and runs sequences on those that a router chooses.
 
     A replica of another version, or with another base than `draw.own`, is refused. Among replicas of this base, those
     that differ in dtype, quantisation or page size from the replicas in use are refused as long as one of these is
     listed, because equal requests would get different answers.
+
+    This takes the place of `Sharing` in a server whose engines run in a cluster. `engine` runs its sequences, and
+    `cluster` has the replicas' engines.
     """
+
+    address = None
+    engines: Mapping[str, EngineClient] = MappingProxyType({})
 
     def __init__(
         self,
         calls: ReplicaCalls,
         cluster: EngineGroup,
-        routed: RoutedEngine,
+        new_router: Callable[[], RequestRouter],
         draw: BaseDraw,
         metrics: ReplicaMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._calls = calls
         self._cluster = cluster
-        self._routed = routed
+        self.engine = RoutedEngine(
+            cluster,
+            NO_ENGINE_ID,
+            new_router,
+            metrics.count_forwarded,
+            metrics.base_fallbacks.inc,
+            base_id=draw.own,
+        )
         self._draw = draw
         self._metrics = metrics
         self._clock = clock
@@ -117,6 +133,15 @@ class ClusterFleet:
         self._refused: dict[str, str] = {}
         self._fingerprint: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def measured(self) -> Mapping[str, EngineClient]:
+        """Implements `Fleet.measured`."""
+        return self._cluster.engines
+
+    def open_presence(self) -> ClusterFleet:
+        """Return this object, because `follow` has already begun."""
+        return self
 
     def follow(self) -> None:
         """Follow the cluster until `close`."""
@@ -180,7 +205,7 @@ class ClusterFleet:
         self._cluster.show(used, self._trouble())
         self._draw.note_live({one.identity.base_id for one in ready.values() if not one.is_draining})
         engines = {name: one.engine for name, one in ready.items()}
-        self._routed.update([one.view() for one in ready.values()], engines)
+        self.engine.update([one.view() for one in ready.values()], engines)
         states = Counter(one.report(now_s).state for one in self._replicas.values())
         counts = {"connected": states["serving"], "draining": states["draining"], "unreachable": states["unreachable"]}
         for state, count in {**counts, "refused": len(self._refused)}.items():
