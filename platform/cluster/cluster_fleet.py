@@ -25,7 +25,7 @@ from loramux.platform.cluster.replica_report import (
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.replicas.engine_group import NO_ENGINE_ID, EngineGroup
-from loramux.platform.replicas.reports import ReplicaFigures, ReplicaReport, ReplicaState, UnknownReplica
+from loramux.platform.replicas.reports import ReplicaReport, ReplicaState, UnknownReplica, refused_reports, report_of
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.routers import RequestRouter
 from loramux.platform.routing.views import ReplicaView
@@ -71,24 +71,9 @@ class _Replica:
         )
 
     def report(self, now_s: float) -> ReplicaReport:
-        view = self.view()
         state: ReplicaState = "draining" if self.is_draining else "serving" if self.engine.is_ready else "unreachable"
-        return ReplicaReport(
-            id=view.id,
-            address=self.identity.host,
-            base_id=view.base_id,
-            is_own=False,
-            state=state,
-            age_s=now_s - self.since_s,
-            figures=ReplicaFigures(
-                num_running=view.num_running,
-                num_waiting=view.num_waiting,
-                capacity=view.capacity,
-                num_pages=self.identity.num_pages,
-                num_free_pages=self.state.num_free_pages,
-                num_adapters=len(self.holds),
-            ),
-        )
+        pages = self.identity.num_pages, self.state.num_free_pages
+        return report_of(self.view(), self.identity.host, state, now_s - self.since_s, *pages)
 
 
 class ClusterFleet:
@@ -219,10 +204,7 @@ class ClusterFleet:
         """Report on the replicas in use first, then on the refused replicas, each sorted by identifier."""
         now_s = self._clock()
         found = [replica.report(now_s) for _, replica in sorted(self._replicas.items())]
-        return found + [
-            ReplicaReport(id=name, address=None, base_id=None, is_own=False, state="refused", reason=reason)
-            for name, reason in sorted(self._refused.items())
-        ]
+        return found + refused_reports(self._refused)
 
     async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
         """Return the statistics of a replica's engine. Raises UnknownReplica, EngineUnavailable or TimeoutError."""
