@@ -204,8 +204,8 @@ async def _serve(
                 raise StartRefused("the files in the model directory changed while the server started: start it again")
         except EngineStartError as error:
             raise StartRefused(str(error)) from error
-        gateway = assembled.gateway
-        presence = None if assembled.sharing is None else assembled.sharing.open_presence()
+        gateway, sharing = assembled.gateway, assembled.sharing
+        presence = None if sharing is None or sharing.open_presence is None else sharing.open_presence()
         bootstrap_key = None
         if not await asyncio.to_thread(gateway.callers.api_keys.has_platform_admin):
             created = await asyncio.to_thread(gateway.callers.api_keys.create, None, "bootstrap")
@@ -215,7 +215,7 @@ async def _serve(
 
         def announce() -> None:
             urls = url_of(gateway_listener), url_of(admin_listener)
-            peer_address = None if assembled.sharing is None else assembled.sharing.address
+            peer_address = None if sharing is None else sharing.address
             if isinstance(engine, LocalEngine):
                 place = f"engine      {engine.socket_path}  (for additional gateways: loramux gateway --engine)"
             else:

@@ -88,6 +88,8 @@ class ClusterFleet:
     """
 
     address = None
+    # A gateway of a cluster runs no sequences for other gateways.
+    open_presence = None
     engines: Mapping[str, EngineClient] = MappingProxyType({})
 
     def __init__(
@@ -124,20 +126,10 @@ class ClusterFleet:
         """Implements `Fleet.measured`."""
         return self._cluster.engines
 
-    def open_presence(self) -> ClusterFleet:
-        """Return this object, because `follow` has already begun."""
-        return self
-
     def follow(self) -> None:
         """Follow the cluster until `close`."""
         self._calls.watch(self.note)
         self._run(self._beat_forever(), "cluster-beat")
-
-    def start(self, drain: asyncio.Event) -> None:
-        """Do nothing: a gateway of a cluster runs no sequences for other gateways, so it need not refuse any."""
-
-    async def drained(self, hurry: asyncio.Event, timeout_s: float) -> None:
-        """Return at once, for the same reason."""
 
     async def close(self) -> None:
         tasks = tuple(self._tasks)

@@ -104,6 +104,8 @@ class DataParallelEngines:
     """
 
     address = None
+    # There are no other servers to tell about this one.
+    open_presence = None
 
     def __init__(
         self,
@@ -155,16 +157,6 @@ class DataParallelEngines:
         if engine is None:
             raise UnknownReplica(replica_id)
         return await engine.call(StatsRequest(with_tiers=with_tiers), timeout_s)
-
-    def open_presence(self) -> DataParallelEngines:
-        """Return this object, because there are no other servers."""
-        return self
-
-    def start(self, drain: asyncio.Event) -> None:
-        """Do nothing, because there are no sequences of other servers to refuse."""
-
-    async def drained(self, hurry: asyncio.Event, timeout_s: float) -> None:
-        """Return at once, for the same reason."""
 
     async def _look(self, member: _Member) -> None:
         try:
