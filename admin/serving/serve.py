@@ -285,23 +285,21 @@ def _engine(
 
         is_shared = peers is not None
         several = LocalEngines(settings, directory, configs, supervision, command, strikes, is_shared=is_shared)
-        if settings.peer_address is None or peers is None or several.front is None:
+        if peers is None or several.front is None:
             return several, several.share
         engines = several.engines
         behind = engines.engine, several.front, engines.capacity, engines.engines
-        return several, _sharing(settings, settings.peer_address, peers, *behind, strikes)
+        return several, _sharing(settings, peers, *behind, strikes)
     config = configs[0]
     lines = OutputLines("engine printed") if settings.log_format == "json" else None
     engine = LocalEngine(config, supervision, command, socket_directory=directory.run, lines=lines, strikes=strikes)
-    if settings.peer_address is None or peers is None:
+    if peers is None:
         return engine, None
-    address = settings.peer_address
-    return engine, _sharing(settings, address, peers, engine, engine, lambda: config.max_sequences, {}, strikes)
+    return engine, _sharing(settings, peers, engine, engine, lambda: config.max_sequences, {}, strikes)
 
 
 def _sharing(
     settings: Settings,
-    address: str,
     peers: socket.socket,
     local: EngineClient,
     relayed: RelayedEngine,
@@ -311,19 +309,7 @@ def _sharing(
 ) -> OpenSharing:
     from loramux.admin.serving.sharing import Sharing
 
-    is_own_only = settings.routing == "off"
-    return partial(
-        Sharing,
-        address,
-        peers,
-        local,
-        relayed,
-        capacity,
-        engines,
-        strikes=strikes,
-        router=settings.router,
-        is_own_only=is_own_only,
-    )
+    return partial(Sharing, settings, peers, local, relayed, capacity, engines, strikes)
 
 
 def supervision_of(settings: Settings, config: EngineConfig) -> Supervision:
