@@ -28,9 +28,9 @@ from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.batches import batch_rows, line_run, runner
 from loramux.platform.batches.batch_claims import BatchClaim, StoredAnswer, WaitingLine
 from loramux.platform.batches.batch_rows import BatchState
+from loramux.platform.batches.batch_run import MAX_PLANNED, BatchRun
 from loramux.platform.batches.line_run import LineRuns, PlannedLine, ReadLine
 from loramux.platform.batches.room import MAX_ENTERING, Room, RoomLimits
-from loramux.platform.batches.runner import MAX_PLANNED, _BatchRun
 from loramux.platform.batches.tenant_files import Owner
 from loramux.platform.errors import ApiError
 from loramux.platform.generation import engine_failures
@@ -194,7 +194,7 @@ async def test_every_failure_of_a_line_is_read() -> None:
         run = SimpleNamespace(_tasks={asyncio.create_task(fail()) for _ in range(3)})
         await asyncio.wait(run._tasks)
         with pytest.raises(ClaimLost):
-            _BatchRun._raise_failures(cast("_BatchRun", run))
+            BatchRun._raise_failures(cast("BatchRun", run))
         gc.collect()
     finally:
         loop.set_exception_handler(handler)
