@@ -84,12 +84,8 @@ class BucketRemote:
         bucket, _, prefix = place.partition("/")
         with _translated(place):
             self._store: S3BlobStore = S3BlobStore(bucket, prefix)
-            self._names = frozenset(self._store.list_keys())
+            self.names = frozenset(self._store.list_keys())
         self._objects: dict[str, S3Object] = {}
-
-    @property
-    def names(self) -> frozenset[str]:
-        return self._names
 
     def file(self, name: str) -> RemoteFile:
         with _translated(name):

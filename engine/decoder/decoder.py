@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -74,7 +73,10 @@ class Decoder:
         self._embedding_group, self._head_group = (
             module_group(config.outer_modules, (module,)) for module in (EMBEDDING, HEAD)
         )
-        self._module_groups = tuple(np.array(group, np.intp) for group in all_module_groups(config))
+        self.module_groups = tuple(np.array(group, np.intp) for group in all_module_groups(config))
+        """For each group in `LayerGroups`, the indices of its modules along the module axis. A group that no layer has
+        is empty.
+        """
         place = Placement(weights, dtype, backend, config)
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         # Round the scale to the dtype of the weights before multiplying, as transformers does.
@@ -109,14 +111,6 @@ class Decoder:
         if attention.query_scaling is not None:
             scales = growing_scales(attention.query_scaling, max_len)
         self._query_scales = None if scales is None else scales.to(backend.device, self._dtype)
-
-    @property
-    def module_groups(self) -> tuple[npt.NDArray[np.intp], ...]:
-        """For each group in `LayerGroups`, the indices of its modules along the module axis.
-
-        A group that no layer has is empty.
-        """
-        return self._module_groups
 
     @property
     def shapes(self) -> KernelShapes:

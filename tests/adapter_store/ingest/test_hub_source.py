@@ -349,4 +349,4 @@ def test_hash_of_a_small_file_is_that_of_git(hub: LocalHub) -> None:
     files = HubClient(hub.url).files("acme/support", hub.revisions["acme/support", "main"], (CONFIG, TENSORS))
     # The output of: printf '{"r": 8}' | git hash-object --stdin
     assert files[CONFIG].digest.value == "c9f6dd3bbf764cb8853c748081e24619bf916921"
-    assert files[TENSORS].digest == hashlib.sha256(FILES[TENSORS]).hexdigest()
+    assert files[TENSORS].digest.value == hashlib.sha256(FILES[TENSORS]).hexdigest()
