@@ -25,7 +25,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import prices
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
-from loramux.platform.batches import batch_rows, line_run, runner
+from loramux.platform.batches import batch_rows, batch_run, line_run
 from loramux.platform.batches.batch_claims import BatchClaim, StoredAnswer, WaitingLine
 from loramux.platform.batches.batch_rows import BatchState
 from loramux.platform.batches.batch_run import MAX_PLANNED, BatchRun
@@ -490,7 +490,7 @@ async def test_adapter_that_seldom_fails_to_load_fails_no_line(lab: BatchLab, mo
     """Between two failures that are far apart, it may have been loadable."""
     lab.gateway.add_adapter("acme", "a")
     engine, passed_s = lab.gateway.engine, 0.0
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
+    monkeypatch.setattr(batch_run, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
 
     def script(add: Add) -> Script:
         nonlocal passed_s
@@ -504,7 +504,7 @@ async def test_adapter_that_seldom_fails_to_load_fails_no_line(lab: BatchLab, mo
 
 
 async def test_overloaded_engine_fails_no_line(lab: BatchLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_TRIES", 2)
+    monkeypatch.setattr(batch_run, "MAX_TRIES", 2)
     engine = lab.gateway.engine
 
     def script(add: Add) -> Script:
