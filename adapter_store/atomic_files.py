@@ -1,4 +1,4 @@
-"""Unfinished files that several processes write to one directory."""
+"""Unfinished files that several processes write to one directory, and names that survive a power failure."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ class AtomicFiles:
         for path in self._directory.iterdir():
             if path.name.partition("-")[0] not in alive:
                 path.unlink(missing_ok=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _remove_if_dead(lock: Path) -> bool:

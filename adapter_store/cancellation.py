@@ -11,17 +11,13 @@ class Cancellation:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_cancelled = False
+        self.is_cancelled = False
         self._listeners: list[Callable[[], None]] = []
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._is_cancelled
 
     def cancel(self) -> None:
         """Set the flag and call every listener, on this thread. A second call does nothing."""
         with self._lock:
-            self._is_cancelled = True
+            self.is_cancelled = True
             listeners, self._listeners = self._listeners, []
         for listener in listeners:
             listener()
@@ -29,7 +25,7 @@ class Cancellation:
     def when_cancelled(self, listener: Callable[[], None]) -> None:
         """Call `listener` once, immediately if already cancelled. `listener` must be quick and must not raise."""
         with self._lock:
-            if not self._is_cancelled:
+            if not self.is_cancelled:
                 self._listeners.append(listener)
                 return
         listener()

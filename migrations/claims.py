@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Connection, Table, not_, or_, select, upda
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 
+NO_CLAIM: Mapping[str, Any] = {"claimed_by": None, "claim_expires_us": None}
 LEASE_US = 30_000_000
 """Duration of a claim that is not renewed, in microseconds. Its server is then presumed dead."""
 
@@ -26,12 +27,9 @@ class RowClaims:
         self._table = table
         self._unfinished = unfinished
         self._lease_us = lease_us
+        self.lease_s = lease_us / 1_000_000
         self.server_id = new_id("srv")
         """Unique to this process. After a restart, earlier claims count as another server's."""
-
-    @property
-    def lease_s(self) -> float:
-        return self._lease_us / 1_000_000
 
     def find(
         self,
@@ -94,5 +92,4 @@ def end_claims(database: Database, tables: Collection[Table]) -> None:
     """
     with database.write() as connection:
         for table in tables:
-            ended = {"claimed_by": None, "claim_expires_us": None}
-            connection.execute(update(table).where(table.c.claimed_by.is_not(None)).values(ended))
+            connection.execute(update(table).where(table.c.claimed_by.is_not(None)).values(NO_CLAIM))

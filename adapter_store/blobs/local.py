@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from loramux.adapter_store.atomic_files import sync_directory
 from loramux.adapter_store.blobs.interface import MAX_READ_BYTES, BlobInfo, BlobStore, check_key, check_size
 from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
 
@@ -36,7 +37,7 @@ class LocalBlobStore(BlobStore):
             unfinished = self._write_unfinished(b"")
             unfinished.unlink()
             # If the directory is new, its own name is not durable yet.
-            _flush_directory(self._root.parent)
+            sync_directory(self._root.parent)
 
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
         place = self._path(key)
@@ -156,18 +157,10 @@ class LocalBlobStore(BlobStore):
     def _flush_directories(self, place: Path) -> None:
         """Make a blob's name durable, along with directories that are new or that another process has not flushed."""
         for parent in place.parents:
-            _flush_directory(parent)
+            with suppress(FileNotFoundError):
+                sync_directory(parent)
             if parent == self._root:
                 break
-
-
-def _flush_directory(directory: Path) -> None:
-    with suppress(FileNotFoundError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 @contextmanager

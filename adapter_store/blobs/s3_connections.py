@@ -27,7 +27,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from importlib.metadata import version
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import boto3
@@ -111,9 +110,7 @@ class AttemptTimer:
         _watchdog.watch(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _current_timer.set(None)
         _watchdog.forget(self)
         with self._lock:

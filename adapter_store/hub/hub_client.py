@@ -104,17 +104,17 @@ class HubClient:
             raise SourceUnavailable(f"the hub does not tell the size of {name}")
         return checked_file(name, int(size), digest, is_sha256(digest))
 
-    def chunks(self, repository: str, commit: str, file: HubFile, offset: int = 0) -> Iterator[bytes]:
+    def chunks(self, repository: str, commit: str, name: str, size: int, offset: int = 0) -> Iterator[bytes]:
         """Yield the bytes of a file from `offset`.
 
-        The hub may send more bytes than `file.size` declares, or fewer, so the caller must count them.
+        The hub may send more bytes than `size` says, or fewer, so the caller must count them.
         """
-        request = httpx.Request("GET", self._file_url(repository, commit, file.name))
+        request = httpx.Request("GET", self._file_url(repository, commit, name))
         if offset:
             request.headers["range"] = f"bytes={offset}-"
-        deadline = time.monotonic() + ANSWER_S + (file.size - offset) / self._min_bytes_per_s
+        deadline = time.monotonic() + ANSWER_S + (size - offset) / self._min_bytes_per_s
         with self._response(request, follow_redirects=True) as response:
-            to_skip = _num_bytes_before(response, offset, file.size)
+            to_skip = _num_bytes_before(response, offset, size)
             # Chunks of a given size would be filled first, and lost if the connection breaks.
             for chunk in response.iter_bytes():
                 if len(chunk) > to_skip:

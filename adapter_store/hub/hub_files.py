@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,13 +17,25 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
+class Digest:
+    """A declared hash. `git` is the hash that Git gives a file: a SHA-1 over a header with the size, and the file."""
+
+    algorithm: Literal["sha256", "md5", "git"]
+    value: str
+
+    def hasher(self, size: int) -> Any:
+        if self.algorithm != "git":
+            return hashlib.new(self.algorithm, usedforsecurity=False)
+        return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+
+
+@dataclass(frozen=True, slots=True)
 class HubFile:
     """A file of a repository. `digest` is the SHA-256 of a large (Git LFS) file, or the Git hash of a small file."""
 
     name: str
     size: int
-    digest: str
-    is_large: bool
+    digest: Digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,4 +108,4 @@ def is_sha256(digest: str) -> bool:
 def checked_file(name: str, size: int, digest: str, is_large: bool) -> HubFile:
     if size < 0 or not (_SHA256 if is_large else _COMMIT).fullmatch(digest):
         raise SourceUnavailable("the hub's response contains a malformed size or hash")
-    return HubFile(name, size, digest, is_large)
+    return HubFile(name, size, Digest("sha256" if is_large else "git", digest))

@@ -12,7 +12,7 @@ from loramux.adapter_store.ingest.turns import Candidate, TenantTurns
 from loramux.adapter_store.registry.bases import note_validated
 from loramux.adapter_store.registry.records import AdapterVersion
 from loramux.adapter_store.registry.registry import select_versions, version_of
-from loramux.migrations.claims import is_free
+from loramux.migrations.claims import NO_CLAIM, is_free
 from loramux.migrations.database import LONGEST_READ_S, Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_versions, adapters, version_bases
@@ -81,8 +81,7 @@ class BaseClaims:
         with self._database.write() as connection:
             verdict = {
                 "state": "rejected",
-                "claimed_by": None,
-                "claim_expires_us": None,
+                **NO_CLAIM,
                 "code": code,
                 "message": printable(message, _MAX_MESSAGE_CHARS),
                 "checked_us": self._database.now_us(connection),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import structlog
@@ -33,7 +32,7 @@ from loramux.adapter_store.registry.records import (
 )
 from loramux.adapter_store.registry.registry import StockLimits, lock_adapter, select_versions, version_of
 from loramux.adapter_store.registry.version_files import delete_further_files, replace_further_files
-from loramux.migrations.claims import LEASE_US, RowClaims
+from loramux.migrations.claims import LEASE_US, NO_CLAIM, RowClaims
 from loramux.migrations.database import Database
 from loramux.migrations.events import EventType, note_event
 from loramux.migrations.schema import adapter_aliases, adapter_versions, adapters, uploads
@@ -43,8 +42,6 @@ IDENTICAL_TO = "identical_to"
 """Key of a rejected version's report: the number of the earlier version with the same bytes."""
 
 _log = structlog.get_logger(__name__)
-
-_NO_CLAIM = {"claimed_by": None, "claim_expires_us": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +84,7 @@ class VersionClaims:
         self._limits = limits
         self._base_id = base_id
         self._rows = RowClaims(database, adapter_versions, UNFINISHED, round(lease_s * 1_000_000))
-
-    @property
-    def server_id(self) -> str:
-        return self._rows.server_id
-
-    @property
-    def lease_s(self) -> float:
-        return self._rows.lease_s
+        self.server_id, self.lease_s = self._rows.server_id, self._rows.lease_s
 
     def claim_version(self, version_id: str) -> ClaimedVersion | None:
         """Claim a version. Return None if it has a verdict, is postponed, is already claimed, or is still left to
@@ -199,7 +189,7 @@ class VersionClaims:
         with self._database.write() as connection:
             lock_adapter(connection, version.adapter_id)
             now_us = self._database.now_us(connection)
-            self._change(connection, version.id, {"state": "ready", "ready_us": now_us, **_NO_CLAIM})
+            self._change(connection, version.id, {"state": "ready", "ready_us": now_us, **NO_CLAIM})
             digest = select(adapter_versions.c.digest).where(adapter_versions.c.id == version.id)
             _refuse_quarantined(connection, version.adapter_id, connection.execute(digest).scalar_one())
             self._note_event(connection, version.id, "version.ready")
@@ -216,7 +206,7 @@ class VersionClaims:
         unset = ("digest", "version_digest", "max_rank", "num_pages", "invocation_tokens", "task", "canonical_bytes")
         nothing = dict.fromkeys(unset)
         with self._database.write() as connection:
-            self._change(connection, version_id, {"state": "rejected", "report": dict(report), **nothing, **_NO_CLAIM})
+            self._change(connection, version_id, {"state": "rejected", "report": dict(report), **nothing, **NO_CLAIM})
             self._note_event(connection, version_id, "version.rejected", error=report.get("error"))
             delete_further_files(connection, version_id)
             forget_verdicts(connection, version_id)
@@ -257,9 +247,7 @@ class ClaimRenewal:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join()
 

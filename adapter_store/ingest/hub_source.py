@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.file_names import FURTHER_FILES, TOKENIZER_CONFIG_FILE, UPLOAD_FILES
@@ -19,13 +18,6 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _URL = re.compile(
     rf"hf://(?P<repository>{_NAME}/{_NAME})@(?P<revision>[A-Za-z0-9][A-Za-z0-9._/-]{{0,127}})(?:#(?P<commit>[0-9a-f]{{40}}))?"
 )
-_CHUNK_BYTES = 1 << 20
-
-
-class _Hash(Protocol):
-    def update(self, data: bytes, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +83,16 @@ class HubSource:
     def fetch_file(self, name: str, destination: Path, max_bytes: int) -> None:
         file = self._file(name)
         num_bytes = self.size(name, max_bytes)
+        hasher = file.digest.hasher(num_bytes)
         with destination.open("wb") as out:
-            for chunk in self._hub.chunks(self._repository, self._commit, file):
+            for chunk in self._hub.chunks(self._repository, self._commit, name, num_bytes):
                 if out.tell() + len(chunk) > num_bytes:
                     raise AdapterRejected("size_mismatch", "the file is larger than the hub declares", name)
                 out.write(chunk)
+                hasher.update(chunk)
         if destination.stat().st_size != num_bytes:
             raise AdapterRejected("size_mismatch", "the file is smaller than the hub declares", name)
-        if _hash_of(destination, file) != file.digest:
+        if hasher.hexdigest() != file.digest.value:
             raise AdapterRejected("checksum_mismatch", "the file does not match the hash that the hub declares", name)
 
     def _file(self, name: str) -> HubFile:
@@ -107,17 +101,3 @@ class HubSource:
         if name not in self._files:
             raise AdapterRejected("source_not_found", "the source has no such file", name)
         return self._files[name]
-
-
-def _hash_of(path: Path, file: HubFile) -> str:
-    """Return the SHA-256 of a large file, or the Git hash of a small file, which covers a header with the size."""
-    hashed: _Hash
-    if file.is_large:
-        hashed = hashlib.sha256()
-    else:
-        hashed = hashlib.sha1(usedforsecurity=False)
-        hashed.update(b"blob %d\0" % file.size)
-    with path.open("rb") as content:
-        while chunk := content.read(_CHUNK_BYTES):
-            hashed.update(chunk)
-    return hashed.hexdigest()

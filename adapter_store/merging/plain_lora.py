@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from loramux.adapter_store.errors import AdapterRejected, MergeRefused
@@ -74,19 +73,17 @@ class PlainLora:
             self._names = {name: original for name, original in named if not is_of_training(original)}
             self.modules = self._find_modules()
         except AdapterRejected as error:
-            self._file.__exit__(None, None, None)
+            self._file.__exit__()
             raise self._refusal(error.code, error.message) from None
         except BaseException:
-            self._file.__exit__(None, None, None)
+            self._file.__exit__()
             raise
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._file.__exit__()
 
     def tensor(self, name: str) -> Matrix:
         """Return a matrix in float32, by the name that current versions of PEFT give it."""

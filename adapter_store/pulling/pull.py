@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from loramux.adapter_store.atomic_files import sync_directory
 from loramux.adapter_store.errors import PullRefused
 from loramux.adapter_store.hub.hub_client import HubClient
 from loramux.adapter_store.hub.hub_transport import HubTransport, operators_rule
@@ -130,7 +131,7 @@ class Puller:
                     if plan.small:
                         accept(unfinished)
                     self._fetch(plan, plan.weights, unfinished, progress)
-                    _sync(unfinished)
+                    sync_directory(unfinished)
                 return self.cache.publish(plan.name, plan.commit, records)
             except OSError as error:
                 raise writing_failed(error, unfinished) from error
@@ -167,8 +168,8 @@ class Puller:
             into = plan.directory / file.name
             into.parent.mkdir(exist_ok=True)
             (unfinished / file.name).rename(into)
-            _sync(into.parent)
-        _sync(plan.directory)
+            sync_directory(into.parent)
+        sync_directory(plan.directory)
 
     def _reuse(self, plan: PullPlan, unfinished: Path, records: dict[str, FileRecord]) -> None:
         """Link files that another commit has, too."""
@@ -213,11 +214,3 @@ def _kept_bytes(unfinished: Path, name: str) -> int:
 
 def _digest_text(file: RemoteFile) -> str | None:
     return None if file.digest is None else f"{file.digest.algorithm}:{file.digest.value}"
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from loramux.adapter_store.errors import (
     BlobNotFound,
@@ -16,24 +16,11 @@ from loramux.adapter_store.errors import (
     SourceUnavailable,
 )
 from loramux.adapter_store.hub.hub_client import HubClient
-from loramux.adapter_store.hub.hub_files import HubFile
+from loramux.adapter_store.hub.hub_files import Digest
 
 if TYPE_CHECKING:
     from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
     from loramux.adapter_store.blobs.s3_objects import S3Object
-
-
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """A declared hash. `git` is the hash that Git gives a file: a SHA-1 over a header with the size, and the file."""
-
-    algorithm: Literal["sha256", "md5", "git"]
-    value: str
-
-    def hasher(self, size: int) -> Any:
-        if self.algorithm != "git":
-            return hashlib.new(self.algorithm, usedforsecurity=False)
-        return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +65,13 @@ class HubRemote:
 
     def file(self, name: str) -> RemoteFile:
         found = self._listing.files[name] or self._hub.file(self._repository, self._listing.commit, name)
-        return RemoteFile(name, found.size, Digest("sha256" if found.is_large else "git", found.digest))
+        return RemoteFile(name, found.size, found.digest)
 
     def commit(self, files: Sequence[RemoteFile]) -> str:
         return self._listing.commit
 
     def chunks(self, file: RemoteFile, offset: int) -> Iterator[bytes]:
-        assert file.digest is not None
-        wanted = HubFile(file.name, file.size, file.digest.value, file.digest.algorithm == "sha256")
-        return self._hub.chunks(self._repository, self._listing.commit, wanted, offset)
+        return self._hub.chunks(self._repository, self._listing.commit, file.name, file.size, offset)
 
 
 class BucketRemote:
@@ -99,12 +84,8 @@ class BucketRemote:
         bucket, _, prefix = place.partition("/")
         with _translated(place):
             self._store: S3BlobStore = S3BlobStore(bucket, prefix)
-            self._names = frozenset(self._store.list_keys())
+            self.names = frozenset(self._store.list_keys())
         self._objects: dict[str, S3Object] = {}
-
-    @property
-    def names(self) -> frozenset[str]:
-        return self._names
 
     def file(self, name: str) -> RemoteFile:
         with _translated(name):

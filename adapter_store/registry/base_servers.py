@@ -51,12 +51,8 @@ class OwnServer:
         self._base_id = base_id
         self._served_name = served_name
         self._prompt_sha256 = prompt_sha256
-        self._id = new_id("srv")
+        self.id = new_id("srv")
         self._address = address[:_MAX_ADDRESS_CHARS]
-
-    @property
-    def id(self) -> str:
-        return self._id
 
     def report(self, is_draining: bool) -> None:
         """Record that the server is running. Registers the base again if it was forgotten in the meantime."""
@@ -64,19 +60,19 @@ class OwnServer:
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
             values = {"state": "draining" if is_draining else "serving", "seen_us": now_us}
-            is_known = connection.execute(update(base_servers).where(columns.id == self._id).values(values)).rowcount
+            is_known = connection.execute(update(base_servers).where(columns.id == self.id).values(values)).rowcount
             if is_known:
                 return
             # This locks the bases first, so that deleting the other servers' rows cannot deadlock.
             register_base(self._database, connection, self._base_id, self._served_name, self._prompt_sha256)
-            values |= {"id": self._id, "base_id": self._base_id, "address": self._address}
+            values |= {"id": self.id, "base_id": self._base_id, "address": self._address}
             connection.execute(insert(base_servers).values(values))
             connection.execute(delete(base_servers).where(columns.seen_us < _gone_us(now_us)))
 
     def leave(self) -> None:
         """Delete the row, because the server is stopping."""
         with self._database.write() as connection:
-            connection.execute(delete(base_servers).where(base_servers.c.id == self._id))
+            connection.execute(delete(base_servers).where(base_servers.c.id == self.id))
 
 
 def lock_bases(database: Database, connection: Connection) -> None:

@@ -13,6 +13,7 @@ from loramux.adapter_store.registry.base_servers import SILENT_S, BaseServer, lo
 from loramux.adapter_store.registry.base_shares import set_shares
 from loramux.adapter_store.registry.records import BaseVerdict
 from loramux.migrations.audit import audit
+from loramux.migrations.claims import NO_CLAIM
 from loramux.migrations.database import LONGEST_READ_S, Database
 from loramux.migrations.paging import Page, keyset_page
 from loramux.migrations.schema import adapter_versions, adapters, base_servers, bases, replicas, tenants, version_bases
@@ -179,7 +180,7 @@ def _lock(connection: Connection, base_id: str) -> str:
 
 def note_validated(connection: Connection, version_id: str, base_id: str, now_us: int) -> None:
     """Record that a version is valid for a base."""
-    verdict = {"state": "ready", "claimed_by": None, "claim_expires_us": None, "code": None, "message": None}
+    verdict = {"state": "ready", **NO_CLAIM, "code": None, "message": None}
     values = {**verdict, "checked_us": now_us}
     statement = upsert(connection, version_bases).values(version_id=version_id, base_id=base_id, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["version_id", "base_id"], set_=values))

@@ -19,7 +19,7 @@ from loramux.adapter_store.registry.evals import (
     ended,
     require_eval,
 )
-from loramux.migrations.claims import LEASE_US, RowClaims
+from loramux.migrations.claims import LEASE_US, NO_CLAIM, RowClaims
 from loramux.migrations.database import Database
 from loramux.migrations.schema import eval_answers, evals
 
@@ -50,10 +50,7 @@ class EvalClaims:
     def __init__(self, database: Database, lease_us: int = LEASE_US) -> None:
         self._database = database
         self._rows = RowClaims(database, evals, UNFINISHED, lease_us)
-
-    @property
-    def lease_s(self) -> float:
-        return self._rows.lease_s
+        self.lease_s = self._rows.lease_s
 
     def claim(self, but_tenants: Collection[str] = ()) -> ClaimedEval | None:
         """Claim the oldest eval that no server runs, except those of `but_tenants`."""
@@ -77,7 +74,7 @@ class EvalClaims:
     def give_back(self, eval_id: str) -> None:
         """Return a running eval to the queue. Raises ClaimLost."""
         with self._database.write() as connection:
-            self._change(connection, eval_id, {"state": "queued", "claimed_by": None, "claim_expires_us": None})
+            self._change(connection, eval_id, {"state": "queued", **NO_CLAIM})
 
     def record(self, eval_id: str, answer: EvalAnswer) -> None:
         """Store an answer and renew the claim. Raises ClaimLost, for example if the eval has been cancelled."""

@@ -22,6 +22,7 @@ from loramux.adapter_store.registry.base_sharing import why_not_shared
 from loramux.adapter_store.registry.records import AliasTarget, RequiredEval
 from loramux.adapter_store.registry.registry import MAX_VERSION, is_identifier, lock_adapter, owner_of
 from loramux.migrations.audit import audit
+from loramux.migrations.claims import NO_CLAIM
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_page
@@ -297,7 +298,7 @@ def _end(connection: Connection, which: Any, state: EvalState, now_us: int) -> b
 
 def ended(state: EvalState, now_us: int) -> dict[str, Any]:
     # The file is no longer needed. The answers stay.
-    return {"state": state, "finished_us": now_us, "content": b"", "claimed_by": None, "claim_expires_us": None}
+    return {"state": state, "finished_us": now_us, "content": b"", **NO_CLAIM}
 
 
 def _ready_version(connection: Connection, adapter_id: str, number: int) -> str:

@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 
 from loramux.adapter_store.atomic_files import AtomicFiles
 from loramux.adapter_store.directory_lock import DirectoryBusy, DirectoryLock
@@ -42,9 +41,7 @@ class HeldFile:
     def __enter__(self) -> HeldFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
         self._tier.trim()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
@@ -59,15 +58,15 @@ class AdminClient:
     """Calls `/admin/v1` with one key. Raises AdminError for a refusal, or ServerUnreachable if no server answers."""
 
     def __init__(self, base_url: str, key: str, timeout_s: float = 30.0) -> None:
-        self._base_url = base_url.rstrip("/")
+        self.url = base_url.rstrip("/")
         self._http = httpx.Client(
-            base_url=f"{self._base_url}/admin/v1/",
+            base_url=f"{self.url}/admin/v1/",
             headers={"authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(timeout_s, connect=5.0),
             # A proxy from the environment cannot reach this machine's loopback interface.
-            trust_env=not is_loopback(self._base_url),
+            trust_env=not is_loopback(self.url),
             # Loading the system's CA certificates takes 30 ms. A plain http URL does not need them.
-            verify=not self._base_url.startswith("http://"),
+            verify=not self.url.startswith("http://"),
         )
 
     @classmethod
@@ -82,14 +81,8 @@ class AdminClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def url(self) -> str:
-        return self._base_url
 
     def close(self) -> None:
         self._http.close()
@@ -116,7 +109,7 @@ class AdminClient:
                 yield response.iter_bytes()
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
-            raise ServerUnreachable(f"the connection to {self._base_url} broke ({reason})") from None
+            raise ServerUnreachable(f"the connection to {self.url} broke ({reason})") from None
 
     def post(self, path: str, body: Document, timeout_s: float | None = None) -> Document:
         """`timeout_s` replaces the client's timeout for a call that takes long."""
@@ -179,14 +172,14 @@ class AdminClient:
     def is_alive(self) -> bool:
         """Return True if the server answers. No key is needed."""
         try:
-            return self._http.get(f"{self._base_url}/health/live").status_code == 200
+            return self._http.get(f"{self.url}/health/live").status_code == 200
         except httpx.TransportError:
             return False
 
     def is_ready(self) -> bool:
         """Return True if the server can run requests. No key is needed."""
         try:
-            return self._http.get(f"{self._base_url}/health/ready").status_code == 200
+            return self._http.get(f"{self.url}/health/ready").status_code == 200
         except httpx.TransportError:
             return False
 
@@ -194,19 +187,18 @@ class AdminClient:
         try:
             response = self._http.request(method, path, **arguments)
         except httpx.TimeoutException:
-            raise ServerUnreachable(f"{self._base_url} took too long to answer") from None
+            raise ServerUnreachable(f"{self.url} took too long to answer") from None
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(
-                f"no loramux server answers at {self._base_url} ({reason}): start 'loramux serve' or fix "
-                "LORAMUX_ADMIN_URL"
+                f"no loramux server answers at {self.url} ({reason}): start 'loramux serve' or fix LORAMUX_ADMIN_URL"
             ) from None
         if not response.is_success:
             raise refusal_of(response)
         return response
 
     def _document(self, response: httpx.Response) -> Document:
-        return {} if response.status_code == 204 else document_of(response, self._base_url)
+        return {} if response.status_code == 204 else document_of(response, self.url)
 
 
 def _patience(timeout_s: float | None) -> dict[str, Any]:

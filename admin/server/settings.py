@@ -100,6 +100,7 @@ FLAGS = frozenset(
 can read the command lines of the others.
 """
 SettingsT = TypeVar("SettingsT", bound="DataSettings")
+UrlT = TypeVar("UrlT", str, str | None)
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 """An origin as browsers write it (RFC 6454, section 6.2). Extensions of browsers have schemes of their own."""
@@ -124,6 +125,38 @@ def _size(given: Any) -> Any:
     if not (is_number or (isinstance(given, str) and _SIZE.fullmatch(given))):
         raise ValueError(f"{given!r} is not a size: use a whole number of bytes, or a number with a unit such as 8GiB")
     return given
+
+
+def _host_of(address: str) -> str:
+    found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]{1,253}):([0-9]{1,5})", address)
+    if found is None or int(found[2]) > 65535:
+        raise ValueError(f"{address!r} is not HOST:PORT, with an IPv6 address in brackets")
+    return found[1]
+
+
+def _named_cluster(cluster: str) -> str:
+    if cluster.startswith("ray://"):
+        raise ValueError(
+            "Ray's client, whose addresses begin with ray://, cannot stream: run the server on a machine of the "
+            "cluster, and give HOST:PORT of its head"
+        )
+    if cluster != LOCAL_CLUSTER:
+        _host_of(cluster)
+    return cluster
+
+
+def _plain(secret: SecretStr | None) -> SecretStr | None:
+    # A variable set from a file often ends with a line break.
+    text = "" if secret is None else secret.get_secret_value().strip()
+    if not (text.isascii() and text.isprintable()):
+        raise ValueError("it must contain only printable ASCII characters, because it is sent in a header")
+    return None if secret is None else SecretStr(text)
+
+
+def _trusted(url: UrlT) -> UrlT:
+    if url is not None and not is_trusted_url(url):
+        raise ValueError(f"{url!r} is neither an https URL nor a URL of this machine")
+    return url
 
 
 Size = Annotated[ByteSize, BeforeValidator(_size)]
@@ -182,15 +215,8 @@ class ModelSettings(DataSettings):
     hf_offline: bool = False
     """Never ask the hub for models: serve only those that have been pulled. `HF_HUB_OFFLINE=1` has the same effect."""
 
-    @field_validator("hf_token")
-    @classmethod
-    def _is_a_plain_token(cls, secret: SecretStr | None) -> SecretStr | None:
-        return _plain(secret)
-
-    @field_validator("hf_endpoint")
-    @classmethod
-    def _is_a_trusted_hub(cls, url: str) -> str:
-        return _trusted(url)
+    _is_a_plain_token = field_validator("hf_token")(_plain)
+    _is_a_trusted_hub = field_validator("hf_endpoint")(_trusted)
 
     @property
     def pulls(self) -> PullSettings:
@@ -210,11 +236,7 @@ class ClusterSettings(DataSettings):
     """Settings that name a cluster."""
 
     cluster: str = LOCAL_CLUSTER
-
-    @field_validator("cluster")
-    @classmethod
-    def _is_a_cluster(cls, cluster: str) -> str:
-        return _named_cluster(cluster)
+    _is_a_cluster = field_validator("cluster")(_named_cluster)
 
 
 class Settings(ModelSettings):
@@ -479,24 +501,15 @@ class Settings(ModelSettings):
             raise ValueError(f"{root_path!r} is not a valid path: use one such as /loramux")
         return root_path
 
+    _is_plain = field_validator("admin_key", "metrics_token", "response_key")(_plain)
+
     @field_validator("admin_key", "metrics_token", "response_key")
     @classmethod
-    def _is_plain(cls, secret: SecretStr | None) -> SecretStr | None:
-        return _plain(secret)
-
-    @field_validator("admin_key", "response_key")
-    @classmethod
-    def _is_long_enough(cls, key: SecretStr | None) -> SecretStr | None:
-        if key is not None and len(key.get_secret_value()) < 32:
-            raise ValueError("a key must have at least 32 characters")
-        return key
-
-    @field_validator("metrics_token")
-    @classmethod
-    def _is_no_toy(cls, metrics_token: SecretStr | None) -> SecretStr | None:
-        if metrics_token is not None and len(metrics_token.get_secret_value()) < 16:
-            raise ValueError("a token must have at least 16 characters")
-        return metrics_token
+    def _is_long_enough(cls, secret: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+        what, least = ("token", 16) if info.field_name == "metrics_token" else ("key", 32)
+        if secret is not None and len(secret.get_secret_value()) < least:
+            raise ValueError(f"a {what} must have at least {least} characters")
+        return secret
 
     @field_validator("blob_url")
     @classmethod
@@ -602,10 +615,7 @@ class Settings(ModelSettings):
             parse_rule(rule)
         return rules
 
-    @field_validator("oidc_issuer", "oidc_redirect_url")
-    @classmethod
-    def _is_trusted(cls, url: str | None) -> str | None:
-        return None if url is None else _trusted(url)
+    _is_trusted = field_validator("oidc_issuer", "oidc_redirect_url")(_trusted)
 
     @field_validator("oidc_client_id")
     @classmethod
@@ -727,38 +737,6 @@ def load_settings(kind: type[SettingsT], overrides: Mapping[str, Any]) -> Settin
     if faults:
         raise SettingsError("\n".join(faults))
     return settings
-
-
-def _host_of(address: str) -> str:
-    found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]{1,253}):([0-9]{1,5})", address)
-    if found is None or int(found[2]) > 65535:
-        raise ValueError(f"{address!r} is not HOST:PORT, with an IPv6 address in brackets")
-    return found[1]
-
-
-def _named_cluster(cluster: str) -> str:
-    if cluster.startswith("ray://"):
-        raise ValueError(
-            "Ray's client, whose addresses begin with ray://, cannot stream: run the server on a machine of the "
-            "cluster, and give HOST:PORT of its head"
-        )
-    if cluster != LOCAL_CLUSTER:
-        _host_of(cluster)
-    return cluster
-
-
-def _plain(secret: SecretStr | None) -> SecretStr | None:
-    # A variable set from a file often ends with a line break.
-    text = "" if secret is None else secret.get_secret_value().strip()
-    if not (text.isascii() and text.isprintable()):
-        raise ValueError("it must contain only printable ASCII characters, because it is sent in a header")
-    return None if secret is None else SecretStr(text)
-
-
-def _trusted(url: str) -> str:
-    if not is_trusted_url(url):
-        raise ValueError(f"{url!r} is neither an https URL nor a URL of this machine")
-    return url
 
 
 def _chosen(name: str, names: Sequence[str]) -> str:

@@ -94,11 +94,11 @@ from loramux.platform.tokenizer.prompt_hash import prompt_sha256
 from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
 
 if TYPE_CHECKING:
-    from loramux.admin.serving.cluster import ClusterSharing
     from loramux.admin.serving.sharing import Sharing
+    from loramux.platform.cluster.cluster_fleet import ClusterFleet
     from loramux.platform.replicas.data_parallel import DataParallelEngines
 
-Shared: TypeAlias = "Sharing | ClusterSharing | DataParallelEngines"
+Shared: TypeAlias = "Sharing | ClusterFleet | DataParallelEngines"
 OpenSharing: TypeAlias = "Callable[[Database, ReplicaMetrics, Executor, BaseDraw], Shared]"
 
 NUM_LOAD_THREADS = 2

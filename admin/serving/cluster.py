@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from random import SystemRandom
-from types import MappingProxyType
 
-from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.adapter_store.sandbox.confinement import hide_memory
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.local_cluster import LocalCluster
 from loramux.admin.server.settings import LOCAL_CLUSTER, ClusterSettings, Settings
+from loramux.admin.serving.chosen_router import chosen_router
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.protocol.messages import EngineReady, Stats
+from loramux.engine.protocol.messages import EngineReady
 from loramux.migrations.database import Database
 from loramux.platform.base_draw import BaseDraw
 from loramux.platform.cluster.cluster_fleet import NO_REPLICA, ClusterFleet
 from loramux.platform.cluster.cluster_link import ClusterLink, LinkTarget
 from loramux.platform.cluster.ray_connection import APP, LOOPBACK_ONLY, ClusterUnavailable, check_ray
-from loramux.platform.cluster.replica_calls import ReplicaCalls
-from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.engine_link.local_engine import EngineStartError
-from loramux.platform.replicas.engine_group import NO_ENGINE_ID, EngineGroup
-from loramux.platform.replicas.reports import ReplicaReport
-from loramux.platform.replicas.routed_engine import RoutedEngine
-from loramux.platform.routing.routers import new_router
+from loramux.platform.replicas.engine_group import EngineGroup
 from loramux.platform.telemetry.package_metrics import ReplicaMetrics
 
 REPLICA_WAIT_S = 60.0
@@ -60,50 +52,6 @@ class ClusterPlace:
         return ClusterPlace(head.address, local.environment)
 
 
-class ClusterSharing:
-    """Takes the place of `Sharing` in a server whose engines run in a cluster."""
-
-    address = None
-    engines: Mapping[str, EngineClient] = MappingProxyType({})
-
-    def __init__(
-        self, calls: ReplicaCalls, cluster: EngineGroup, metrics: ReplicaMetrics, draw: BaseDraw, router: str
-    ) -> None:
-        self._cluster = cluster
-        try:
-            self.engine = RoutedEngine(
-                cluster,
-                NO_ENGINE_ID,
-                partial(new_router, router, clock=time.monotonic, random=SystemRandom()),
-                metrics.count_forwarded,
-                metrics.base_fallbacks.inc,
-                base_id=draw.own,
-            )
-        except ExtensionRefused as error:
-            raise StartRefused(str(error)) from error
-        self.fleet = ClusterFleet(calls, cluster, self.engine, draw, metrics)
-
-    def capacity(self) -> int:
-        """Return how many sequences the engines of `engine` can run at once."""
-        return self.fleet.capacity()
-
-    @property
-    def measured(self) -> Mapping[str, EngineClient]:
-        """Implements `Fleet.measured`."""
-        return self._cluster.engines
-
-    def open_presence(self) -> ClusterFleet:
-        return self.fleet
-
-    def reports(self) -> Sequence[ReplicaReport]:
-        """Implements `Fleet.reports`."""
-        return self.fleet.reports()
-
-    async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
-        """Implements `Fleet.stats_of`."""
-        return await self.fleet.stats_of(replica_id, timeout_s, with_tiers)
-
-
 class ClusterMember:
     """Takes the place of LocalEngine in a server whose engines run in a cluster: it joins the cluster and waits for a
     replica. It never stops one.
@@ -116,7 +64,7 @@ class ClusterMember:
         self._link = ClusterLink(self._target)
         self._config = config
         self._router = settings.router
-        self._sharing: ClusterSharing | None = None
+        self._fleet: ClusterFleet | None = None
 
     @property
     def info(self) -> EngineReady | None:
@@ -139,15 +87,15 @@ class ClusterMember:
         except ClusterUnavailable as error:
             raise EngineStartError(str(error)) from error
 
-    def share(self, database: Database, metrics: ReplicaMetrics, executor: Executor, draw: BaseDraw) -> ClusterSharing:
+    def share(self, database: Database, metrics: ReplicaMetrics, executor: Executor, draw: BaseDraw) -> ClusterFleet:
         """Implements OpenSharing."""
-        self._sharing = ClusterSharing(self._link, self.client, metrics, draw, self._router)
-        return self._sharing
+        self._fleet = ClusterFleet(self._link, self.client, partial(chosen_router, self._router), draw, metrics)
+        return self._fleet
 
     async def start(self) -> None:
         """Wait until a replica is ready. Raises EngineStartError, which says why none is."""
-        assert self._sharing is not None
-        self._sharing.fleet.follow()
+        assert self._fleet is not None
+        self._fleet.follow()
         try:
             async with asyncio.timeout(REPLICA_WAIT_S):
                 await self.client.shown()
@@ -172,8 +120,8 @@ class ClusterMember:
 
     async def close(self) -> None:
         """End the streams, and leave the cluster."""
-        if self._sharing is not None:
-            await self._sharing.fleet.close()
+        if self._fleet is not None:
+            await self._fleet.close()
         await self._link.close()
 
     def _target(self) -> LinkTarget:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from random import SystemRandom
 
 import structlog
 
-from loramux.adapter_store.extensions import ExtensionRefused
-from loramux.admin.errors import StartRefused
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.settings import Settings
+from loramux.admin.serving.chosen_router import chosen_router
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.messages import EngineReady
 from loramux.migrations.database import Database
@@ -30,7 +27,6 @@ from loramux.platform.engine_link.output_lines import OutputLines
 from loramux.platform.replicas.data_parallel import DataParallelEngines, engine_name
 from loramux.platform.replicas.engine_front import EngineFront
 from loramux.platform.replicas.routed_engine import RoutedEngine
-from loramux.platform.routing.routers import new_router
 from loramux.platform.telemetry.package_metrics import ReplicaMetrics
 
 log = structlog.get_logger()
@@ -38,10 +34,7 @@ log = structlog.get_logger()
 
 def open_several(engines: Mapping[str, EngineClient], router: str) -> DataParallelEngines:
     """Put engines behind one client. Raises StartRefused if the router cannot be used."""
-    try:
-        return DataParallelEngines(engines, partial(new_router, router, clock=time.monotonic, random=SystemRandom()))
-    except ExtensionRefused as error:
-        raise StartRefused(str(error)) from error
+    return DataParallelEngines(engines, partial(chosen_router, router))
 
 
 class LocalEngines:

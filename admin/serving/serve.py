@@ -204,8 +204,8 @@ async def _serve(
                 raise StartRefused("the files in the model directory changed while the server started: start it again")
         except EngineStartError as error:
             raise StartRefused(str(error)) from error
-        gateway = assembled.gateway
-        presence = None if assembled.sharing is None else assembled.sharing.open_presence()
+        gateway, sharing = assembled.gateway, assembled.sharing
+        presence = None if sharing is None or sharing.open_presence is None else sharing.open_presence()
         bootstrap_key = None
         if not await asyncio.to_thread(gateway.callers.api_keys.has_platform_admin):
             created = await asyncio.to_thread(gateway.callers.api_keys.create, None, "bootstrap")
@@ -215,7 +215,7 @@ async def _serve(
 
         def announce() -> None:
             urls = url_of(gateway_listener), url_of(admin_listener)
-            peer_address = None if assembled.sharing is None else assembled.sharing.address
+            peer_address = None if sharing is None else sharing.address
             if isinstance(engine, LocalEngine):
                 place = f"engine      {engine.socket_path}  (for additional gateways: loramux gateway --engine)"
             else:
@@ -285,23 +285,21 @@ def _engine(
 
         is_shared = peers is not None
         several = LocalEngines(settings, directory, configs, supervision, command, strikes, is_shared=is_shared)
-        if settings.peer_address is None or peers is None or several.front is None:
+        if peers is None or several.front is None:
             return several, several.share
         engines = several.engines
         behind = engines.engine, several.front, engines.capacity, engines.engines
-        return several, _sharing(settings, settings.peer_address, peers, *behind, strikes)
+        return several, _sharing(settings, peers, *behind, strikes)
     config = configs[0]
     lines = OutputLines("engine printed") if settings.log_format == "json" else None
     engine = LocalEngine(config, supervision, command, socket_directory=directory.run, lines=lines, strikes=strikes)
-    if settings.peer_address is None or peers is None:
+    if peers is None:
         return engine, None
-    address = settings.peer_address
-    return engine, _sharing(settings, address, peers, engine, engine, lambda: config.max_sequences, {}, strikes)
+    return engine, _sharing(settings, peers, engine, engine, lambda: config.max_sequences, {}, strikes)
 
 
 def _sharing(
     settings: Settings,
-    address: str,
     peers: socket.socket,
     local: EngineClient,
     relayed: RelayedEngine,
@@ -311,19 +309,7 @@ def _sharing(
 ) -> OpenSharing:
     from loramux.admin.serving.sharing import Sharing
 
-    is_own_only = settings.routing == "off"
-    return partial(
-        Sharing,
-        address,
-        peers,
-        local,
-        relayed,
-        capacity,
-        engines,
-        strikes=strikes,
-        router=settings.router,
-        is_own_only=is_own_only,
-    )
+    return partial(Sharing, settings, peers, local, relayed, capacity, engines, strikes)
 
 
 def supervision_of(settings: Settings, config: EngineConfig) -> Supervision:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from importlib.metadata import version
-from random import SystemRandom
 
-from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.listeners import bind
 from loramux.admin.server.settings import Settings
+from loramux.admin.serving.chosen_router import chosen_router
 from loramux.engine.protocol.messages import PROTOCOL, Stats, StatsRequest
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -28,7 +26,6 @@ from loramux.platform.replicas.records import ReplicaRow, base_fingerprint
 from loramux.platform.replicas.replica_table import ReplicaTable
 from loramux.platform.replicas.reports import ReplicaReport, UnknownReplica
 from loramux.platform.replicas.routed_engine import RoutedEngine
-from loramux.platform.routing.routers import HOMES, new_router
 from loramux.platform.telemetry.package_metrics import ReplicaMetrics
 from loramux.platform.threads import call_on
 
@@ -38,29 +35,27 @@ class Sharing:
 
     `local` runs sequences on this server, `relayed` is where other servers reach it, and `capacity` returns how many
     sequences it can run at once. If it has several engines, `engines` has them by name. `engine` takes the place of
-    `local` in the gateway. `open_presence` needs a `local` that is ready. `address` is the setting `peer_address`. If
-    its port is 0, the listener's own port is published. `strikes` are those of this server's engines. `router` names
-    the router. With `is_own_only`, requests of this server's base run only on this server. Raises StartRefused if the
+    `local` in the gateway. `open_presence` needs a `local` that is ready. If the port of the setting `peer_address` is
+    0, the listener's own port is published. `strikes` are those of this server's engines. Raises StartRefused if the
     router cannot be used.
     """
 
     def __init__(
         self,
-        address: str,
+        settings: Settings,
         listener: socket.socket,
         local: EngineClient,
         relayed: RelayedEngine,
         capacity: Callable[[], int],
         engines: Mapping[str, EngineClient],
+        strikes: CrashStrikes,
         database: Database,
         metrics: ReplicaMetrics,
         executor: Executor,
         draw: BaseDraw,
-        strikes: CrashStrikes,
-        router: str = HOMES,
-        is_own_only: bool = False,
     ) -> None:
-        self.address = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
+        assert settings.peer_address is not None
+        self.address = f"{settings.peer_address.rpartition(':')[0]}:{listener.getsockname()[1]}"
         self._listener = listener
         self._local = local
         self._relayed = relayed
@@ -73,19 +68,16 @@ class Sharing:
         self._draw = draw
         self._strikes = strikes
         self._presence: Presence | None = None
-        try:
-            self.engine = RoutedEngine(
-                local,
-                self._id,
-                partial(new_router, router, clock=time.monotonic, random=SystemRandom()),
-                metrics.count_forwarded,
-                metrics.base_fallbacks.inc,
-                base_id=draw.own,
-                is_own_only=is_own_only,
-                drawn_bases=lambda: draw.bases,
-            )
-        except ExtensionRefused as error:
-            raise StartRefused(str(error)) from error
+        self.engine = RoutedEngine(
+            local,
+            self._id,
+            partial(chosen_router, settings.router),
+            metrics.count_forwarded,
+            metrics.base_fallbacks.inc,
+            base_id=draw.own,
+            is_own_only=settings.routing == "off",
+            drawn_bases=lambda: draw.bases,
+        )
 
     def open_presence(self) -> Presence:
         """Listen for other servers. The caller runs and closes the Presence."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from fastapi import FastAPI
 from loramux.admin.server.data_directory import open_data_directory
 from loramux.admin.server.settings import Settings, load_settings
 from loramux.admin.serving.assembly import assemble
-from loramux.admin.serving.cluster import ClusterSharing
+from loramux.admin.serving.chosen_router import chosen_router
 from loramux.admin.serving.serve import read_model
 from loramux.migrations.database import Database
 from loramux.platform.base_draw import BaseDraw
-from loramux.platform.cluster.cluster_fleet import NO_REPLICA
+from loramux.platform.cluster.cluster_fleet import NO_REPLICA, ClusterFleet
 from loramux.platform.replicas.engine_group import EngineGroup
 from loramux.platform.routing.routers import HOMES
 from loramux.platform.telemetry.package_metrics import ReplicaMetrics
@@ -44,14 +45,14 @@ class ServedGateway:
         model, config = read_model(settings)
         calls, cluster = RayCalls(APP), EngineGroup(NO_REPLICA)
 
-        def share(database: Database, metrics: ReplicaMetrics, executor: Executor, draw: BaseDraw) -> ClusterSharing:
-            return ClusterSharing(calls, cluster, metrics, draw, HOMES)
+        def share(database: Database, metrics: ReplicaMetrics, executor: Executor, draw: BaseDraw) -> ClusterFleet:
+            return ClusterFleet(calls, cluster, partial(chosen_router, HOMES), draw, metrics)
 
         self._directory = open_data_directory(settings.data_dir)
         self._assembly = assemble(settings, self._directory.__enter__(), model, config, cluster, True, share)
         assembled = await asyncio.to_thread(self._assembly.__enter__)
-        assert isinstance(assembled.sharing, ClusterSharing)
-        assembled.sharing.fleet.follow()
+        assert isinstance(assembled.sharing, ClusterFleet)
+        assembled.sharing.follow()
         await cluster.shown()
         self._maintenance = asyncio.create_task(assembled.gateway.run.maintenance.run())
         self._app = assembled.gateway_app

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -30,7 +29,7 @@ from loramux.engine.decoder.placement import Placement
 from loramux.engine.decoder.rotary import growing_scales, query_scales, rotary_tables
 from loramux.engine.decoder.vocabularies import Vocabularies
 from loramux.engine.decoder.weights import WeightSource
-from loramux.engine.device.backend import Backend, Linear
+from loramux.engine.device.backend import Backend
 from loramux.engine.sequences.batch import StepInputs
 from loramux.engine.sequences.cache_groups import narrow_windows
 from loramux.engine.sequences.layer_groups import LayerGroups
@@ -74,7 +73,10 @@ class Decoder:
         self._embedding_group, self._head_group = (
             module_group(config.outer_modules, (module,)) for module in (EMBEDDING, HEAD)
         )
-        self._module_groups = tuple(np.array(group, np.intp) for group in all_module_groups(config))
+        self.module_groups = tuple(np.array(group, np.intp) for group in all_module_groups(config))
+        """For each group in `LayerGroups`, the indices of its modules along the module axis. A group that no layer has
+        is empty.
+        """
         place = Placement(weights, dtype, backend, config)
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         # Round the scale to the dtype of the weights before multiplying, as transformers does.
@@ -97,9 +99,9 @@ class Decoder:
         self._head_is_tied = config.tied_embeddings
         if config.tied_embeddings:
             head_bias = place.tensor(HEAD_BIAS, (config.vocab_size,)) if config.head_bias else None
-            self._head = backend.make_linear(self._embedding, head_bias)
+            self.head = backend.make_linear(self._embedding, head_bias)
         else:
-            self._head = place.head(config.outer_modules[HEAD], config.head_bias)
+            self.head = place.head(config.outer_modules[HEAD], config.head_bias)
         self._head_dims = sorted(set(head_dims))
         self._rotary = [
             (cos.to(backend.device), sin.to(backend.device))
@@ -109,14 +111,6 @@ class Decoder:
         if attention.query_scaling is not None:
             scales = growing_scales(attention.query_scaling, max_len)
         self._query_scales = None if scales is None else scales.to(backend.device, self._dtype)
-
-    @property
-    def module_groups(self) -> tuple[npt.NDArray[np.intp], ...]:
-        """For each group in `LayerGroups`, the indices of its modules along the module axis.
-
-        A group that no layer has is empty.
-        """
-        return self._module_groups
 
     @property
     def shapes(self) -> KernelShapes:
@@ -257,10 +251,6 @@ class Decoder:
             for table, row in zip(tables, rows, strict=True):
                 torch.index_select(table, 0, positions, out=row)
 
-    @property
-    def head(self) -> Linear:
-        return self._head
-
     def _first_residual(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> Residual:
         embedded = self.embed(inputs, kernels, tables)
         return Residual(embedded, streams=None if self._altup is None else self._altup.expand(embedded))
@@ -313,7 +303,7 @@ class Decoder:
         an adapter has further tokens, MAX_EXTRA_TOKENS more. The logits of tokens that a row's adapter lacks are
         FORBIDDEN. `product` is the head's product with `hidden` if it is already known, and is overwritten.
         """
-        logits = self._head(hidden) if product is None else product
+        logits = self.head(hidden) if product is None else product
         vocabularies = None if adapters is None else adapters.vocabularies
         if vocabularies is not None:
             logits = vocabularies.widened(logits)

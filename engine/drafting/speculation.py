@@ -89,11 +89,13 @@ class Speculation:
         # the head.
         self._head_times = StepTimes()
         self._head_s = 0.0
-        self._wants_head = False
+        self.wants_head = False
+        """True if the head should draft at the end of the step to which `with_drafts` has added drafts."""
         # Steps since the head has last drafted.
         self._num_without_head = 0
         # True if the last step would have had drafts if the sequences' newest tokens had been known.
-        self._is_promising = False
+        self.wants_known_tokens = False
+        """True if the next step would probably have drafts if the tokens of the step in flight were known."""
         # The time that a sequence's drafts take for copies and repeated rows. The times of steps are without these.
         self._copy_s = 0.0
         # Of the step with the newest drafts: this time, and the number of copies.
@@ -109,24 +111,14 @@ class Speculation:
         # Of the drafts of the step that is being committed.
         self._num_rejected = 0
 
-    @property
-    def wants_known_tokens(self) -> bool:
-        """True if the next step would probably have drafts if the tokens of the step in flight were known."""
-        return self._is_promising
-
-    @property
-    def wants_head(self) -> bool:
-        """True if the head should draft at the end of the step to which `with_drafts` has added drafts."""
-        return self._wants_head
-
     def with_drafts(
         self, scheduled: list[ScheduledSequence], room: DraftRoom, *, others_wait: bool
     ) -> tuple[list[ScheduledSequence], dict[Sequence, Draft]]:
         """Add drafts to a step that has only decode rows. Without `others_wait`, no sequence waits to begin."""
-        self._is_promising = False
+        self.wants_known_tokens = False
         self._state_s, self._num_copies = 0.0, 0
         room = self._measured(room)
-        self._wants_head = self.has_head and not others_wait and self._head_pays(scheduled)
+        self.wants_head = self.has_head and not others_wait and self._head_pays(scheduled)
         drafts = self._forced(scheduled, room)
         if not drafts and self.guesses and not others_wait:
             drafts = self._guessed(scheduled, room)
@@ -177,7 +169,7 @@ class Speculation:
         if self._lookahead and min(num_rows, num_forced) < MIN_FORCED_GAIN * len(scheduled):
             return {}
         if any(one.num_in_flight for one in forced):
-            self._is_promising = True
+            self.wants_known_tokens = True
             return {}
         return forced_drafts(forced, room, num_rows)
 
@@ -200,7 +192,7 @@ class Speculation:
                 self._num_paused = min(MAX_PAUSE, int(lookup_s / (MAX_LOOKUP_PART * step_s)))
             return {}
         if any(one.num_tokens > len(one.tokens) for one in proposals):
-            self._is_promising = True
+            self.wants_known_tokens = True
             return {}
         drafts: dict[Sequence, Draft] = {}
         for sequence, proposal in proposals.items():

@@ -60,7 +60,8 @@ class EngineStats:
         self._num_steps = 0
         self._num_mixed_steps = 0
         self._max_adapters_in_step = 0
-        self._prompt_tokens = 0
+        self.computed_prompt_tokens = 0
+        """Prompt tokens that all steps have computed for the first time."""
         self._completion_tokens = 0
         self._cached_tokens = 0
         self._recomputed_tokens = 0
@@ -94,7 +95,7 @@ class EngineStats:
             if not sequence.has_run:
                 self._cached_tokens += sequence.num_cached
             self._recomputed_tokens += max(0, min(end, sequence.num_reached) - begin)
-            self._prompt_tokens += max(0, min(end, sequence.num_prompt) - max(begin, sequence.num_reached))
+            self.computed_prompt_tokens += max(0, min(end, sequence.num_prompt) - max(begin, sequence.num_reached))
 
     def count_step_time(self, seconds: float) -> None:
         self._step_counts[bisect_left(STEP_BOUNDS_S, seconds)] += 1
@@ -106,11 +107,6 @@ class EngineStats:
         Must be called before the step's sequences advance.
         """
         return 0 if self._reads is None else self._reads.num_bytes(scheduled)
-
-    @property
-    def computed_prompt_tokens(self) -> int:
-        """Prompt tokens that all steps have computed for the first time."""
-        return self._prompt_tokens
 
     def count_committed(self, read_bytes: int, prompt_tokens: int, seconds: float) -> None:
         """Count the time until a step was committed that computed `prompt_tokens`. `read_bytes` is 0 for steps that do
@@ -149,7 +145,7 @@ class EngineStats:
             num_adapter_pages=self._pages.num_owned(PageOwner.ADAPTER),
             num_prefix_pages=len(self._prefixes),
             num_idle_prefix_pages=self._prefixes.num_idle,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self.computed_prompt_tokens,
             completion_tokens=self._completion_tokens,
             cached_tokens=self._cached_tokens,
             recomputed_tokens=self._recomputed_tokens,

@@ -28,17 +28,9 @@ class GlooGroup:
 
     def __init__(self, meeting: Path, size: int, worker: int) -> None:
         self._meeting = meeting
-        self._size = size
-        self._worker = worker
+        self.size = size
+        self.worker = worker
         self._group: Any = None
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def worker(self) -> int:
-        return self._worker
 
     def join(self) -> None:
         """Connect to all other workers. Raises RuntimeError if one of them does not join within JOIN_TIMEOUT."""
@@ -46,8 +38,8 @@ class GlooGroup:
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = JOIN_TIMEOUT
-        store = _distributed.FileStore(str(self._meeting), self._size)
-        self._group = gloo(store, self._worker, self._size, options)
+        store = _distributed.FileStore(str(self._meeting), self.size)
+        self._group = gloo(store, self.worker, self.size, options)
         self._group._set_default_timeout(EXCHANGE_TIMEOUT)
 
     def close(self) -> None:
@@ -61,7 +53,7 @@ class GlooGroup:
         return y
 
     def join_columns(self, y: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty(y.shape, dtype=y.dtype) for _ in range(self._size)]
+        parts = [torch.empty(y.shape, dtype=y.dtype) for _ in range(self.size)]
         if y.numel():
             self._group.allgather([parts], [y.contiguous()]).wait()
         return torch.cat(parts, dim=1)

@@ -91,7 +91,7 @@ class Scheduler:
         self.queue = queue
         self._kv = kv
         self._adapters = adapters
-        self._limits = limits
+        self.limits = limits
         self.running: list[Sequence] = []
         """In order of admission."""
         self.running_by_rank = [0] * (BACKGROUND_RANK + 1)
@@ -118,10 +118,6 @@ class Scheduler:
         self._num_yields = 0
 
     @property
-    def limits(self) -> SchedulerLimits:
-        return self._limits
-
-    @property
     def has_work(self) -> bool:
         return bool(self.queue.num_waiting or self.running)
 
@@ -132,7 +128,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.queue.add(sequence)
-        if sequence.add.digest is not None and self.queue.num_cold <= self._limits.look_ahead:
+        if sequence.add.digest is not None and self.queue.num_cold <= self.limits.look_ahead:
             self._adapters.prefetch(sequence.add.digest)
 
     def order_waiting(self) -> PoolDemand:
@@ -144,7 +140,7 @@ class Scheduler:
         num_behind, num_flex = self.running_by_rank[BACKGROUND_RANK], self._num_yielding_to_first()
         # While no sequence can start, the order only decides which adapters are loaded next.
         is_exact = num_free_slots + num_behind + num_flex > 0
-        self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=is_exact)
+        self._order = self.queue.order(self.limits.max_sequences, self.limits.look_ahead, is_exact=is_exact)
         if self.queue.waiting_by_rank[0]:
             self._order = self._with_first_tier(self._order)
             if any(one.rank == 0 and self._needs_only_room(one) for one in self._order):
@@ -172,10 +168,10 @@ class Scheduler:
         scheduled: dict[Sequence, ScheduledSequence] = {}
         ahead, behind = self._lanes()
         num_behind = behind.num_running
-        num_free_slots = max(0, self._limits.max_sequences - ahead.num_running - num_behind)
+        num_free_slots = max(0, self.limits.max_sequences - ahead.num_running - num_behind)
         is_due = num_behind > 0 and self._num_yields >= MAX_YIELDS
         kept = self._few_rows if is_due else 0
-        max_rows = self._limits.max_batch_tokens
+        max_rows = self.limits.max_batch_tokens
         can_free_slots = num_behind > 0 or self._num_yielding_to_first() > 0
         budget = self._fill(scheduled, ahead, max_rows - kept, num_free_slots, can_free_slots=can_free_slots) + kept
         self._num_quiet_steps = 0 if ahead.num_running or ahead.waiting else self._num_quiet_steps + 1
@@ -295,7 +291,7 @@ class Scheduler:
         With `can_free_slots`, sequences can begin although `num_free_slots` is 0.
         """
         num_preemptions, num_before = self.num_preemptions, len(scheduled)
-        max_sequences = self._limits.max_sequences
+        max_sequences = self.limits.max_sequences
         max_scheduled = min(num_before + budget, max_sequences)
         for sequence in lane.decoding:
             if len(scheduled) >= max_scheduled:
@@ -336,7 +332,7 @@ class Scheduler:
     @property
     def _few_rows(self) -> int:
         """Maximum number of rows for background sequences while others run."""
-        return max(1, self._limits.max_batch_tokens // BACKGROUND_SHARE)
+        return max(1, self.limits.max_batch_tokens // BACKGROUND_SHARE)
 
     def _background_budget(self, scheduled: dict[Sequence, ScheduledSequence], is_due: bool) -> int:
         """Maximum number of rows for background sequences in a step with these other sequences. `is_due` is True if
@@ -347,7 +343,7 @@ class Scheduler:
         )
         if has_prompts and not is_due:
             return 0
-        return self._limits.max_batch_tokens if self._num_quiet_steps >= QUIET_STEPS else self._few_rows
+        return self.limits.max_batch_tokens if self._num_quiet_steps >= QUIET_STEPS else self._few_rows
 
     def _make_room_for_adapters(self) -> bool:
         """Preempt sequences if that gives the first staged adapter a slot or pages, and a sequence for which they make
@@ -436,7 +432,7 @@ class Scheduler:
         """
         for sequence in lane.prompts[1:] + lane.prompts[:1]:
             item = scheduled.get(sequence)
-            if not sequence.is_running or (item is None and len(scheduled) >= self._limits.max_sequences):
+            if not sequence.is_running or (item is None and len(scheduled) >= self.limits.max_sequences):
                 continue
             num_before = 0 if item is None else item.num_tokens
             extra = min(sequence.num_computable - num_before, budget)
@@ -502,7 +498,7 @@ class Scheduler:
 
     def _num_free_slots(self) -> int:
         # After sequences that were paused have resumed, more than `max_sequences` can be active.
-        return max(0, self._limits.max_sequences - len(self._active()))
+        return max(0, self.limits.max_sequences - len(self._active()))
 
     def _unpark_read(self) -> None:
         """Give turns again to sequences whose pages have been read from disk, or do not come in time."""

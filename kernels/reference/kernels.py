@@ -11,7 +11,6 @@ from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.reference import attention, delta, experts, fused, routing
 from loramux.kernels.reference.lora import ReferenceLora
 from loramux.kernels.routing import ExpertWeights, Routing, StackedExperts
-from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_pair_segments
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, Segments
 
@@ -20,6 +19,14 @@ class ReferenceKernels(ReferenceLora):
     """The kernels over one page pool, written for clarity. The function that a method calls is its specification."""
 
     max_fused_rows = 0
+    rms_norm = staticmethod(fused.rms_norm)
+    add_rms_norm = staticmethod(fused.add_rms_norm)
+    rotary = staticmethod(fused.rotary)
+    silu_and_mul = staticmethod(fused.silu_and_mul)
+    gelu_and_mul = staticmethod(fused.gelu_and_mul)
+    clamped_silu_and_mul = staticmethod(fused.clamped_silu_and_mul)
+    route = staticmethod(routing.route)
+    sum_experts = staticmethod(experts.sum_experts)
 
     @property
     def outer(self) -> ReferenceLora:
@@ -53,15 +60,6 @@ class ReferenceKernels(ReferenceLora):
         self.lora_add(x, call, y)
         return y
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return fused.rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return fused.add_rms_norm(x, residual, weight, eps)
-
-    def rotary(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        fused.rotary(q, k, cos, sin)
-
     def rotate_and_store(
         self,
         q: torch.Tensor,
@@ -77,35 +75,12 @@ class ReferenceKernels(ReferenceLora):
         if k is not None and v is not None:
             self.kv_write(k, v, layer, batch)
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return fused.silu_and_mul(gate_up)
-
-    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return fused.gelu_and_mul(gate_up)
-
-    def clamped_silu_and_mul(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-        return fused.clamped_silu_and_mul(gate_up, alpha, limit)
-
-    def route(
-        self,
-        logits: torch.Tensor,
-        spec: RoutingSpec,
-        bias: torch.Tensor | None = None,
-        expert_scales: torch.Tensor | None = None,
-    ) -> Routing:
-        return routing.route(logits, spec, bias, expert_scales)
-
     def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
         return build_pair_segments(routing, slots, self.segment_rows, segments.max_rank)
 
     def multiply_experts(self, x: torch.Tensor, weights: ExpertWeights, routing: Routing) -> torch.Tensor:
         assert isinstance(weights, StackedExperts)
         return experts.multiply_experts(x, weights, routing)
-
-    def sum_experts(
-        self, y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
-    ) -> torch.Tensor:
-        return experts.sum_experts(y, routing, shared, shared_gate)
 
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, layer: int, batch: AttentionBatch, spec: DeltaSpec

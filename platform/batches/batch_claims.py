@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, bindparam, case, delete, insert, select, update
 
 from loramux.adapter_store.errors import ClaimLost
-from loramux.migrations.claims import LEASE_US, RowClaims
+from loramux.migrations.claims import LEASE_US, NO_CLAIM, RowClaims
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import batch_lines, batches, reservations
@@ -129,10 +129,7 @@ class BatchClaim:
     def __init__(self, database: Database, rows: RowClaims) -> None:
         self._database = database
         self._rows = rows
-
-    @property
-    def lease_s(self) -> float:
-        return self._rows.lease_s
+        self.lease_s = rows.lease_s
 
     def renew(self, batch_id: str) -> BatchState:
         """Extend the claim, and return the batch's state."""
@@ -143,7 +140,7 @@ class BatchClaim:
     def give_back(self, batch_id: str) -> None:
         """Let any server continue the batch at once."""
         with self._database.write() as connection:
-            self._change(connection, batch_id, {"claimed_by": None, "claim_expires_us": None})
+            self._change(connection, batch_id, NO_CLAIM)
 
     def begin(self, batch_id: str, lines: Iterable[InputLine], are_good: Callable[[], bool]) -> BatchState:
         """Store the lines of a batch. If `are_good` afterwards, begin to run them. Return the batch's state."""
@@ -289,8 +286,8 @@ class BatchClaim:
                     mark_ready(connection, file_id)
 
     def _end(self, connection: Connection, batch_id: str, state: BatchState, values: Mapping[str, Any]) -> None:
-        ended = {"finished_us": self._database.now_us(connection), "claimed_by": None, "claim_expires_us": None}
-        self._change(connection, batch_id, {**values, **ended, "state": state})
+        finished_us = self._database.now_us(connection)
+        self._change(connection, batch_id, {**values, **NO_CLAIM, "finished_us": finished_us, "state": state})
         connection.execute(delete(batch_lines).where(batch_lines.c.batch_id == batch_id))
 
     def _name_requests(self, connection: Connection, batch_id: str, lines: Sequence[WaitingLine]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib.metadata import version
+from types import MappingProxyType
 
 import structlog
 
@@ -22,9 +23,11 @@ from loramux.platform.cluster.replica_report import (
     read_state,
 )
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
-from loramux.platform.replicas.engine_group import EngineGroup
-from loramux.platform.replicas.reports import ReplicaFigures, ReplicaReport, ReplicaState, UnknownReplica
+from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.replicas.engine_group import NO_ENGINE_ID, EngineGroup
+from loramux.platform.replicas.reports import ReplicaReport, ReplicaState, UnknownReplica, refused_reports, report_of
 from loramux.platform.replicas.routed_engine import RoutedEngine
+from loramux.platform.routing.routers import RequestRouter
 from loramux.platform.routing.views import ReplicaView
 from loramux.platform.telemetry.package_metrics import ReplicaMetrics
 
@@ -68,46 +71,46 @@ class _Replica:
         )
 
     def report(self, now_s: float) -> ReplicaReport:
-        view = self.view()
         state: ReplicaState = "draining" if self.is_draining else "serving" if self.engine.is_ready else "unreachable"
-        return ReplicaReport(
-            id=view.id,
-            address=self.identity.host,
-            base_id=view.base_id,
-            is_own=False,
-            state=state,
-            age_s=now_s - self.since_s,
-            figures=ReplicaFigures(
-                num_running=view.num_running,
-                num_waiting=view.num_waiting,
-                capacity=view.capacity,
-                num_pages=self.identity.num_pages,
-                num_free_pages=self.state.num_free_pages,
-                num_adapters=len(self.holds),
-            ),
-        )
+        pages = self.identity.num_pages, self.state.num_free_pages
+        return report_of(self.view(), self.identity.host, state, now_s - self.since_s, *pages)
 
 
 class ClusterFleet:
-    """Connects to the replicas that the cluster lists, and shows them to the router of `routed`.
+    """Connects to the replicas that the cluster lists, and runs sequences on those that a router chooses.
 
     A replica of another version, or with another base than `draw.own`, is refused. Among replicas of this base, those
     that differ in dtype, quantisation or page size from the replicas in use are refused as long as one of these is
     listed, because equal requests would get different answers.
+
+    This takes the place of `Sharing` in a server whose engines run in a cluster. `engine` runs its sequences, and
+    `cluster` has the replicas' engines.
     """
+
+    address = None
+    # A gateway of a cluster runs no sequences for other gateways.
+    open_presence = None
+    engines: Mapping[str, EngineClient] = MappingProxyType({})
 
     def __init__(
         self,
         calls: ReplicaCalls,
         cluster: EngineGroup,
-        routed: RoutedEngine,
+        new_router: Callable[[], RequestRouter],
         draw: BaseDraw,
         metrics: ReplicaMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._calls = calls
         self._cluster = cluster
-        self._routed = routed
+        self.engine = RoutedEngine(
+            cluster,
+            NO_ENGINE_ID,
+            new_router,
+            metrics.count_forwarded,
+            metrics.base_fallbacks.inc,
+            base_id=draw.own,
+        )
         self._draw = draw
         self._metrics = metrics
         self._clock = clock
@@ -118,16 +121,15 @@ class ClusterFleet:
         self._fingerprint: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def measured(self) -> Mapping[str, EngineClient]:
+        """Implements `Fleet.measured`."""
+        return self._cluster.engines
+
     def follow(self) -> None:
         """Follow the cluster until `close`."""
         self._calls.watch(self.note)
         self._run(self._beat_forever(), "cluster-beat")
-
-    def start(self, drain: asyncio.Event) -> None:
-        """Do nothing: a gateway of a cluster runs no sequences for other gateways, so it need not refuse any."""
-
-    async def drained(self, hurry: asyncio.Event, timeout_s: float) -> None:
-        """Return at once, for the same reason."""
 
     async def close(self) -> None:
         tasks = tuple(self._tasks)
@@ -180,7 +182,7 @@ class ClusterFleet:
         self._cluster.show(used, self._trouble())
         self._draw.note_live({one.identity.base_id for one in ready.values() if not one.is_draining})
         engines = {name: one.engine for name, one in ready.items()}
-        self._routed.update([one.view() for one in ready.values()], engines)
+        self.engine.update([one.view() for one in ready.values()], engines)
         states = Counter(one.report(now_s).state for one in self._replicas.values())
         counts = {"connected": states["serving"], "draining": states["draining"], "unreachable": states["unreachable"]}
         for state, count in {**counts, "refused": len(self._refused)}.items():
@@ -194,10 +196,7 @@ class ClusterFleet:
         """Report on the replicas in use first, then on the refused replicas, each sorted by identifier."""
         now_s = self._clock()
         found = [replica.report(now_s) for _, replica in sorted(self._replicas.items())]
-        return found + [
-            ReplicaReport(id=name, address=None, base_id=None, is_own=False, state="refused", reason=reason)
-            for name, reason in sorted(self._refused.items())
-        ]
+        return found + refused_reports(self._refused)
 
     async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
         """Return the statistics of a replica's engine. Raises UnknownReplica, EngineUnavailable or TimeoutError."""

@@ -71,12 +71,8 @@ class ClusterLink:
         self._note: NoteReplicas = lambda replicas: None
         self._last: tuple[ListedReplica, ...] = ()
         self._kept: frozenset[str] = frozenset()
-        self._trouble: str | None = None
+        self.trouble: str | None = None
         self._supervisor: asyncio.Task[None] | None = None
-
-    @property
-    def trouble(self) -> str | None:
-        return self._trouble
 
     async def start(self) -> None:
         """Join the cluster. Raises ClusterUnavailable."""
@@ -159,7 +155,7 @@ class ClusterLink:
             writer.close()
             await self._end()
             raise ClusterUnavailable(failure)
-        self._writer, self._trouble = writer, None
+        self._writer, self.trouble = writer, None
         self._post(KeepReplicas(replica_ids=tuple(sorted(self._kept))))
 
     async def _end(self) -> None:
@@ -212,9 +208,9 @@ class ClusterLink:
                     )
 
     def _lose(self, trouble: str) -> None:
-        if trouble != self._trouble:
+        if trouble != self.trouble:
             log.error("the cluster is lost", reason=trouble)
-        self._trouble = trouble
+        self.trouble = trouble
         for call_id, call in self._calls.items():
             call.put_nowait(_lost(call_id))
         self._calls.clear()

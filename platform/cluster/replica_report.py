@@ -68,19 +68,15 @@ class CoarseState:
     def __init__(self, identity: ReplicaIdentity) -> None:
         self._sequence_step = max(1, identity.capacity // NUM_STEPS)
         self._page_step = max(1, identity.num_pages // NUM_STEPS)
-        self._last = HeldState(num_free_pages=identity.num_pages)
-
-    @property
-    def last(self) -> HeldState:
-        return self._last
+        self.last = HeldState(num_free_pages=identity.num_pages)
 
     def observe(self, stats: Stats) -> HeldState:
-        self._last = HeldState(
+        self.last = HeldState(
             holds=summarise(one.digest for one in stats.adapters),
-            num_sequences=_coarse(stats.num_foreground, self._last.num_sequences, self._sequence_step),
-            num_free_pages=_coarse(stats.num_reclaimable_pages, self._last.num_free_pages, self._page_step),
+            num_sequences=_coarse(stats.num_foreground, self.last.num_sequences, self._sequence_step),
+            num_free_pages=_coarse(stats.num_reclaimable_pages, self.last.num_free_pages, self._page_step),
         )
-        return self._last
+        return self.last
 
 
 def _coarse(value: int, last: int, step: int) -> int:

@@ -91,7 +91,11 @@ class LocalEngine(ConnectedEngine):
             self._socket = EngineSocketDirectory(socket_directory)
         except SocketUnusable as error:
             raise EngineStartError(str(error)) from error
-        self._ran_at_death: frozenset[str] = frozenset()
+        self.ran_at_death: frozenset[str] = frozenset()
+        """IDs of all gateways' sequences that the last engine was running when it died.
+
+        Set before `is_ready` becomes false.
+        """
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._is_hung = False
@@ -113,14 +117,6 @@ class LocalEngine(ConnectedEngine):
     def socket_path(self) -> Path:
         """The path where the engine listens for all gateways. It stays the same across restarts."""
         return self._socket.path
-
-    @property
-    def ran_at_death(self) -> frozenset[str]:
-        """IDs of all gateways' sequences that the last engine was running when it died.
-
-        Set before `is_ready` becomes false.
-        """
-        return self._ran_at_death
 
     @property
     def pid(self) -> int | None:
@@ -162,7 +158,7 @@ class LocalEngine(ConnectedEngine):
 
     async def _launch(self) -> None:
         self.socket_path.unlink(missing_ok=True)
-        config = msgspec.structs.replace(self._config, ran_at_death=tuple(sorted(self._ran_at_death)))
+        config = msgspec.structs.replace(self._config, ran_at_death=tuple(sorted(self.ran_at_death)))
         self._process = await EngineProcess.launch(self._command, config, self.socket_path, self._lines)
 
     async def _connect(self) -> None:
@@ -244,5 +240,5 @@ class LocalEngine(ConnectedEngine):
     def _abandon_process(self, process: EngineProcess) -> None:
         """End the streams of a dead or hung engine, and record strikes against the requests that it was running."""
         if self.is_ready:
-            self._ran_at_death = process.record.running()
-            self._strikes.strike(self._disconnect(self._ran_at_death))
+            self.ran_at_death = process.record.running()
+            self._strikes.strike(self._disconnect(self.ran_at_death))

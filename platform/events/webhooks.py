@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hmac
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import httpx
 from sqlalchemy import ColumnElement, Row, case, delete, func, insert, select
 
 from loramux.migrations.audit import audit
-from loramux.migrations.claims import RowClaims
+from loramux.migrations.claims import NO_CLAIM, RowClaims
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_page
@@ -191,19 +191,19 @@ class WebhookQueue:
         """Give the webhook back. It is due now, so those that have waited longer come first."""
         with self._database.write() as connection:
             due_us = self._database.now_us(connection)
-            self._claims.change(connection, webhook_id, {"due_us": due_us, **_NO_CLAIM})
+            self._claims.change(connection, webhook_id, {"due_us": due_us, **NO_CLAIM})
 
     def postpone(self, webhook: Webhook, num_failures: int, pause_s: float, error: str) -> None:
         """Give the webhook back, and try again after a pause."""
         with self._database.write() as connection:
             due_us = self._database.now_us(connection) + round(min(pause_s, MAX_PAUSE_S) * 1_000_000)
             failed = {"num_failures": num_failures, "due_us": due_us, "last_error": error}
-            self._claims.change(connection, webhook.id, {**failed, **_NO_CLAIM})
+            self._claims.change(connection, webhook.id, {**failed, **NO_CLAIM})
 
     def disable(self, webhook: Webhook, error: str) -> None:
         """Deliver nothing more to a webhook whose target says that it is gone."""
         with self._database.write() as connection:
-            values = {"state": "disabled", "last_error": error, **_NO_CLAIM}
+            values = {"state": "disabled", "last_error": error, **NO_CLAIM}
             if self._claims.change(connection, webhook.id, values):
                 states = {"before": {"state": _ACTIVE}, "after": {"state": "disabled"}}
                 now_us = self._database.now_us(connection)
@@ -212,9 +212,6 @@ class WebhookQueue:
 
 def _is_due(now_us: int) -> ColumnElement[bool]:
     return ~webhooks.c.due_us.between(now_us + 1, now_us + round(MAX_PAUSE_S * 1_000_000))
-
-
-_NO_CLAIM: Mapping[str, Any] = {"claimed_by": None, "claim_expires_us": None}
 
 
 def check_url(url: str, schemes: Collection[str]) -> None:

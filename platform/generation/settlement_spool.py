@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from loramux.adapter_store.atomic_files import sync_directory
 from loramux.platform.admission.records import Closing
 
 CURRENT, LEFT, REFUSED = "settlements.jsonl", "replaying.jsonl", "refused.jsonl"
@@ -121,7 +122,7 @@ class SettlementSpool:
             self._set_aside([*map(record_of, refused), *(line + b"\n" for line in self._damaged)])
             if self._left_bytes:
                 (self._directory / LEFT).unlink()
-                self._sync_directory()
+                sync_directory(self._directory)
             self._left_bytes, self._damaged = 0, []
             self._settled = self._replayed
             if self._settled == self._end:
@@ -140,7 +141,7 @@ class SettlementSpool:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
-        self._sync_directory()
+        sync_directory(self._directory)
 
     def _empty(self) -> None:
         """Start again at the beginning of the file. If this fails, settled records may harmlessly be replayed."""
@@ -167,7 +168,7 @@ class SettlementSpool:
             log.warning("the file system cannot preallocate space: a full disk will stop the spool", file=CURRENT)
             wanted = self._max_bytes
         os.fsync(file)
-        self._sync_directory()
+        sync_directory(self._directory)
         self._allocated = wanted
 
     def _clear(self, file: int, start: int, end: int) -> None:
@@ -189,13 +190,6 @@ class SettlementSpool:
             yield file
         finally:
             os.close(file)
-
-    def _sync_directory(self) -> None:
-        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 def record_of(closing: Closing) -> bytes:

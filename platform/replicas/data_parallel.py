@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import structlog
 
 from loramux.engine.protocol.messages import EngineReady, Stats, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.replicas.engine_group import NO_ENGINE_ID, EngineGroup
-from loramux.platform.replicas.reports import ReplicaFigures, ReplicaReport, UnknownReplica
+from loramux.platform.replicas.reports import ReplicaReport, UnknownReplica, report_of
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.routers import RequestRouter
 from loramux.platform.routing.views import ReplicaView, digest_prefix
@@ -60,14 +61,13 @@ class _Member:
             return None
         num_running = 0 if stats is None else stats.num_running - stats.num_background_running
         num_waiting = 0 if stats is None else stats.num_waiting - stats.num_background_waiting
-        num_free_pages = info.num_pages if stats is None else stats.num_reclaimable_pages
         return ReplicaView(
             id=self.name,
             is_local=False,
             num_running=num_running,
             num_waiting=num_waiting,
             capacity=max(1, info.max_sequences),
-            pages_free_fraction=min(1.0, num_free_pages / max(1, info.num_pages)),
+            pages_free_fraction=min(1.0, self._num_free_pages(info) / max(1, info.num_pages)),
             is_draining=False,
             holds=frozenset(self._holds),
             since_s=self.since_s,
@@ -84,23 +84,13 @@ class _Member:
                 state="unreachable",
                 reason=self.engine.trouble or "it is starting",
             )
-        num_free_pages = info.num_pages if self._stats is None else self._stats.num_reclaimable_pages
-        return ReplicaReport(
-            id=self.name,
-            address=info.device,
-            base_id=info.base_sha256,
-            is_own=True,
-            state="serving",
-            age_s=now_s - self.since_s,
-            figures=ReplicaFigures(
-                num_running=view.num_running,
-                num_waiting=view.num_waiting,
-                capacity=view.capacity,
-                num_pages=info.num_pages,
-                num_free_pages=num_free_pages,
-                num_adapters=len(view.holds),
-            ),
-        )
+        # The router gets views without the base, because all engines serve the same.
+        view = replace(view, base_id=info.base_sha256)
+        pages = info.num_pages, self._num_free_pages(info)
+        return report_of(view, info.device, "serving", now_s - self.since_s, *pages, is_own=True)
+
+    def _num_free_pages(self, info: EngineReady) -> int:
+        return info.num_pages if self._stats is None else self._stats.num_reclaimable_pages
 
 
 class DataParallelEngines:
@@ -114,6 +104,8 @@ class DataParallelEngines:
     """
 
     address = None
+    # There are no other servers to tell about this one.
+    open_presence = None
 
     def __init__(
         self,
@@ -165,16 +157,6 @@ class DataParallelEngines:
         if engine is None:
             raise UnknownReplica(replica_id)
         return await engine.call(StatsRequest(with_tiers=with_tiers), timeout_s)
-
-    def open_presence(self) -> DataParallelEngines:
-        """Return this object, because there are no other servers."""
-        return self
-
-    def start(self, drain: asyncio.Event) -> None:
-        """Do nothing, because there are no sequences of other servers to refuse."""
-
-    async def drained(self, hurry: asyncio.Event, timeout_s: float) -> None:
-        """Return at once, for the same reason."""
 
     async def _look(self, member: _Member) -> None:
         try:

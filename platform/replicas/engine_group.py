@@ -56,9 +56,10 @@ class EngineGroup:
         self.stats = SummedStats(shares_disk)
         self._none_ready = none_ready
         self._note_resident = note_resident
-        self._engines: Mapping[str, EngineClient] = {}
+        self.engines: Mapping[str, EngineClient] = {}
+        """The engines that were shown last."""
         self._order = RendezvousOrder()
-        self._info: EngineReady | None = None
+        self.info: EngineReady | None = None
         self._trouble: str | None = None
         self._is_shown = asyncio.Event()
         self._changes = AdapterChanges()
@@ -66,25 +67,16 @@ class EngineGroup:
 
     def show(self, engines: Mapping[str, EngineClient], trouble: str | None) -> None:
         """Replace the engines. `trouble` says, in one sentence, why none is ready."""
-        self._engines = engines
+        self.engines = engines
         self._order.set_replicas(engines)
-        self._info = next((engine.info for engine in engines.values() if engine.info is not None), self._info)
+        self.info = next((engine.info for engine in engines.values() if engine.info is not None), self.info)
         self._trouble = trouble
         if any(engine.is_ready for engine in engines.values()):
             self._is_shown.set()
 
-    @property
-    def engines(self) -> Mapping[str, EngineClient]:
-        """The engines that were shown last."""
-        return self._engines
-
     async def shown(self) -> None:
         """Wait until an engine has been ready."""
         await self._is_shown.wait()
-
-    @property
-    def info(self) -> EngineReady | None:
-        return self._info
 
     @property
     def is_ready(self) -> bool:
@@ -97,7 +89,7 @@ class EngineGroup:
 
     @property
     def is_live(self) -> bool:
-        return all(engine.is_live for engine in self._engines.values())
+        return all(engine.is_live for engine in self.engines.values())
 
     @property
     def trouble(self) -> str | None:
@@ -119,7 +111,7 @@ class EngineGroup:
         if isinstance(message, StatsRequest):
             return cast(AnswerT, await self._sum(engines, message, timeout_s))
         answers = await asyncio.gather(*(engine.call(message, timeout_s) for engine in engines.values()))
-        if len(engines) < len(self._engines) and _is_purge(message):
+        if len(engines) < len(self.engines) and _is_purge(message):
             raise EngineUnavailable("an engine is not ready, so it may still hold purged data")
         states = cast("list[AdapterState]", answers)
         return cast(AnswerT, next((state for state in states if state.state == "failed"), states[0]))
@@ -127,7 +119,7 @@ class EngineGroup:
     async def close(self) -> None: ...
 
     def _ready(self) -> dict[str, EngineClient]:
-        return {name: engine for name, engine in self._engines.items() if engine.is_ready}
+        return {name: engine for name, engine in self.engines.items() if engine.is_ready}
 
     async def _load(self, engines: Mapping[str, EngineClient], message: Load, timeout_s: float) -> AdapterState:
         homes = [name for name in self._order.order(digest_prefix(message.digest)) if name in engines]

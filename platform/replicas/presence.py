@@ -24,7 +24,7 @@ from loramux.platform.replicas.peer_listener import PeerListener
 from loramux.platform.replicas.records import ReplicaRow
 from loramux.platform.replicas.replica_book import ReplicaBook
 from loramux.platform.replicas.replica_table import ReplicaTable, Summary, TableReading
-from loramux.platform.replicas.reports import ReplicaReport, UnknownReplica, report_of
+from loramux.platform.replicas.reports import ReplicaReport, ReplicaState, UnknownReplica, refused_reports, report_of
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.views import ReplicaView
 from loramux.platform.telemetry.package_metrics import ReplicaMetrics
@@ -103,18 +103,14 @@ class Presence:
         """Report on this server first, then on its peers, then on refused servers. Peers and refused servers are each
         sorted by identifier.
         """
-        own, now_s = self._own.view(self._clock()), self._clock()
-        found = [report_of(self._own.row, len(own.holds), self._own.row.state, 0.0, is_own=True)]
+        now_s = self._clock()
+        found = [_report(self._own.row, self._own.view(now_s), self._own.row.state, now_s)]
         for name, peer in sorted(self._book.peers.items()):
             engine = self._peers.get(name)
             is_reachable = engine is not None and engine.is_ready
             state = peer.row.state if is_reachable else "unreachable"
-            found.append(report_of(peer.row, len(peer.holds), state, now_s - peer.since_s, is_own=False))
-        refused = sorted(self._book.refused.items())
-        return found + [
-            ReplicaReport(id=name, address=None, base_id=None, is_own=False, state="refused", reason=reason)
-            for name, reason in refused
-        ]
+            found.append(_report(peer.row, view_of(peer.row, peer.holds, peer.since_s), state, now_s))
+        return found + refused_reports(self._book.refused)
 
     async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
         """Return the statistics of a server's engine. Raises UnknownReplica, EngineUnavailable or TimeoutError."""
@@ -304,3 +300,8 @@ class Presence:
         }
         for state, count in counts.items():
             self._metrics.peers.labels(state).set(count)
+
+
+def _report(row: ReplicaRow, view: ReplicaView, state: ReplicaState, now_s: float) -> ReplicaReport:
+    age_s = now_s - view.since_s
+    return report_of(view, row.address, state, age_s, row.num_pages, row.num_free_pages, is_own=view.is_local)

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from loramux.engine.protocol.messages import Stats
 from loramux.platform.engine_link.engine_client import EngineClient
-from loramux.platform.replicas.records import ReplicaRow
+from loramux.platform.routing.views import ReplicaView
 
 ReplicaState = Literal["serving", "draining", "unreachable", "refused"]
 
@@ -69,20 +69,36 @@ class Fleet(Protocol):
         ...
 
 
-def report_of(row: ReplicaRow, num_adapters: int, state: ReplicaState, age_s: float, is_own: bool) -> ReplicaReport:
+def report_of(
+    view: ReplicaView,
+    address: str | None,
+    state: ReplicaState,
+    age_s: float,
+    num_pages: int,
+    num_free_pages: int,
+    is_own: bool = False,
+) -> ReplicaReport:
     return ReplicaReport(
-        id=row.id,
-        address=row.address,
-        base_id=row.base_id,
+        id=view.id,
+        address=address,
+        base_id=view.base_id,
         is_own=is_own,
         state=state,
         age_s=age_s,
         figures=ReplicaFigures(
-            num_running=row.num_running,
-            num_waiting=row.num_waiting,
-            capacity=row.capacity,
-            num_pages=row.num_pages,
-            num_free_pages=row.num_free_pages,
-            num_adapters=num_adapters,
+            num_running=view.num_running,
+            num_waiting=view.num_waiting,
+            capacity=view.capacity,
+            num_pages=num_pages,
+            num_free_pages=num_free_pages,
+            num_adapters=len(view.holds),
         ),
     )
+
+
+def refused_reports(refused: Mapping[str, str]) -> list[ReplicaReport]:
+    """Report on refused servers or replicas, which are given with the reasons, sorted by identifier."""
+    return [
+        ReplicaReport(id=name, address=None, base_id=None, is_own=False, state="refused", reason=reason)
+        for name, reason in sorted(refused.items())
+    ]

@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
+from typing import TypeVar
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierCounts, added
-from loramux.engine.protocol.messages import (
-    DecodeReads,
-    DiskPageCounts,
-    DraftCounts,
-    GrammarCounts,
-    GraphMemory,
-    HostPageCounts,
-    ResidentAdapter,
-    Stats,
-    StepTimes,
-    TierLoad,
-    Waiting,
-)
+from loramux.engine.protocol.messages import ResidentAdapter, Stats, StepTimes
+
+S = TypeVar("S", bound=Struct)
 
 DISK = "disk"
 
@@ -100,42 +91,20 @@ def combined(live: Sequence[Stats], retired: Sequence[Stats] = (), shares_disk: 
     every = [*live, *retired]
     sums = {name: sum(getattr(one, name) for one in every) for name in COUNTERS}
     gauges = {name: sum(getattr(one, name) for one in live) for name in GAUGES}
-    waiting = Waiting(
-        **{name: sum(getattr(one.waiting, name) for one in live) for name in Waiting.__struct_fields__},
-    )
     by_rank = zip(*(one.service_tiers for one in live), strict=True)
-    service_tiers = tuple(
-        TierLoad(**{name: sum(getattr(one, name) for one in loads) for name in TierLoad.__struct_fields__})
-        for loads in by_rank
-    )
-    graphs = GraphMemory(
-        num_graphs=sum(one.graphs.num_graphs for one in live), num_bytes=sum(one.graphs.num_bytes for one in live)
-    )
-    grammars = {name: sum(getattr(one.grammars, name) for one in every) for name in GrammarCounts.__struct_fields__}
-    drafts = {name: sum(getattr(one.drafts, name) for one in every) for name in DraftCounts.__struct_fields__}
-    host_pages = {
-        name: sum(getattr(one.host_pages, name) for one in (live if name in PAGE_GAUGES else every))
-        for name in HostPageCounts.__struct_fields__
-    }
-    disk_pages = {
-        name: sum(getattr(one.disk_pages, name) for one in (live if name in PAGE_GAUGES else every))
-        for name in DiskPageCounts.__struct_fields__
-    }
     return structs.replace(
         live[0],
         **sums,
         **gauges,
-        waiting=waiting,
-        service_tiers=service_tiers,
-        graphs=graphs,
-        grammars=GrammarCounts(**grammars),
-        drafts=DraftCounts(**drafts),
-        host_pages=HostPageCounts(**host_pages),
-        disk_pages=DiskPageCounts(**disk_pages),
-        decode_reads=DecodeReads(
-            num_bytes=sum(one.decode_reads.num_bytes for one in every),
-            seconds=sum(one.decode_reads.seconds for one in every),
-            bandwidth=max(one.decode_reads.bandwidth for one in live),
+        waiting=_sum([one.waiting for one in live]),
+        service_tiers=tuple(map(_sum, by_rank)),
+        graphs=_sum([one.graphs for one in live]),
+        grammars=_sum([one.grammars for one in every]),
+        drafts=_sum([one.drafts for one in every]),
+        host_pages=_sum([one.host_pages for one in live], [one.host_pages for one in retired]),
+        disk_pages=_sum([one.disk_pages for one in live], [one.disk_pages for one in retired]),
+        decode_reads=structs.replace(
+            _sum([one.decode_reads for one in every]), bandwidth=max(one.decode_reads.bandwidth for one in live)
         ),
         max_adapters_in_step=max(one.max_adapters_in_step for one in every),
         step_times=_step_times([one.step_times for one in every]),
@@ -143,6 +112,16 @@ def combined(live: Sequence[Stats], retired: Sequence[Stats] = (), shares_disk: 
         adapters=tuple(_adapters(live)),
         tiers=tuple(_tiers(live, shares_disk)),
     )
+
+
+def _sum(live: Sequence[S], retired: Sequence[S] = ()) -> S:
+    """Add the fields of records up. The page gauges of `retired` do not count."""
+    every = [*live, *retired]
+    sums = {
+        name: sum(getattr(one, name) for one in (live if name in PAGE_GAUGES else every))
+        for name in live[0].__struct_fields__
+    }
+    return structs.replace(live[0], **sums)
 
 
 def _unused(stats: Stats) -> LoadCounts:

@@ -63,7 +63,7 @@ class ResponseAnswer:
         self._items: list[OutputItem] = []
         self._is_open = False
         """True while the last item can still grow."""
-        self._num_events = 0
+        self.num_events = 0
         self._has_begun = False
         """True if the stream has said that the response is in progress."""
         self._held_logprobs: list[Document] = []
@@ -77,7 +77,7 @@ class ResponseAnswer:
         if not self._has_begun:
             self._has_begun = True
             document = self._document("in_progress")
-            kinds = ("in_progress",) if self._num_events else ("created", "in_progress")
+            kinds = ("in_progress",) if self.num_events else ("created", "in_progress")
             begin = [{"type": f"response.{kind}", "response": document} for kind in kinds]
         return self._encoded([*begin, *self._feed(delta)])
 
@@ -114,10 +114,6 @@ class ResponseAnswer:
             pass
         document = {**self._document("cancelled"), "usage": _usage(usage)}
         return document, self._encoded([_last_event(document)])
-
-    @property
-    def num_events(self) -> int:
-        return self._num_events
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
         if self._kept is not None:
@@ -219,8 +215,8 @@ class ResponseAnswer:
         return {**self._rules.head, "status": status, "output": output}
 
     def _encoded(self, events: Sequence[Event]) -> bytes:
-        encoded = numbered(events, self._num_events)
-        self._num_events += len(events)
+        encoded = numbered(events, self.num_events)
+        self.num_events += len(events)
         return b"".join(encoded)
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[Document]:

@@ -80,16 +80,8 @@ class _Trace:
     def __init__(self, tracer: Tracer, root: trace.Span) -> None:
         self._tracer = tracer
         self._below = trace.set_span_in_context(root, Context())
-        self._root = _Span(root)
-        self._trace_id = f"{root.get_span_context().trace_id:032x}"
-
-    @property
-    def trace_id(self) -> str:
-        return self._trace_id
-
-    @property
-    def root(self) -> Span:
-        return self._root
+        self.root = _Span(root)
+        self.trace_id = f"{root.get_span_context().trace_id:032x}"
 
     def begin(self, name: str) -> Span:
         return _Span(self._tracer.start_span(name, self._below))

@@ -34,10 +34,10 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """Compile the templates `default` and `tool_use` of `sources`. A malformed template can raise any exception."""
         self._environment = ChatEnvironment()
-        self._sources = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
+        self.sources: Mapping[str, str] = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
         self._templates = {
             name: self._environment.template(self._environment.compiled(source))
-            for name, source in self._sources.items()
+            for name, source in self.sources.items()
         }
         self._special_tokens = dict(special_tokens)
 
@@ -53,19 +53,15 @@ class ChatTemplate:
         except Exception as error:  # a malformed template can raise anything
             raise ModelFilesError(f"the chat template of {model_dir} is malformed: {reason(error)}") from error
 
-    @property
-    def sources(self) -> Mapping[str, str]:
-        return self._sources
-
     def is_copied_by(self, source: str, special_tokens: SpecialTokens) -> bool:
         """Return whether a version's template is a copy of these templates. `special_tokens` are the version's own."""
-        if DEFAULT not in self._sources or any(role in source for role, _ in special_tokens):
+        if DEFAULT not in self.sources or any(role in source for role, _ in special_tokens):
             return False
-        return jinja_lines(source) == jinja_lines(one_template(self._sources))
+        return jinja_lines(source) == jinja_lines(one_template(self.sources))
 
     def source(self, *, has_tools: bool) -> str:
         """Return the template for a conversation with or without tools. Raises TemplateRefused if there is none."""
-        return self._sources[self._name(has_tools)]
+        return self.sources[self._name(has_tools)]
 
     def render(
         self,
@@ -99,11 +95,11 @@ class ChatTemplate:
         """Return the features that the templates support. Raises TemplateRefused if they do not render a plain
         conversation.
         """
-        return check_template(self._render, self._sources.get(DEFAULT, ""))
+        return check_template(self._render, self.sources.get(DEFAULT, ""))
 
     def _render(self, conversation: Conversation) -> str:
         name = self._name(conversation.tools is not None)
-        return render(self._environment, self._templates[name], self._sources[name], self._special_tokens, conversation)
+        return render(self._environment, self._templates[name], self.sources[name], self._special_tokens, conversation)
 
     def _name(self, has_tools: bool) -> str:
         if has_tools and TOOL_USE in self._templates:

@@ -29,7 +29,8 @@ class ModelTokenizer(TextTokenizer):
         renamed: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         super().__init__(tokenizer, base, renamed)
-        self._chat_template = chat_template
+        self.chat_template = chat_template
+        """The base's own template, if it has one."""
         self.info: Mapping[str, Any] = {}
         """What `/tokenizer_info` says about a tokenizer that was loaded from a directory."""
 
@@ -46,12 +47,7 @@ class ModelTokenizer(TextTokenizer):
 
     def with_vocabulary(self, vocabulary: AddedVocabulary) -> ModelTokenizer:
         extended = extended_tokenizer(self._tokenizer, vocabulary)
-        return ModelTokenizer(extended, self._chat_template, self, renamed_ids(extended, vocabulary))
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        """The base's own template, if it has one."""
-        return self._chat_template
+        return ModelTokenizer(extended, self.chat_template, self, renamed_ids(extended, vocabulary))
 
     def encode(
         self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True, param: str = "prompt"

@@ -53,17 +53,13 @@ class ReasoningSplitter:
         self._is_open = is_open
         self._is_starting = True
         """True while the answer may still turn out to start with the begin marker."""
-        self._is_thinking = is_open
+        self.is_thinking = is_open
+        """True while the answer is inside the thinking."""
         self._is_trimming = is_open
         """True while newlines are dropped."""
         self._num_newlines = 0
         """Number of newlines at the end of the thinking so far. They are dropped if the end marker follows."""
         self._held = ""
-
-    @property
-    def is_thinking(self) -> bool:
-        """True while the answer is inside the thinking."""
-        return self._is_thinking
 
     def feed(self, text: str) -> tuple[str, str]:
         """Add a piece of the answer. Return the thinking and the other text that are now certain."""
@@ -86,9 +82,9 @@ class ReasoningSplitter:
             self._is_starting = False
             if is_short and stripped.startswith(self._begin):
                 text = stripped[len(self._begin) :]
-                self._is_thinking = self._is_trimming = True
+                self.is_thinking = self._is_trimming = True
         reasoning = ""
-        if self._is_thinking:
+        if self.is_thinking:
             thought, end, text = text.partition(self._end)
             if not end and not is_last:
                 certain = len(thought) - overlap(thought, self._end)
@@ -96,7 +92,7 @@ class ReasoningSplitter:
             reasoning = self._thinking(thought)
             if not end:
                 return reasoning, ""
-            self._is_thinking = False
+            self.is_thinking = False
             self._is_trimming = True
             self._num_newlines = 0
         return reasoning, self._trimmed(text)

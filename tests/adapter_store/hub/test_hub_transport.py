@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from loramux.adapter_store.errors import AdapterRejected, SourceUnavailable
 from loramux.adapter_store.hub.hub_client import HubClient
-from loramux.adapter_store.hub.hub_files import HubFile
 from loramux.adapter_store.hub.hub_transport import HubTransport, is_public
 from tests.adapter_store.hub.local_hub import LocalHub, running_hub
 
@@ -85,7 +84,7 @@ def downloaded(hub: LocalHub, location: str, connect: Callable[[str], httpx.Base
     hub.faults["/resolve/"] = lambda answer: answer.headers.update(location=location)
     client = HubClient(hub.url, "hf_token", connect)
     commit = client.resolve("acme/support", "main")
-    return b"".join(client.chunks("acme/support", commit, HubFile(TENSORS, len(CONTENT), "0" * 64, is_large=True)))
+    return b"".join(client.chunks("acme/support", commit, TENSORS, len(CONTENT)))
 
 
 def connecting(names: Names) -> Callable[[str], HubTransport]:

@@ -73,11 +73,11 @@ def test_local_hub_answers_as_huggingface_hub_expects(hub: LocalHub, tmp_path: P
     assert files.keys() == found.keys() == {CONFIG, TENSORS}
     large = found[TENSORS].lfs  # type: ignore[union-attr]
     assert large is not None
-    assert (files[TENSORS].size, files[TENSORS].digest) == (large.size, large.sha256)
-    assert (files[CONFIG].size, files[CONFIG].digest) == (len(FILES[CONFIG]), found[CONFIG].blob_id)  # type: ignore[union-attr]
+    assert (files[TENSORS].size, files[TENSORS].digest.value) == (large.size, large.sha256)
+    assert (files[CONFIG].size, files[CONFIG].digest.value) == (len(FILES[CONFIG]), found[CONFIG].blob_id)  # type: ignore[union-attr]
     for name in (CONFIG, TENSORS):
         path = hf_hub_download("acme/support", name, revision=commit, endpoint=hub.url, cache_dir=tmp_path, token=False)
-        assert Path(path).read_bytes() == b"".join(ours.chunks("acme/support", commit, files[name]))
+        assert Path(path).read_bytes() == b"".join(ours.chunks("acme/support", commit, name, files[name].size))
         last = hf_hub_url("acme/support", name, revision=commit, endpoint=hub.url).removeprefix(hub.url)
         assert last in [path for path, _ in hub.requests]
 
@@ -348,5 +348,5 @@ def test_single_repository_can_be_allowed(hub: LocalHub, sources: AdapterSources
 def test_hash_of_a_small_file_is_that_of_git(hub: LocalHub) -> None:
     files = HubClient(hub.url).files("acme/support", hub.revisions["acme/support", "main"], (CONFIG, TENSORS))
     # The output of: printf '{"r": 8}' | git hash-object --stdin
-    assert files[CONFIG].digest == "c9f6dd3bbf764cb8853c748081e24619bf916921"
-    assert files[TENSORS].digest == hashlib.sha256(FILES[TENSORS]).hexdigest()
+    assert files[CONFIG].digest.value == "c9f6dd3bbf764cb8853c748081e24619bf916921"
+    assert files[TENSORS].digest.value == hashlib.sha256(FILES[TENSORS]).hexdigest()

@@ -10,6 +10,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url, snapshot_download
 
 from loramux.adapter_store.hub.hub_client import HubClient
+from loramux.adapter_store.hub.hub_files import Digest
 from loramux.adapter_store.pulling.model_name import ModelName
 from loramux.adapter_store.pulling.needed_files import needed_files
 from loramux.adapter_store.pulling.remote import HubRemote
@@ -27,14 +28,15 @@ def test_huggingface_hub_reads_the_same_repository(hub: LocalHub, pulls: Pulls, 
     found = {}
     for one in info.siblings:
         digest = one.blob_id if one.lfs is None else one.lfs.sha256
-        found[one.rfilename] = (one.size if one.lfs is None else one.lfs.size, digest, one.lfs is not None)
+        algorithm = "git" if one.lfs is None else "sha256"
+        found[one.rfilename] = (one.size if one.lfs is None else one.lfs.size, (algorithm, digest))
     ours = {name: dataclasses.astuple(file)[1:] for name, file in listing.files.items() if file is not None}
     assert ours == found
     assert ours.keys() == FILES.keys()
     for name in NEEDED:
         file = HubClient(hub.url).file(BASE, commit, name)
         theirs_of_it = get_hf_file_metadata(hf_hub_url(BASE, name, revision=commit, endpoint=hub.url), token=False)
-        assert (file.size, file.digest) == (theirs_of_it.size, theirs_of_it.etag)
+        assert (file.size, file.digest.value) == (theirs_of_it.size, theirs_of_it.etag)
     directory = snapshot_download(
         BASE, revision="main", endpoint=hub.url, local_dir=tmp_path / "theirs", allow_patterns=list(NEEDED), token=False
     )
@@ -115,13 +117,13 @@ def test_hash_comes_from_the_redirect_and_not_from_the_store(hub: LocalHub) -> N
 
     hub.faults["/resolve/"] = linked
     file = HubClient(hub.url).file(BASE, COMMIT, "model.safetensors")
-    assert (file.size, file.digest, file.is_large) == (383865448, LINKED["x-linked-etag"].strip('"'), True)
+    assert (file.size, file.digest) == (383865448, Digest("sha256", LINKED["x-linked-etag"].strip('"')))
 
 
 def test_small_file_is_described_by_the_response_behind_the_redirect(hub: LocalHub) -> None:
     commit = hub.revisions[BASE, "main"]
     file = HubClient(hub.url).file(BASE, commit, "config.json")
     content = NEEDED["config.json"]
-    assert (file.size, file.is_large) == (len(content), False)
-    assert file.digest == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    digest = Digest("git", hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest())
+    assert (file.size, file.digest) == (len(content), digest)
     assert not set(WEIGHTS).intersection(path for path, _ in hub.requests)

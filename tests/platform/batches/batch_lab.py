@@ -14,8 +14,9 @@ from openai.types import Batch
 from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
 from loramux.platform.batches.batch_claims import BatchQueue
+from loramux.platform.batches.batch_run import BatchPace
 from loramux.platform.batches.room import RoomLimits
-from loramux.platform.batches.runner import BatchPace, BatchRunner
+from loramux.platform.batches.runner import BatchRunner
 from loramux.platform.ledger.events import Ledger, UsageEvent
 from tests.platform.gateways import Gateway
 from tests.platform.scripted_engine import Script

@@ -25,12 +25,12 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import prices
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
-from loramux.platform.batches import batch_rows, line_run, runner
+from loramux.platform.batches import batch_rows, batch_run, line_run
 from loramux.platform.batches.batch_claims import BatchClaim, StoredAnswer, WaitingLine
 from loramux.platform.batches.batch_rows import BatchState
+from loramux.platform.batches.batch_run import MAX_PLANNED, BatchRun
 from loramux.platform.batches.line_run import LineRuns, PlannedLine, ReadLine
 from loramux.platform.batches.room import MAX_ENTERING, Room, RoomLimits
-from loramux.platform.batches.runner import MAX_PLANNED, _BatchRun
 from loramux.platform.batches.tenant_files import Owner
 from loramux.platform.errors import ApiError
 from loramux.platform.generation import engine_failures
@@ -194,7 +194,7 @@ async def test_every_failure_of_a_line_is_read() -> None:
         run = SimpleNamespace(_tasks={asyncio.create_task(fail()) for _ in range(3)})
         await asyncio.wait(run._tasks)
         with pytest.raises(ClaimLost):
-            _BatchRun._raise_failures(cast("_BatchRun", run))
+            BatchRun._raise_failures(cast("BatchRun", run))
         gc.collect()
     finally:
         loop.set_exception_handler(handler)
@@ -490,7 +490,7 @@ async def test_adapter_that_seldom_fails_to_load_fails_no_line(lab: BatchLab, mo
     """Between two failures that are far apart, it may have been loadable."""
     lab.gateway.add_adapter("acme", "a")
     engine, passed_s = lab.gateway.engine, 0.0
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
+    monkeypatch.setattr(batch_run, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
 
     def script(add: Add) -> Script:
         nonlocal passed_s
@@ -504,7 +504,7 @@ async def test_adapter_that_seldom_fails_to_load_fails_no_line(lab: BatchLab, mo
 
 
 async def test_overloaded_engine_fails_no_line(lab: BatchLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_TRIES", 2)
+    monkeypatch.setattr(batch_run, "MAX_TRIES", 2)
     engine = lab.gateway.engine
 
     def script(add: Add) -> Script:

@@ -18,7 +18,7 @@ from loramux.platform.cluster.cluster_fleet import NO_REPLICA, ClusterFleet
 from loramux.platform.cluster.gateway_sessions import GatewaySessions
 from loramux.platform.cluster.replica_calls import ListedReplica, NoteReplicas, ReplicaGone
 from loramux.platform.cluster.replica_report import HeldState, ReplicaIdentity, as_values
-from loramux.platform.replicas.engine_group import NO_ENGINE_ID, EngineGroup
+from loramux.platform.replicas.engine_group import EngineGroup
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.platform.replicas.lab import ChosenRouter
@@ -136,14 +136,10 @@ class Cluster:
 async def open_cluster(directory: Path) -> AsyncIterator[Cluster]:
     """Open a gateway of a cluster without replicas."""
     calls, none, metrics, router = CallsHere(directory), EngineGroup(NO_REPLICA), GatewayMetrics(), ChosenRouter()
-    replicas = metrics.replicas
-    engine = RoutedEngine(
-        none, NO_ENGINE_ID, lambda: router, replicas.count_forwarded, replicas.base_fallbacks.inc, base_id=""
-    )
-    fleet = ClusterFleet(calls, none, engine, BaseDraw("", None), replicas, time.monotonic)
+    fleet = ClusterFleet(calls, none, lambda: router, BaseDraw("", None), metrics.replicas, time.monotonic)
     fleet.follow()
     try:
-        yield Cluster(calls=calls, fleet=fleet, engine=engine, calls_of_none=none, router=router, metrics=metrics)
+        yield Cluster(calls=calls, fleet=fleet, engine=fleet.engine, calls_of_none=none, router=router, metrics=metrics)
     finally:
         await fleet.close()
         for replica in calls.replicas.values():

@@ -160,7 +160,7 @@ def test_push_sends_files_directly_to_the_bucket(
     assert all(port != server and not has_key for _, port, has_key in sent), "our API key is not sent to the store"
     adapter_id = client.get("adapters", tenant="acme")["data"][0]["id"]
     for name in FILES:
-        url = f"{client._base_url}/admin/v1/adapters/{adapter_id}/versions/1/files/{name}"
+        url = f"{client.url}/admin/v1/adapters/{adapter_id}/versions/1/files/{name}"
         assert client._http.get(url).content == (directory / name).read_bytes()
     wait_until(lambda: not list(admin_side.blobs.list_keys("uploads/")))
 
@@ -254,7 +254,7 @@ def test_refusing_store_is_distinguished_from_an_unreachable_one(
     with pytest.raises(ServerUnreachable) as unreachable:
         client.put_presigned(way, [b"x"])
     assert "abc" not in str(unreachable.value)
-    way["url"] = f"{client._base_url}/nothing"
+    way["url"] = f"{client.url}/nothing"
     with pytest.raises(AdminError) as refused:
         client.put_presigned(way, [b"x"])
     assert (refused.value.status, refused.value.code) == (404, "blob_store_refused")

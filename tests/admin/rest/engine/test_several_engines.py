@@ -10,11 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.admin.serving.app import create_admin_app
-from loramux.admin.serving.cluster import ClusterSharing
 from loramux.platform.base_draw import BaseDraw
+from loramux.platform.cluster.cluster_fleet import ClusterFleet
 from loramux.platform.replicas.data_parallel import DataParallelEngines
 from loramux.platform.replicas.engine_group import EngineGroup
-from loramux.platform.routing.routers import HOMES
 from tests.admin.admin_side import ADMIN_KEY, MODEL_SOURCE, AdminSide
 from tests.platform.cluster.calls_here import CallsHere
 from tests.platform.replicas.lab import ChosenRouter
@@ -119,8 +118,9 @@ async def test_replicas_of_a_cluster_are_measured_one_by_one(
     admin_side: AdminSide, pair: tuple[ScriptedEngine, ScriptedEngine], tmp_path: Path
 ) -> None:
     group, calls = EngineGroup("no replica is ready"), CallsHere(tmp_path)
-    sharing = ClusterSharing(calls, group, admin_side.services.metrics.replicas, BaseDraw("", None), HOMES)
-    engine = replace(admin_side.services.engine, client=sharing.engine, fleet=sharing)
+    metrics = admin_side.services.metrics.replicas
+    fleet = ClusterFleet(calls, group, ChosenRouter, BaseDraw("", None), metrics)
+    engine = replace(admin_side.services.engine, client=fleet.engine, fleet=fleet)
     app = create_admin_app(replace(admin_side.services, engine=engine, metrics_token=None, is_loopback=True))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         assert "loramux_engine_up 0.0" in (await client.get("/metrics")).text.splitlines()
