@@ -46,7 +46,7 @@ from tests.platform.scripted_engine import ScriptedEngine
 from tests.shared_forks import shared_forks
 
 features_of = cache(chat_prompt._features)
-"""What a template supports. Most gateways have the same one, and a sixth of their start would go into finding it out."""
+"""What a template supports. Most gateways have the same one, and finding it out takes a sixth of their start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
