@@ -6,6 +6,7 @@ Database fixtures import their dependencies locally, because kernels and engine 
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import shutil
 import signal
@@ -44,8 +45,31 @@ if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
 ssl.create_default_context = cache(ssl.create_default_context)
 
 
+# Reading the metadata of the distribution takes 4 ms, and each app of a listener shows its version.
+importlib.metadata.version = cache(importlib.metadata.version)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LoggedRecords())
+    if not (config.option.durations or config.option.xmlpath):
+        send_few_reports(config.pluginmanager)
+
+
+def send_few_reports(plugins: pytest.PytestPluginManager) -> None:
+    """Let a process of pytest-xdist send no reports of setups and teardowns that have passed.
+
+    They are two thirds of all reports. Only lists of durations and files of results contain them.
+    """
+    for sender in [one for one in plugins.get_plugins() if type(one).__name__ == "WorkerInteractor"]:
+        send = sender.pytest_runtest_logreport
+
+        def pytest_runtest_logreport(report: pytest.TestReport, send: Any = send) -> None:
+            if report.when == "call" or not report.passed:
+                send(report=report)
+
+        plugins.unregister(sender)
+        sender.pytest_runtest_logreport = pytest_runtest_logreport
+        plugins.register(sender)
 
 
 # Collection creates millions of objects and drops few of them.
@@ -54,9 +78,8 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     """Run the garbage collector rarely, and let it ignore the imported modules. It would take a sixth of the tests'
-    time.
+    time. A collection at this time would take a second and free little.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     gc.enable()

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from loramux.engine.constraints import grammars
+from tests.engine.shared_grammar_processes import shared_link
 from tests.engine.simulated_engine import Simulate, Simulation, simulate_engine
 
 
@@ -30,3 +32,8 @@ def simulate(lookahead: bool) -> Iterator[Simulate]:
 @pytest.fixture
 def simulation(simulate: Simulate) -> Simulation:
     return simulate(adapters={"a": 2, "b": 3, "c": 1})
+
+
+@pytest.fixture
+def shared_grammar_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "ProcessLink", shared_link)

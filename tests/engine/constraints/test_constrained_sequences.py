@@ -12,6 +12,8 @@ from loramux.engine.protocol.messages import Add, Finished, SamplingParams, Step
 from tests.engine.byte_vocabulary import EOS, ids, text
 from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
 
+pytestmark = pytest.mark.usefixtures("shared_grammar_processes")
+
 PERSON = {
     "type": "object",
     "properties": {

@@ -63,7 +63,8 @@ def run(simulation: Simulation, adds: Iterable[Add]) -> dict[str, Answer]:
     for add in adds:
         simulation.engine.add(b"gateway", add)
     while simulation.engine.has_work:
-        if not simulation.engine.step():
+        has_run = simulation.engine.step()
+        if not has_run:
             select.select([simulation.grammars], [], [], 0.01)
         for outbound in simulation.engine.take_outbox():
             match outbound.message:
@@ -75,7 +76,8 @@ def run(simulation: Simulation, adds: Iterable[Add]) -> dict[str, Answer]:
                 case Finished() as end:
                     uncounted = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
                     answers[end.sequence_id].end = msgspec.structs.replace(end, **uncounted)
-        simulation.pages.check_integrity()
+        if has_run:
+            simulation.pages.check_integrity()
     simulation.engine.check_integrity()
     return answers
 

@@ -21,6 +21,8 @@ from tests.engine.constraints.forcing_grammars import FORCING
 from tests.engine.loop.test_drafts import Answer, run
 from tests.engine.simulated_engine import Simulate, Simulation, stats_of
 
+pytestmark = pytest.mark.usefixtures("shared_grammar_processes")
+
 SETTINGS: dict[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0.0),
     "seeded": SamplingParams(seed=7),
@@ -322,4 +324,5 @@ def step_until(simulation: Simulation, num_tokens: int) -> None:
     deadline_s = time.monotonic() + 60
     while len(simulation.tokens["one"]) < num_tokens:
         assert time.monotonic() < deadline_s
-        simulation.step()
+        if not simulation.step():
+            select.select([simulation.grammars], [], [], 0.01)

@@ -313,9 +313,22 @@ def test_every_pair_of_dtypes_equals_dense_matrices(
     run_case(shrink, expand, make_adapter_pool, pool_dtype, x_dtype, 128, THREE, batch, 1)
 
 
-@pytest.mark.parametrize("in_features", [63, 512], ids=lambda n: f"in-{n}")
-@pytest.mark.parametrize("num_planes", [1, 3, 7], ids=lambda n: f"planes-{n}")
-@pytest.mark.parametrize("max_rows", [16, 1], ids=["tiles", "single-rows"])
+# The interpreter runs each two of the values.
+@pytest.mark.parametrize(
+    ("max_rows", "num_planes", "in_features"),
+    [
+        pytest.param(
+            max_rows,
+            num_planes,
+            in_features,
+            id=f"{kind}-planes-{num_planes}-in-{in_features}",
+            marks=FOR_GPUS if (first + second + third) % 2 else (),
+        )
+        for first, (kind, max_rows) in enumerate((("tiles", 16), ("single-rows", 1)))
+        for second, num_planes in enumerate((1, 3, 7))
+        for third, in_features in enumerate((63, 512))
+    ],
+)
 def test_any_number_of_planes_equals_dense_matrices(
     max_rows: int,
     num_planes: int,

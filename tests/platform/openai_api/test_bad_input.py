@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +14,37 @@ from sqlalchemy import select
 
 from loramux.engine.text.text_tokenizer import MAX_TOKENISED_AT_ONCE
 from loramux.migrations import schema
+from loramux.migrations.database import Database
 from loramux.platform.bodies.chat_request import MAX_MESSAGES, ChatRequest
 from loramux.platform.bodies.prompts import MAX_PROMPTS
 from loramux.platform.bodies.request_body import MAX_PARSED_AT_ONCE, parse_body_on
 from loramux.platform.openai_api.completion_request import CompletionRequest
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.migrated import migrated_sqlite
+from tests.platform.gateways import Gateway, open_gateway
 
 pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def shared(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: ModelTokenizer, anyio_backend: str
+) -> AsyncIterator[Gateway]:
+    """A gateway for requests that are refused before they change anything, which `refused` checks."""
+    database = Database(migrated_sqlite(tmp_path_factory.mktemp("shared") / "loramux.db"))
+    with ThreadPoolExecutor(4) as threads:
+        async with open_gateway(database, tokenizer, threads) as gateway:
+            yield gateway
+    database.close()
 
 
 async def refused(gateway: Any, path: str, status: int, code: str, param: str | None, **sent: Any) -> dict[str, Any]:
@@ -180,9 +202,9 @@ async def refused(gateway: Any, path: str, status: int, code: str, param: str | 
     ],
     ids=lambda value: repr(value)[:60],
 )
-async def test_a_bad_completion_is_refused(gateway: Any, change: dict[str, Any], code: str, param: str) -> None:
+async def test_a_bad_completion_is_refused(shared: Gateway, change: dict[str, Any], code: str, param: str) -> None:
     body = {"model": "base", "prompt": "Hello", **change}
-    await refused(gateway, TEXT, 400, code, param, json=body)
+    await refused(shared, TEXT, 400, code, param, json=body)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +240,9 @@ async def test_a_bad_completion_is_refused(gateway: Any, change: dict[str, Any],
     ],
     ids=lambda value: repr(value)[:60],
 )
-async def test_a_bad_chat_is_refused(gateway: Any, change: dict[str, Any], code: str, param: str) -> None:
+async def test_a_bad_chat_is_refused(shared: Gateway, change: dict[str, Any], code: str, param: str) -> None:
     body = {"model": "base", "messages": [{"role": "user", "content": "Hello"}], **change}
-    await refused(gateway, CHAT, 400, code, param, json=body)
+    await refused(shared, CHAT, 400, code, param, json=body)
 
 
 @pytest.mark.parametrize(
@@ -251,13 +273,13 @@ async def test_a_bad_chat_is_refused(gateway: Any, change: dict[str, Any], code:
         "half a pair", "other half", "half a name", "deep", "digits",
     ],
 )  # fmt: skip
-async def test_invalid_json_is_refused(gateway: Any, content: bytes) -> None:
-    await refused(gateway, TEXT, 400, "invalid_json", None, content=content)
+async def test_invalid_json_is_refused(shared: Gateway, content: bytes) -> None:
+    await refused(shared, TEXT, 400, "invalid_json", None, content=content)
 
 
-async def test_a_missing_field_is_named(gateway: Any) -> None:
-    await refused(gateway, TEXT, 400, "missing_required_parameter", "prompt", json={"model": "base"})
-    await refused(gateway, CHAT, 400, "missing_required_parameter", "messages", json={"model": "base"})
+async def test_a_missing_field_is_named(shared: Gateway) -> None:
+    await refused(shared, TEXT, 400, "missing_required_parameter", "prompt", json={"model": "base"})
+    await refused(shared, CHAT, 400, "missing_required_parameter", "messages", json={"model": "base"})
 
 
 @pytest.mark.parametrize("has_length", [True, False], ids=["declared", "chunked"])
@@ -301,10 +323,10 @@ UNKNOWN = dict.fromkeys(map(str, range(MANY)), 1)
     ],
 )  # fmt: skip
 async def test_body_full_of_errors_reports_only_one(
-    gateway: Any, path: str, change: dict[str, Any], code: str, param: str
+    shared: Gateway, path: str, change: dict[str, Any], code: str, param: str
 ) -> None:
     body = {"model": "base", **({"messages": [MESSAGE]} if path == CHAT else {"prompt": "Hello"}), **change}
-    await refused(gateway, path, 400, code, param, json=body)
+    await refused(shared, path, 400, code, param, json=body)
     with pytest.raises(ValidationError) as caught:
         (ChatRequest if path == CHAT else CompletionRequest).model_validate(body)
     assert caught.value.error_count() == 1
