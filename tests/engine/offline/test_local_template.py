@@ -108,7 +108,7 @@ def template() -> LocalTemplate:
         ([USER, {"role": "wizard", "content": "x"}], None, r"messages\[1\]\.role must be one of system, .* 'wizard'"),
         ([{"content": "x"}], None, r"messages\[0\]\.role must be one of"),
         ([{"role": "user"}], None, r"messages\[0\]\.content is required"),
-        ([{**USER, "contnet": "x"}], None, r"messages\[0\]: Object contains unknown field `contnet`"),
+        ([{**USER, "colour": "x"}], None, r"messages\[0\]: Object contains unknown field `colour`"),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
             None,
