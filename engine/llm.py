@@ -3,19 +3,17 @@
     from loramux.engine.llm import LLM, SamplingParams
 
     with LLM("my-base", adapters={"support": "my-adapter"}) as llm:
-        for answer in llm.generate(["Hello", "Hi"], adapter="support", max_tokens=32):
-            print(answer.text)
+        [answer] = llm.chat([{"role": "user", "content": "Hello"}], adapter="support", max_tokens=32)
+        print(answer.text)
 
 docs/python.md is the guide. Unlike a server, an LLM trusts the files that it is given: adapters are checked and packed
-with the code that checks uploads, but in this process, outside any sandbox.
+with the code that checks uploads, and chat templates rendered, but in this process, outside any confined process.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-import json
-import operator
 import os
 import threading
 import warnings
@@ -32,16 +30,17 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterRejected, PullRefused
-from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from loramux.adapter_store.formats.files.file_names import TOKENIZER_FILE
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.formats.version_files.pooling_files import PoolingKind, base_pooling
-from loramux.adapter_store.formats.version_files.tokenizer_files import special_tokens_of
 from loramux.adapter_store.pulling.named_model import model_path
 from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
-from loramux.engine.constraints.constraint_grammar import GrammarRefused, constraint_grammar
+from loramux.engine.chat_templates.chat_template import ChatTemplate, read_special_tokens
+from loramux.engine.chat_templates.template_refused import TemplateRefused
+from loramux.engine.constraints.constraint_grammar import GrammarRefused
 from loramux.engine.loop.config import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_SEQUENCES,
@@ -52,8 +51,19 @@ from loramux.engine.loop.config import (
     resolve_dtype,
 )
 from loramux.engine.offline.answer import Answer, Classes, Generation, Piece, RequestFailed, Score
+from loramux.engine.offline.arguments import (
+    Prompt,
+    adapter_names,
+    checked_sampling,
+    grammar_of,
+    listed_prompts,
+    stop_strings,
+    token_ids_of,
+    token_limit,
+)
 from loramux.engine.offline.engine_thread import EngineClosed, EngineThread, Event
 from loramux.engine.offline.local_adapter import LocalAdapter, read_adapter
+from loramux.engine.offline.local_template import Chat, LocalTemplate, listed_chats
 from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.sequences.class_probabilities import class_probabilities
@@ -74,10 +84,8 @@ __all__ = [
     "RequestFailed",
     "SamplingParams",
     "Score",
+    "TemplateRefused",
 ]
-
-Prompt = str | Sequence[int]
-"""A text, or token ids."""
 
 DEFAULT_SAMPLING = SamplingParams()
 
@@ -133,6 +141,7 @@ class LLM:
         self._target = pack_target(self._model, dtype_of_base, config.adapter_dtype, config.kv_dtype)
         tokenizer_file = self._directory / TOKENIZER_FILE
         self._tokenizer = TextTokenizer(load_tokenizer(tokenizer_file)) if tokenizer_file.exists() else None
+        self._template = LocalTemplate(self._base_template)
         self._adapters: dict[str, LocalAdapter] = {}
         # Names and answers hold the adapters. One that has been replaced is freed once the last answer that uses it
         # is freed.
@@ -179,7 +188,9 @@ class LLM:
     def _read(self, name: str, directory: str | Path) -> None:
         base = BaseWeights(self._directory)
         try:
-            adapter = read_adapter(Path(directory), self._target, base, self._tokenizer, self._special_tokens)
+            adapter = read_adapter(
+                Path(directory), self._target, base, self._tokenizer, read_special_tokens(self._directory)
+            )
         except AdapterRejected as error:
             place = "" if error.param is None or error.param in error.message else f" ({error.param})"
             message = f"the adapter {name!r} in {directory}: {error.message}{place}"
@@ -196,6 +207,125 @@ class LLM:
     def tokenize(self, text: str, adapter: str | None = None, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the tokens of a text, by default with those that the model expects around it."""
         return self._text(self._adapter(adapter)).encode(text, add_special_tokens=add_special_tokens)
+
+    def tokenize_chat(
+        self,
+        messages: Chat,
+        adapter: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> tuple[int, ...]:
+        """Return the prompt that `chat` answers, for the calls that take prompts, such as `score` and `embed`.
+
+        Without `add_generation_prompt`, it lacks the start of the assistant's turn. The other arguments and the errors
+        are those of `chat`.
+        """
+        own = self._adapter(adapter)
+        text = (self._template if own is None or own.template is None else own.template).render(
+            messages,
+            tools,
+            chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
+        # The template has written the special tokens.
+        return self._text(own).encode(text, add_special_tokens=False)
+
+    def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        max_tokens: int = 256,
+        sampling: SamplingParams = DEFAULT_SAMPLING,
+        stop: str | Sequence[str] = (),
+        schema: Mapping[str, Any] | bool | None = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        grammar: str | None = None,
+        show_progress: bool = False,
+    ) -> list[Generation]:
+        """Answer one conversation or several in one batch. The answers have the order of the conversations.
+
+        A conversation is a list of messages such as `{"role": "user", "content": "Hello"}`. The chat template of its
+        adapter renders it, or that of the base if the adapter has none, as on a server but in this process. `tools` are
+        function objects of OpenAI's API, and `chat_template_kwargs` further variables of the template, such as
+        `enable_thinking`. `continue_final_message` continues the last message instead of answering it. An answer's text
+        is what the model wrote: calls of tools and reasoning are not parsed. Raises TemplateRefused, EngineError if the
+        base's template is malformed, and what `generate` raises, whose other arguments this method has.
+        """
+        prompts: list[Prompt] = []
+        chats = listed_chats(messages)
+        names = adapter_names(chats, adapter, "conversations")
+        for index, (chat, name) in enumerate(zip(chats, names, strict=True)):
+            try:
+                prompt = self.tokenize_chat(
+                    chat,
+                    name,
+                    tools=tools,
+                    chat_template_kwargs=chat_template_kwargs,
+                    continue_final_message=continue_final_message,
+                )
+            except TemplateRefused as refused:
+                if len(chats) == 1:
+                    raise
+                message = f"conversations[{index}]: {refused.message}"
+                raise TemplateRefused(message, refused.param, refused.code) from None
+            prompts.append(prompt)
+        return self.generate(
+            prompts,
+            adapter=names,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop,
+            schema=schema,
+            regex=regex,
+            choice=choice,
+            grammar=grammar,
+            show_progress=show_progress,
+        )
+
+    def stream_chat(
+        self,
+        messages: Chat,
+        *,
+        adapter: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        max_tokens: int = 256,
+        sampling: SamplingParams = DEFAULT_SAMPLING,
+        stop: str | Sequence[str] = (),
+        schema: Mapping[str, Any] | bool | None = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        grammar: str | None = None,
+    ) -> Generator[Piece, None, None]:
+        """Answer one conversation piece by piece, as `stream` does. The arguments and errors are those of `chat`."""
+        prompt = self.tokenize_chat(
+            messages,
+            adapter,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+        )
+        return self.stream(
+            prompt,
+            adapter=adapter,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop,
+            schema=schema,
+            regex=regex,
+            choice=choice,
+            grammar=grammar,
+        )
 
     def generate(
         self,
@@ -218,8 +348,8 @@ class LLM:
         (Lark or GBNF) restricts the answers. Raises RequestFailed or EngineClosed, and ValueError or GrammarRefused for
         arguments that cannot be used.
         """
-        constraint = _grammar(schema, regex, choice, grammar)
-        options = _Options(_limit(max_tokens), _checked(sampling), _stops(stop), constraint)
+        constraint = grammar_of(schema, regex, choice, grammar)
+        options = _Options(token_limit(max_tokens), checked_sampling(sampling), stop_strings(stop), constraint)
         answers = self._answers(prompts, adapter, options)
         return [answer.generation() for answer in self._finished(answers, show_progress)]
 
@@ -240,8 +370,8 @@ class LLM:
 
         The arguments and errors are those of `generate`.
         """
-        constraint = _grammar(schema, regex, choice, grammar)
-        options = _Options(_limit(max_tokens), _checked(sampling), _stops(stop), constraint)
+        constraint = grammar_of(schema, regex, choice, grammar)
+        options = _Options(token_limit(max_tokens), checked_sampling(sampling), stop_strings(stop), constraint)
         answer = self._answer(prompt, adapter, options, is_streamed=True)
         return self._pieces(answer)
 
@@ -278,8 +408,8 @@ class LLM:
         if pooling not in ("auto", *get_args(PoolingKind)):
             raise ValueError(f"pooling must be one of auto, {', '.join(get_args(PoolingKind))}, not {pooling!r}")
         of_base = base_pooling(self._directory, pooling)
-        listed, poolings, answers = _listed(prompts), [], []
-        for index, (prompt, name) in enumerate(zip(listed, _names(listed, adapter), strict=True)):
+        listed, poolings, answers = listed_prompts(prompts), [], []
+        for index, (prompt, name) in enumerate(zip(listed, adapter_names(listed, adapter), strict=True)):
             own = self._adapter(name)
             chosen = own.pooling if own is not None and own.pooling is not None and pooling == "auto" else of_base
             poolings.append(chosen)
@@ -309,8 +439,8 @@ class LLM:
     def _answers(
         self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None, options: _Options
     ) -> list[Answer]:
-        listed = _listed(prompts)
-        names = _names(listed, adapter)
+        listed = listed_prompts(prompts)
+        names = adapter_names(listed, adapter)
         return [
             self._answer(prompt, name, options, None if len(listed) == 1 else index)
             for index, (prompt, name) in enumerate(zip(listed, names, strict=True))
@@ -368,7 +498,7 @@ class LLM:
         is_streamed: bool = False,
     ) -> Answer:
         adapter = self._adapter(name)
-        ids = self._text(adapter).encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        ids = self._text(adapter).encode(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
         start = 0 if adapter is None else adapter.activation(ids)
         # An adapter that the prompt does not activate leaves the answer to the base.
         used = None if start is None else adapter
@@ -409,11 +539,11 @@ class LLM:
             raise ValueError(f"{self._directory} has no {TOKENIZER_FILE}: give prompts as token ids")
         return tokenizer
 
-    @property
-    def _special_tokens(self) -> dict[str, str]:
-        files = (self._directory / name for name in ("special_tokens_map.json", TOKENIZER_CONFIG_FILE))
-        named = [json.loads(path.read_bytes()) for path in files if path.is_file()]
-        return special_tokens_of({role: value for names in named for role, value in names.items()})
+    def _base_template(self) -> ChatTemplate:
+        template = ChatTemplate.load(self._directory)
+        if template is None:
+            raise TemplateRefused(f"{self._directory} has no chat template: give prompts to `generate`")
+        return template
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,90 +577,6 @@ def _classifier(name: str | None, adapter: LocalAdapter | None) -> AdapterTask:
     if task is None or not task.labels:
         raise ValueError(f"{name or 'the base'} is not a classifier: its adapter needs the task type SEQ_CLS")
     return task
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts of a call. Raises ValueError."""
-    if isinstance(prompts, str | bytes | bytearray | memoryview):
-        return [prompts]
-    if isinstance(prompts, Mapping):
-        # Its keys are texts, and would be taken for prompts. A tokenizer of transformers returns such a mapping.
-        keys = ", ".join(map(str, prompts))
-        raise ValueError(f"prompts is a mapping with the keys {keys}: give the token ids themselves")
-    listed: list[Any] = list(prompts)
-    return [listed] if listed and _is_token_id(listed[0]) else listed
-
-
-def _is_token_id(one: Any) -> bool:
-    # Every prompt has a length. A tensor has the method even if it is a single number.
-    return not isinstance(one, str) and (not hasattr(one, "__len__") or getattr(one, "ndim", None) == 0)
-
-
-def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
-    """Return the token ids of a prompt. Raises ValueError."""
-    # Bytes are a sequence of integers, but of no tokens.
-    if isinstance(prompt, bytes | bytearray | memoryview):
-        raise ValueError("a prompt is a text or a list of token ids: decode bytes first")
-    try:
-        ids = tuple(map(operator.index, prompt))
-    except TypeError:
-        raise ValueError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}") from None
-    if min(ids, default=0) < 0:
-        raise ValueError("token ids must not be negative")
-    return ids
-
-
-def _names(listed: Sequence[Prompt], adapter: str | Sequence[str | None] | None) -> list[str | None]:
-    """Return the name of each prompt's adapter. Raises ValueError."""
-    names = [adapter] * len(listed) if adapter is None or isinstance(adapter, str) else list(adapter)
-    if len(names) != len(listed):
-        raise ValueError(f"there are {len(listed)} prompts, but {len(names)} adapters")
-    return names
-
-
-def _limit(max_tokens: int) -> int:
-    """Return the token limit of an answer. Raises ValueError."""
-    if not hasattr(max_tokens, "__index__") or max_tokens < 1:
-        raise ValueError(f"max_tokens must be a whole number of at least 1, not {max_tokens!r}")
-    return operator.index(max_tokens)
-
-
-def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(one, str) and one for one in stops):
-        raise ValueError("stop strings are texts and must not be empty")
-    return stops
-
-
-def _checked(sampling: SamplingParams) -> SamplingParams:
-    """Return the parameters with the types that the engine expects. Raises ValueError."""
-    try:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
-        raise ValueError(f"the sampling parameters cannot be used: {error}") from error
-
-
-def _grammar(
-    schema: Mapping[str, Any] | bool | None, regex: str | None, choice: Sequence[str] | None, grammar: str | None
-) -> str:
-    # A text is a sequence of texts, too, but its letters are not meant.
-    is_text = isinstance(choice, str)
-    if choice is not None and (is_text or not choice or not all(isinstance(one, str) and one for one in choice)):
-        raise ValueError("choice must be a list of texts that are not empty")
-    try:
-        schema_text = None if schema is None else json.dumps(schema)
-    except TypeError as error:
-        raise ValueError(f"schema must be a JSON Schema of dictionaries and lists: {error}") from None
-    given = {
-        "json_schema": schema_text,
-        "regex": regex,
-        "choice": None if choice is None else json.dumps(list(choice)),
-        "grammar": grammar,
-    }
-    constraints = [(kind, text) for kind, text in given.items() if text is not None]
-    if len(constraints) > 1:
-        raise ValueError("schema, regex, choice and grammar exclude each other")
-    return constraint_grammar(*constraints[0]) if constraints else ""
 
 
 @contextmanager

@@ -143,7 +143,12 @@ CAMPAIGNS: Mapping[str, Campaign] = {
         line="Hostile chat templates and histories, and the templates of 71 models compared with transformers "
         "(ARGS='--out FILE' for the counts)",
         commands=(
-            _pytest("tests/platform/tokenizer", "tests/platform/openai_api/test_hostile_histories.py", marks=ALL),
+            _pytest(
+                "tests/engine/chat_templates",
+                "tests/platform/tokenizer",
+                "tests/platform/openai_api/test_hostile_histories.py",
+                marks=ALL,
+            ),
             ("tests.conformance.chat_templates",),
         ),
     ),

@@ -37,9 +37,9 @@ from loramux.admin.client.push import PushRefused, adapter_files
 from loramux.admin.client.sharded_source import joined_directory
 from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.chat_templates.chat_template import ChatTemplate, read_special_tokens
 from loramux.engine.loop.config import pack_target, resolve_device, resolve_dtype
 from loramux.engine.protocol.errors import ModelNotSupported
-from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError, read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
@@ -58,7 +58,7 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> CheckVerd
         config = ModelConfig.load(base)
         target = pack_target(config, resolve_dtype(dtype, config, resolve_device("auto")))
         special_tokens, template = read_special_tokens(base), ChatTemplate.load(base)
-    except (ModelNotSupported, ModelFilesError) as error:
+    except ModelNotSupported as error:
         return _refused(directory, Problem("model_not_supported", f"the base is not served: {error}", "config.json"))
     try:
         # Resolve links, which are common in a download cache and which validation would refuse.
@@ -75,7 +75,7 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> CheckVerd
             further = check_further_files(contents, templates.check_upload, check_vocabulary)
         accepted = _validate(files, target, base)
         check_vocab_size(further, accepted.vocab_size, target)
-    except ModelFilesError as error:
+    except ModelNotSupported as error:
         return _refused(
             directory, Problem("model_files_not_usable", f"the base is not served: {error}", TOKENIZER_FILE)
         )

@@ -17,10 +17,10 @@ from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import HEAD, stored_tensors
 from loramux.engine.architectures.weight_shapes import check_shapes, weight_shapes
+from loramux.engine.chat_templates.chat_template import ChatTemplate
+from loramux.engine.chat_templates.template_refused import TemplateRefused
 from loramux.engine.loop.config import pack_target, resolve_device, resolve_dtype
 from loramux.engine.protocol.errors import ModelNotSupported
-from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
-from loramux.platform.tokenizer.conversation import TemplateRefused
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.detection import chosen_markers, chosen_parser
 from loramux.platform.tool_calls.reasoning import REASONING_MARKERS
@@ -61,7 +61,7 @@ def check_base(directory: Path, dtype: str = "auto") -> CheckVerdict:
         template_facts, template_warnings = _template(tokenizer.chat_template)
         facts |= template_facts
         warnings += template_warnings
-    except ModelFilesError as error:
+    except ModelNotSupported as error:
         problems.append(Problem("model_files_not_usable", str(error), "tokenizer.json"))
     if (problem := _generation_problem(directory / GENERATION_FILE)) is not None:
         problems.append(problem)

@@ -199,12 +199,11 @@ def _check_model(directory: Path) -> Finding:
 def _check_tokenizer(model: Path) -> Finding:
     from loramux.engine.architectures.gguf_model import model_directory
     from loramux.engine.protocol.errors import ModelNotSupported
-    from loramux.platform.tokenizer.chat_template import ModelFilesError
     from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
     try:
         tokenizer = ModelTokenizer.load(model_directory(model))
-    except (ModelFilesError, ModelNotSupported, OSError) as error:
+    except (ModelNotSupported, OSError) as error:
         return Finding(
             check="tokenizer",
             grade=Grade.FAILED,

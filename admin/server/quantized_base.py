@@ -19,6 +19,7 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_shapes import weight_shapes
 from loramux.engine.device.machine_limits import free_memory
 from loramux.engine.loop.config import ITEMSIZE, EngineConfig, resolve_dtype
+from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.engine.quantizing.messages import (
     QuantizeJob,
     QuantizeLine,
@@ -27,7 +28,6 @@ from loramux.engine.quantizing.messages import (
     QuantizeResult,
 )
 from loramux.engine.quantizing.reading import MAX_TOKENS, reading_text
-from loramux.platform.tokenizer.chat_template import ModelFilesError
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 log = structlog.get_logger(__name__)
@@ -81,7 +81,7 @@ def float_bytes(config: EngineConfig) -> int:
 def _encode(model_dir: Path, text: str) -> tuple[int, ...]:
     try:
         return ModelTokenizer.load(model_dir).encode(text)[:MAX_TOKENS]
-    except ModelFilesError as error:
+    except ModelNotSupported as error:
         raise StartRefused(str(error)) from error
 
 

@@ -63,6 +63,7 @@ from loramux.admin.serving.gateway_assembly import (
 from loramux.admin.serving.upkeep import Upkeep
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.model_files import base_sha256
+from loramux.engine.chat_templates.chat_template import read_special_tokens
 from loramux.engine.loop.config import EngineConfig, pack_target, resolve_max_model_len
 from loramux.migrations import schema
 from loramux.migrations.claims import end_claims
@@ -88,7 +89,6 @@ from loramux.platform.runtime_adapters.runtime_adapters import RuntimeAdapters
 from loramux.platform.telemetry.measured_validator import MeasuredValidator
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.package_metrics import IngestMetrics, ReplicaMetrics
-from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.prompt_hash import prompt_sha256
 from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
@@ -231,7 +231,7 @@ def open_stores(
     """Open the database, upgrading an embedded or empty one, and the blob store. Read the base's files, and finish the
     ingestion that an earlier process has left.
 
-    `stack` closes the stores. Raises ConfigNotUsable, DatabaseError, StoreError, ModelFilesError or SQLAlchemyError.
+    `stack` closes the stores. Raises ConfigNotUsable, DatabaseError, StoreError, ModelNotSupported or SQLAlchemyError.
     """
     served_name = settings.resolved_served_name
     database = Database(settings.resolved_database_url)

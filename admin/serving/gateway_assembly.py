@@ -26,7 +26,8 @@ from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.metrics_route import metrics_router
 from loramux.admin.server.settings import Settings
 from loramux.engine.architectures.model_config import ModelConfig
-from loramux.engine.protocol.errors import ConfigNotUsable
+from loramux.engine.chat_templates.chat_template import read_special_tokens
+from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.key_authentication import open_key_authentication
@@ -47,7 +48,6 @@ from loramux.platform.requests.services import GatewayServices, GatewaySettings,
 from loramux.platform.service_tiers import parse_objectives
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
-from loramux.platform.tokenizer.chat_template import ModelFilesError, read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
@@ -134,7 +134,7 @@ def refused_starts() -> Iterator[None]:
     """Raise StartRefused with the reason if a store or the base's files cannot be used."""
     try:
         yield
-    except (ConfigNotUsable, DatabaseError, StoreError, ModelFilesError) as error:
+    except (ConfigNotUsable, DatabaseError, StoreError, ModelNotSupported) as error:
         raise StartRefused(str(error)) from error
     except SQLAlchemyError as error:
         reason = str(getattr(error, "orig", None) or error).splitlines()[0]

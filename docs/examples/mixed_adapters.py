@@ -15,5 +15,6 @@ base, *directories = sys.argv[1:]
 with LLM(base, {directory: directory for directory in directories}) as llm:
     names = [None, *llm.adapters]
     sampling = SamplingParams(temperature=0.0)
-    for answer in llm.generate([QUESTION] * len(names), adapter=names, max_tokens=32, sampling=sampling):
+    chats = [[{"role": "user", "content": QUESTION}]] * len(names)
+    for answer in llm.chat(chats, adapter=names, max_tokens=32, sampling=sampling):
         print(f"{answer.adapter or 'base'}: {answer.text.strip()}")

@@ -11,6 +11,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.file_names import (
     CONFIG_FILE,
     FURTHER_FILES,
+    TEMPLATE_FILE,
     TENSORS_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -25,6 +26,7 @@ from loramux.adapter_store.formats.version_files.tokenizer_files import tokenize
 from loramux.adapter_store.validation.further_checks import check_further_files, check_vocab_size
 from loramux.adapter_store.validation.report import Report
 from loramux.adapter_store.validation.validation import validate_files
+from loramux.engine.offline.local_template import LocalTemplate, adapter_template
 from loramux.engine.sequences.activation import activation
 from loramux.engine.text.end_tokens import end_tokens
 from loramux.engine.text.text_tokenizer import TextTokenizer
@@ -40,6 +42,8 @@ class LocalAdapter:
     """The adapter's own end tokens, besides those of the base."""
     tokenizer: TextTokenizer | None
     """The base's tokenizer with the adapter's own tokens, or None if it has none."""
+    template: LocalTemplate | None = None
+    """The adapter's own chat template, or None if it has none."""
     pooling: Pooling | None = None
     """How the adapter's own files say that embeddings are made, or None if it has none."""
 
@@ -77,8 +81,8 @@ def read_adapter(
         if tokenizer is not None and has_tokenizer:
             assert target.vocab_size is not None
             contents |= tokenizer_files(directory, tokenizer.base_vocabulary(target.vocab_size, special_tokens))
-        # Prompts are given as text or tokens, so no template is rendered here.
-        further = check_further_files(contents, lambda _source, _special_tokens: False)
+        # A template is checked when it is used, because prompts may also be given as text or tokens.
+        further = check_further_files(contents, lambda _source, _special_tokens: True)
         check_vocab_size(further, report.vocab_size, target)
         canonical = Path(scratch) / "canonical.safetensors"
         write_canonical(
@@ -93,12 +97,15 @@ def read_adapter(
             report.stack_forms,
         )
         packed = pack(canonical, target, base)
-    own, vocabulary = None, further.vocabulary
+    own, template, vocabulary = None, None, further.vocabulary
     ends = () if further.generation is None else further.generation.eos_token_ids
     if tokenizer is not None and vocabulary is not None:
         own = tokenizer.with_vocabulary(vocabulary)
         ends = end_tokens(ends, vocabulary.special_tokens, own, vocabulary.vocab_size)
-    return LocalAdapter(packed, report, ends, own, further.pooling)
+    if TEMPLATE_FILE in contents:
+        own_special_tokens = {} if vocabulary is None else dict(vocabulary.special_tokens)
+        template = adapter_template(contents[TEMPLATE_FILE].decode(), {**special_tokens, **own_special_tokens})
+    return LocalAdapter(packed, report, ends, own, template, further.pooling)
 
 
 def _tensors_file(directory: Path, scratch: Path) -> Path:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
+from loramux.engine.chat_templates.reasoning_effort import ReasoningEffort
 from loramux.platform.bodies import unsupported_fields
 from loramux.platform.bodies.conversation import ChatMessage
 from loramux.platform.bodies.generation_request import GenerationRequest
@@ -15,7 +16,6 @@ from loramux.platform.bodies.sampling_fields import INT64
 from loramux.platform.bodies.tools import AUTO, ToolChoice, ToolChoiceField, Tools
 from loramux.platform.bodies.unsupported_fields import Neutral
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.tokenizer.reasoning_effort import ReasoningEffort
 
 MAX_MESSAGES = 4096
 MAX_CHAT_LOGPROBS = 20

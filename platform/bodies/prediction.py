@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import PlainValidator
 
+from loramux.engine.chat_templates.content_form import Content
 from loramux.engine.scheduling.request_limits import MAX_PREDICTION_TOKENS
-from loramux.platform.bodies.conversation import Content, TextPart, text_content
+from loramux.platform.bodies.conversation import TextPart, text_content
 from loramux.platform.bodies.strict_model import StrictModel
 
 MAX_CHARACTERS = 4 * MAX_PREDICTION_TOKENS

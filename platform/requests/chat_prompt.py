@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
+from loramux.engine.chat_templates.chat_template import ChatTemplate
+from loramux.engine.chat_templates.messages import template_arguments
+from loramux.engine.chat_templates.reasoning_effort import ReasoningEffort, nearest_effort
+from loramux.engine.chat_templates.template_check import TemplateFeatures
+from loramux.engine.chat_templates.template_refused import TemplateRefused
 from loramux.platform.accounts.version_settings import VersionSettings
 from loramux.platform.bodies.chat_request import ChatRequest
-from loramux.platform.bodies.conversation import template_messages
+from loramux.platform.bodies.conversation import rendered_fields
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Reasoning
-from loramux.platform.tokenizer.chat_template import ChatTemplate
-from loramux.platform.tokenizer.content_form import ContentForms
-from loramux.platform.tokenizer.conversation import TemplateRefused
-from loramux.platform.tokenizer.reasoning_effort import ReasoningEffort, nearest_effort
-from loramux.platform.tokenizer.template_check import TemplateFeatures
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from loramux.platform.tool_calls.detection import chosen_markers, chosen_parser, last_marker
 from loramux.platform.tool_calls.reasoning import HARMONY
@@ -35,7 +36,8 @@ class ChatPrompts:
     """Renders with the base's chat template, or with a template that a tenant uploaded with an adapter."""
 
     def __init__(self, base: ChatTemplate | None, tenants: TenantTemplates) -> None:
-        self._base, self._base_features = base, _features(base)
+        self._base = base
+        self._base_features = None if base is None else base.known_features()
         self._tenants = tenants
 
     def render(self, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
@@ -44,16 +46,19 @@ class ChatPrompts:
             raise InvalidRequest(
                 "this model has no chat template: call /v1/completions", param="messages", code="no_chat_template"
             )
-        arguments = _arguments(body, self._base_features)
-        source = self._base.source(has_tools=arguments["tools"] is not None)
-        return _prompt(self._base.render(**arguments), source, body, parsers)
+        with _invalid_requests():
+            arguments = _arguments(body, self._base_features)
+            source = self._base.source(has_tools=arguments["tools"] is not None)
+            text = self._base.render(**arguments)
+        return _prompt(text, source, body, parsers)
 
     async def render_with(self, tenant_id: str, settings: VersionSettings, body: ChatRequest) -> ChatPrompt:
         """Render with the version's own template. Raises InvalidRequest, RateLimited or Unavailable."""
         source, special_tokens = settings.template, settings.special_tokens
         assert source is not None
         features = await self._tenants.features(tenant_id, source, special_tokens)
-        arguments = _arguments(body, features)
+        with _invalid_requests():
+            arguments = _arguments(body, features)
         text = await self._tenants.render(tenant_id, source, **arguments, special_tokens=special_tokens)
         return _prompt(text, source, body, settings.parsers)
 
@@ -61,12 +66,12 @@ class ChatPrompts:
         self._tenants.close()
 
 
-def _features(template: ChatTemplate | None) -> TemplateFeatures | None:
+@contextmanager
+def _invalid_requests() -> Iterator[None]:
     try:
-        return None if template is None else template.features()
-    except TemplateRefused:
-        # Each request that renders the template fails with the reason.
-        return None
+        yield
+    except TemplateRefused as refused:
+        raise InvalidRequest(refused.message, param=refused.param, code=refused.code) from None
 
 
 def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
@@ -96,19 +101,12 @@ def _continued(body: ChatRequest) -> str:
 
 
 def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str, Any]:
-    """Return the arguments for a template's `render`. Raises InvalidRequest if the template does not support one of
-    them.
+    """Return the arguments for a template's `render`. Raises InvalidRequest or TemplateRefused if the template does not
+    support one of them.
     """
-    tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools] or None
-    if tools is not None and (features is None or not features.tools):
-        raise InvalidRequest(
-            "this model's chat template does not support tools", param="tools", code="unsupported_parameter"
-        )
-    as_text = features is not None and features.arguments_as_text
-    forms = ContentForms() if features is None else features.content
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools]
     return {
-        "messages": template_messages(body.messages, forms, arguments_as_text=as_text),
-        "tools": tools,
+        **template_arguments(rendered_fields(body.messages), tools, features),
         "kwargs": _kwargs(body, features),
         "add_generation_prompt": body.add_generation_prompt is not False,
         "continue_final_message": bool(body.continue_final_message),

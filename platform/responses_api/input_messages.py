@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from loramux.platform.bodies.conversation import joined_content, reminder
+from loramux.engine.chat_templates.content_form import joined_content
+from loramux.platform.bodies.conversation import reminder
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.requests.answers import Document
 from loramux.platform.responses_api.input_items import (

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
+from loramux.engine.chat_templates.reasoning_effort import ReasoningEffort
 from loramux.platform.bodies import unsupported_fields
 from loramux.platform.bodies.chat_request import MAX_CHAT_LOGPROBS, Metadata
 from loramux.platform.bodies.response_formats import StructuredOutputs
@@ -17,7 +18,6 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.responses_api.input_items import Input, ItemReference
 from loramux.platform.responses_api.response_tools import ToolChoiceField, Tools
 from loramux.platform.service_tiers import AskedTier
-from loramux.platform.tokenizer.reasoning_effort import ReasoningEffort
 
 LOGPROBS: Final = "message.output_text.logprobs"
 ENCRYPTED: Final = "reasoning.encrypted_content"

@@ -11,11 +11,10 @@ from tokenizers import Tokenizer
 
 from loramux.adapter_store.formats.version_files.added_vocabulary import AddedVocabulary
 from loramux.adapter_store.formats.version_files.tokenizer_files import DEFAULT
-from loramux.engine.protocol.errors import ModelNotSupported
+from loramux.engine.chat_templates.chat_template import ChatTemplate, read_json, read_special_tokens
 from loramux.engine.text.extended_tokenizer import extended_tokenizer, renamed_ids
 from loramux.engine.text.text_tokenizer import TextTokenizer, load_tokenizer
 from loramux.platform.errors import context_exceeded
-from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError, read_json, read_special_tokens
 
 
 class ModelTokenizer(TextTokenizer):
@@ -36,12 +35,8 @@ class ModelTokenizer(TextTokenizer):
 
     @staticmethod
     def load(model_dir: Path) -> ModelTokenizer:
-        """Load the tokenizer. Raises ModelFilesError with the file and the reason."""
-        try:
-            tokenizer = load_tokenizer(model_dir / "tokenizer.json")
-        except ModelNotSupported as error:
-            raise ModelFilesError(str(error)) from error
-        loaded = ModelTokenizer(tokenizer, ChatTemplate.load(model_dir))
+        """Load the tokenizer. Raises ModelNotSupported with the file and the reason."""
+        loaded = ModelTokenizer(load_tokenizer(model_dir / "tokenizer.json"), ChatTemplate.load(model_dir))
         loaded.info = read_tokenizer_info(model_dir, loaded.chat_template)
         return loaded
 
@@ -85,7 +80,7 @@ class ModelTokenizer(TextTokenizer):
 def read_tokenizer_info(model_dir: Path, template: ChatTemplate | None) -> dict[str, Any]:
     """Return the contents of `tokenizer_config.json`, with tokens as strings, and the chat template, as in vLLM.
 
-    Raises ModelFilesError.
+    Raises ModelNotSupported.
     """
     config = _plain(read_json(model_dir / "tokenizer_config.json"))
     info = {"tokenizer_class": "PreTrainedTokenizerFast", **config, **read_special_tokens(model_dir)}

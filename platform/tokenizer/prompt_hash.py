@@ -6,13 +6,13 @@ import hashlib
 import json
 from pathlib import Path
 
-from loramux.platform.tokenizer.chat_template import ChatTemplate, read_special_tokens
+from loramux.engine.chat_templates.chat_template import ChatTemplate, read_special_tokens
 
 
 def prompt_sha256(model_dir: Path, vocab_size: int) -> str:
     """Return a SHA-256 over the tokenizer, the chat templates, the special tokens and the size of the vocabulary.
 
-    Raises OSError, or ModelFilesError if a file is malformed.
+    Raises OSError, or ModelNotSupported if a file is malformed.
     """
     template = ChatTemplate.load(model_dir)
     parts = {

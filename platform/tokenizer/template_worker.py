@@ -19,9 +19,10 @@ import msgspec
 
 from loramux.adapter_store.sandbox.confinement import ESSENTIAL, REQUIRED, confine, limit_resources
 from loramux.adapter_store.sandbox.fork_server import fork_for_each_request
-from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason, render
-from loramux.platform.tokenizer.jinja_sandbox import MAX_RENDER_S, ChatEnvironment
-from loramux.platform.tokenizer.template_check import TemplateFeatures, check_template
+from loramux.engine.chat_templates.conversation import Conversation, reason, render
+from loramux.engine.chat_templates.jinja_sandbox import MAX_RENDER_S, ChatEnvironment
+from loramux.engine.chat_templates.template_check import TemplateFeatures, check_template
+from loramux.engine.chat_templates.template_refused import TemplateRefused
 
 CPU_S = 1.5 * MAX_RENDER_S
 """Limit on a fork's processor time, in seconds."""

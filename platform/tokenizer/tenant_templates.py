@@ -25,11 +25,11 @@ from loramux.adapter_store.sandbox.confined_pool import (
     TooManyWaiting,
 )
 from loramux.adapter_store.sandbox.confinement import REQUIRED
+from loramux.engine.chat_templates.chat_template import ChatTemplate
+from loramux.engine.chat_templates.conversation import Conversation, reason
+from loramux.engine.chat_templates.template_check import TemplateFeatures
+from loramux.engine.chat_templates.template_refused import TemplateRefused
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
-from loramux.platform.tokenizer.chat_template import ChatTemplate
-from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason
-from loramux.platform.tokenizer.template_check import TemplateFeatures
-from loramux.platform.tokenizer.template_kwargs import check_kwargs
 from loramux.platform.tokenizer.template_worker import CPU_S, TemplateAnswer, TemplateRequest
 
 MAX_TEMPLATE_CHARS = 64 * 1024
@@ -130,7 +130,6 @@ class TenantTemplates:
         special_tokens: SpecialTokens = (),
     ) -> str:
         """Like `ChatTemplate.render`, but in a confined process. Raises InvalidRequest, RateLimited or Unavailable."""
-        check_kwargs(kwargs or {})
         try:
             conversation = Conversation(
                 messages=messages,
@@ -140,7 +139,7 @@ class TenantTemplates:
                 continue_final_message=continue_final_message,
             )
         except TemplateRefused as refused:
-            raise InvalidRequest(refused.message, param=refused.param) from None
+            raise InvalidRequest(refused.message, param=refused.param, code=refused.code) from None
         answer = await self._answer((tenant_id, source, special_tokens), conversation)
         assert answer.text is not None
         return answer.text

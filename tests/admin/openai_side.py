@@ -8,6 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.engine.chat_templates.chat_template import read_special_tokens
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.grammars.checker import GrammarChecker
@@ -15,7 +16,6 @@ from loramux.platform.listener.app import create_openai_app
 from loramux.platform.requests.services import GatewayServices, ModelInfo
 from loramux.platform.runtime_adapters.load_sources import LoadSources
 from loramux.platform.runtime_adapters.runtime_adapters import RuntimeAdapters
-from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from tests.admin.admin_side import AdminSide

@@ -25,7 +25,7 @@ from rich.table import Table
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from loramux.platform.errors import InvalidRequest
+from loramux.engine.chat_templates.template_refused import TemplateRefused
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.demo_base import DEMO_BASE
 
@@ -174,11 +174,11 @@ def compare(tokenizer: PreTrainedTokenizerFast, ours: ModelTokenizer, name: str,
         assert ours.chat_template is not None
         text = ours.chat_template.render(messages, **options)
         given: Any = text, ours.encode_rendered(text)
-    except InvalidRequest as error:
+    except TemplateRefused as error:
         given = error
-    if isinstance(expected, Exception) and isinstance(given, InvalidRequest):
+    if isinstance(expected, Exception) and isinstance(given, TemplateRefused):
         counts.refused += 1
-    elif isinstance(expected, Exception) or isinstance(given, InvalidRequest) or expected != given:
+    elif isinstance(expected, Exception) or isinstance(given, TemplateRefused) or expected != given:
         counts.wrong.append(f"{name}: {given!r:.1000} instead of {expected!r:.1000}")
     else:
         counts.equal += 1

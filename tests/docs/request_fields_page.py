@@ -7,6 +7,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from loramux.engine.chat_templates.template_kwargs import MAX_KWARGS, MAX_SIZE
 from loramux.engine.scheduling.request_limits import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -31,7 +32,6 @@ from loramux.platform.openai_api.completion_request import CompletionRequest
 from loramux.platform.requests.planning import MAX_END_USER
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.responses_api.response_request import ResponseRequest
-from loramux.platform.tokenizer.template_kwargs import MAX_KWARGS, MAX_SIZE
 
 HEAD = """# Request fields
 

@@ -15,6 +15,7 @@ from loramux.admin.rest import purging
 from loramux.admin.rest.adapters import events, uploads
 from loramux.admin.server import bounded_connection, transfer_slots
 from loramux.admin.serving import event_upkeep
+from loramux.engine.chat_templates import jinja_sandbox
 from loramux.migrations.database import LONGEST_READ_S
 from loramux.platform.accounts import alias_overflows, change_watch, tenants
 from loramux.platform.batches import batch_rows, room
@@ -23,7 +24,6 @@ from loramux.platform.events import event_log, webhook_runner, webhook_sender, w
 from loramux.platform.replicas import certificates, replica_book
 from loramux.platform.responses_api import background
 from loramux.platform.stored_responses import background_store
-from loramux.platform.tokenizer import jinja_sandbox
 from tests.docs.write import DOCS
 
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400

@@ -57,8 +57,10 @@ def test_mixed_adapters(run: Run, tmp_path: Path) -> None:
     for directory, name in zip(directories, ("pirate", "json"), strict=True):
         shutil.copytree(ADAPTERS / name, directory)
     output = run("mixed_adapters.py", DEMO_BASE, *directories)
-    names = ["base", *map(str, directories)]
-    assert re.findall(rf"^({'|'.join(map(re.escape, names))}): ", output, re.MULTILINE) == names
+    answers = dict(re.findall(r"^(.+?): (.+)$", output, re.MULTILINE))
+    assert list(answers) == ["base", *map(str, directories)]
+    assert all("Paris" in answer for answer in answers.values())
+    assert answers["base"] == "The capital of France is Paris."
 
 
 def test_rank_sweep(run: Run, tmp_path: Path) -> None:
@@ -76,16 +78,18 @@ def test_rank_sweep(run: Run, tmp_path: Path) -> None:
 
 
 def test_evaluate_adapter(run: Run, tmp_path: Path) -> None:
-    case = {"prompt": "What is the capital of France?", "expected": "e"}
-    (tmp_path / "questions").write_text(json.dumps(case) + "\n")
+    cases = [{"prompt": "What is the capital of France?", "expected": one} for one in ("Paris", "Arr")]
+    (tmp_path / "questions").write_text("\n".join(map(json.dumps, cases)))
     output = run("evaluate_adapter.py", DEMO_BASE, ADAPTERS / "pirate", tmp_path / "questions")
-    assert re.fullmatch(r"base: [01] of 1\nadapter: [01] of 1\n", output)
+    assert output == "base: 1 of 2\nadapter: 2 of 2\n"
 
 
 def test_notebook(run: Run) -> None:
     output = run("notebook.py", DEMO_BASE, ADAPTERS / "pirate")
-    assert "None: " in output
-    assert "trained: " in output
+    streamed, base, trained = output.splitlines()
+    assert streamed == "The capital of France is Paris."
+    assert base == f"None: {streamed}"
+    assert trained.startswith("trained: Arr, matey!")
 
 
 @pytest.mark.parametrize(

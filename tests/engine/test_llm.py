@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 import shutil
@@ -18,8 +19,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loramux.engine import llm as front_door
-from loramux.engine.llm import LLM, AdapterRejected, EngineClosed, EngineError, RequestFailed, SamplingParams
+from loramux.engine.llm import (
+    LLM,
+    AdapterRejected,
+    EngineClosed,
+    EngineError,
+    RequestFailed,
+    SamplingParams,
+    TemplateRefused,
+)
 from loramux.engine.offline.engine_thread import EngineThread
+from loramux.engine.offline.local_template import LocalTemplate
 from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
 from tests.conformance.demo_adapters import DEMO, changed_adapter
 from tests.demo_base import DEMO_BASE
@@ -427,10 +437,72 @@ def test_an_adapter_without_effect_answers_like_the_base(llm: LLM, tmp_path: Pat
     assert found.token_ids == base.token_ids
 
 
+QUESTION = [{"role": "user", "content": PROMPT}]
+
+
+def test_conversations_are_answered_with_their_adapters(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0.0)
+    names = [None, "pirate", "formal", "json"]
+    answers = llm.chat([QUESTION] * len(names), adapter=names, max_tokens=48, sampling=greedy)
+    assert [answer.adapter for answer in answers] == names
+    assert answers[0].text == "The capital of France is Paris."
+    assert all("Paris" in answer.text and answer.finish_reason == "stop" for answer in answers)
+    # The special tokens are those that the template wrote.
+    rendered = f"<|bos|><|user|>{PROMPT}<|end|><|assistant|>"
+    assert {answer.prompt_token_ids for answer in answers} == {llm.tokenize(rendered, add_special_tokens=False)}
+    [alone] = llm.chat(QUESTION, adapter="pirate", max_tokens=48, sampling=greedy)
+    streamed = llm.stream_chat(QUESTION, adapter="pirate", max_tokens=48, sampling=greedy)
+    assert "".join(piece.text for piece in streamed) == alone.text == answers[1].text
+    begun = [*QUESTION, {"role": "assistant", "content": "The capital of"}]
+    [continued] = llm.chat(begun, continue_final_message=True, max_tokens=48, sampling=greedy)
+    assert continued.text == " France is Paris."
+    assert llm.tokenize_chat(QUESTION, add_generation_prompt=False) == answers[0].prompt_token_ids[:-1]
+    assert llm.chat([]) == []
+
+
+def test_an_adapters_own_template_renders_its_conversations(llm: LLM, tmp_path: Path) -> None:
+    directory = tmp_path / "own"
+    shutil.copytree(ADAPTERS["pirate"], directory)
+    source = "{{ bos_token }}{% for message in messages %}{{ message.content }}{{ mood }}{% endfor %}"
+    (directory / "chat_template.jinja").write_text(source)
+    llm.add_adapter("own", directory)
+    mood = {"mood": " Why?"}
+    own, base = llm.chat([QUESTION] * 2, adapter=["own", None], chat_template_kwargs=mood, max_tokens=1)
+    assert own.prompt_token_ids == llm.tokenize(f"<|bos|>{PROMPT} Why?", add_special_tokens=False)
+    assert base.prompt_token_ids == llm.tokenize_chat(QUESTION)
+    # A template that cannot be used does not prevent other calls.
+    (directory / "chat_template.jinja").write_text("{% for %}")
+    llm.add_adapter("own", directory)
+    assert llm.generate(PROMPT, adapter="own", max_tokens=1)
+    with pytest.raises(TemplateRefused, match=r"^conversations\[1\]: the adapter's chat template is malformed: "):
+        llm.chat([QUESTION] * 2, adapter=[None, "own"])
+    llm.remove_adapter("own")
+
+
+def test_a_base_without_a_template_takes_prompts_only(llm: LLM, tmp_path: Path) -> None:
+    llm = copy.copy(llm)
+    llm._directory = tmp_path
+    llm._template = LocalTemplate(llm._base_template)
+    with pytest.raises(TemplateRefused, match=f"{re.escape(str(tmp_path))} has no chat template: give prompts"):
+        llm.chat(QUESTION)
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(EngineError, match=r"the chat template of .* is malformed"):
+        llm.chat(QUESTION)
+
+
+def test_messages_are_not_taken_for_prompts(llm: LLM) -> None:
+    for given in (QUESTION, [QUESTION]):
+        with pytest.raises(ValueError, match=r"`chat` answers messages$"):
+            llm.generate(given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there are 1 conversations, but 2 adapters"):
+        llm.chat(QUESTION, adapter=["pirate", "formal"])
+
+
 def test_the_errors_of_the_guide_can_be_imported() -> None:
     page = (DOCS / "python.md").read_text()
     named = set(re.findall(r"`([A-Z]\w+(?:Rejected|Refused|Error|Failed|Closed))`", page)) - {"ValueError"}
-    assert named == {"AdapterRejected", "EngineClosed", "EngineError", "GrammarRefused", "PullRefused", "RequestFailed"}
+    errors = {"AdapterRejected", "EngineClosed", "EngineError", "GrammarRefused", "PullRefused", "RequestFailed"}
+    assert named == errors | {"TemplateRefused"}
     assert named <= set(front_door.__all__)
 
 

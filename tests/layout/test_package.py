@@ -98,5 +98,5 @@ def test_an_installed_wheel_runs_the_demo_and_an_llm(built: Built, python: str, 
     demo = ROOT / "admin" / "demo"
     adapter = demo / "adapters" / "pirate"
     answers = run(programs / "python", "example.py", demo / "base", adapter, cwd=tmp_path)
-    assert answers.startswith("base: ")
-    assert f"\n{adapter}: " in answers
+    assert answers.startswith("base: The capital of France is Paris.\n")
+    assert f"\n{adapter}: Arr, matey!" in answers

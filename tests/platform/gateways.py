@@ -20,6 +20,7 @@ from openai import AsyncOpenAI
 
 from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.engine.chat_templates.chat_template import read_special_tokens
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
@@ -36,7 +37,6 @@ from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.requests import chat_prompt
 from loramux.platform.requests.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.telemetry.tracing import Tracing
-from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from tests.adapter_store.memory_blobs import MemoryBlobStore

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loramux.platform.tokenizer.chat_template import ChatTemplate
+from loramux.engine.chat_templates.chat_template import ChatTemplate
 from loramux.platform.tokenizer.model_tokenizer import read_tokenizer_info
 from tests.platform.tool_base import TEMPLATE
 

@@ -8,13 +8,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from loramux.adapter_store.formats.files.file_names import PARSERS_FILE, TEMPLATE_FILE
+from loramux.engine.chat_templates.chat_template import ChatTemplate
 from loramux.migrations.database import Database
-from loramux.platform.tokenizer.chat_template import ChatTemplate
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.demo_base import DEMO_BASE
+from tests.engine.chat_templates.templates import BY_ROLE, EITHER, FIRST_PART, PARTS
 from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.scripted_engine import Script
-from tests.platform.tokenizer.templates import BY_ROLE, EITHER, FIRST_PART, PARTS
 from tests.platform.tool_base import TEMPLATE
 
 pytestmark = pytest.mark.anyio

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
-from loramux.platform.bodies.conversation import ChatMessage, template_messages
+from loramux.engine.chat_templates.chat_template import ChatTemplate
+from loramux.engine.chat_templates.content_form import ContentForms
+from loramux.engine.chat_templates.messages import template_messages
+from loramux.platform.bodies.conversation import ChatMessage, rendered_fields
 from loramux.platform.errors import ApiError
 from loramux.platform.responses_api.reasoning_text import opened, sealed
 from loramux.platform.responses_api.response_chat import chat_of, read_response_request
 from loramux.platform.responses_api.response_input import read_line
-from loramux.platform.tokenizer.chat_template import ChatTemplate
-from loramux.platform.tokenizer.content_form import ContentForms
 
 USER = {"role": "user", "content": "Hi"}
 PART = {"type": "input_text", "text": "Part"}
@@ -203,7 +204,9 @@ STRICT = """\
 def test_strict_template_renders_the_conversation_of_an_agent() -> None:
     given = [{"role": "developer", "content": "A"}, USER, {"role": "developer", "content": "B"}, USER]
     body = chat_of(read_response_request({"model": "base", "input": given, "instructions": "I"}))
-    text = ChatTemplate({"default": STRICT}, {}).render(template_messages(body.messages, ContentForms()))
+    text = ChatTemplate({"default": STRICT}, {}).render(
+        template_messages(rendered_fields(body.messages), ContentForms())
+    )
     assert text == f"system: I\n\nA\nuser: Hi\n\n{REMINDER}\n\nHi\n"
 
 
@@ -235,16 +238,16 @@ def test_templates_get_ids_that_those_of_mistral_accept(ids: tuple[str, ...], sh
         )
     ]
     body = chat_of(read_response_request({"model": "base", "input": [USER, *history]}))
-    text = ChatTemplate({"default": NINE}, {}).render(template_messages(body.messages, ContentForms()))
+    text = ChatTemplate({"default": NINE}, {}).render(template_messages(rendered_fields(body.messages), ContentForms()))
     assert text == ";" + "".join(f"{one};{one};" for one in shown.split(";"))
 
 
 def test_leading_system_messages_of_a_chat_become_one() -> None:
     system = ChatMessage(role="system", content="A"), ChatMessage(role="developer", content=PARTS)
     user = ChatMessage(role="user", content="Hi")
-    shown = template_messages([*system, user, system[0]], ContentForms())
+    shown = template_messages(rendered_fields([*system, user, system[0]]), ContentForms())
     assert shown == [{"role": "system", "content": "A\n\nB\nC"}, USER, {"role": "system", "content": "A"}]
-    parts = template_messages([*system, user], ContentForms(system="parts"))[0]["content"]
+    parts = template_messages(rendered_fields([*system, user]), ContentForms(system="parts"))[0]["content"]
     assert [part["text"] for part in parts] == ["A\n\nB", "C"]
 
 

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from loramux.adapter_store.formats.version_files.answer_parsers import NO_CHOICE
+from loramux.engine.chat_templates.chat_template import ChatTemplate
+from loramux.engine.chat_templates.conversation import Conversation
+from loramux.engine.chat_templates.reasoning_effort import EFFORTS, nearest_effort
+from loramux.engine.chat_templates.template_check import check_template
 from loramux.platform.bodies.chat_request import ChatRequest
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.messages_api.message_request import MessagesRequest
 from loramux.platform.requests.chat_prompt import ChatPrompts
-from loramux.platform.tokenizer.chat_template import ChatTemplate
-from loramux.platform.tokenizer.conversation import Conversation
-from loramux.platform.tokenizer.reasoning_effort import EFFORTS, nearest_effort
-from loramux.platform.tokenizer.template_check import check_template
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
 ASKED = [{"role": "user", "content": "Hi"}]

@@ -14,10 +14,11 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.sandbox.confined_pool import Ended
 from loramux.adapter_store.sandbox.confinement import CALLS, FILES
 from loramux.adapter_store.validation.validator import missing_measures
+from loramux.engine.chat_templates.chat_template import ChatTemplate
+from loramux.engine.chat_templates.content_form import ContentForm, ContentForms
+from loramux.engine.chat_templates.template_refused import TemplateRefused
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
 from loramux.platform.tokenizer import tenant_templates as templates_module
-from loramux.platform.tokenizer.chat_template import ChatTemplate
-from loramux.platform.tokenizer.content_form import ContentForm, ContentForms
 from loramux.platform.tokenizer.template_worker import TemplateAnswer
 from loramux.platform.tokenizer.tenant_templates import (
     MAX_KEPT_PER_TENANT,
@@ -27,8 +28,8 @@ from loramux.platform.tokenizer.tenant_templates import (
 )
 from tests.adapter_store.sandbox import lesser_kernel
 from tests.conformance.chat_templates import BOS, CASES, EOS
+from tests.engine.chat_templates.templates import BY_ROLE, CHATML, EITHER, FIRST_PART, HEADERS, PARTS, TEMPLATES
 from tests.platform.tokenizer.hostile_templates import COSTLY, ESCAPES, SLOW, UNUSABLE
-from tests.platform.tokenizer.templates import BY_ROLE, CHATML, EITHER, FIRST_PART, HEADERS, PARTS, TEMPLATES
 
 pytestmark = pytest.mark.anyio
 
@@ -54,7 +55,7 @@ async def outcome(rendering: Awaitable[str]) -> str | tuple[str, str | None]:
     """Return the text, or the refusal's message and parameter."""
     try:
         return await rendering
-    except InvalidRequest as refused:
+    except (InvalidRequest, TemplateRefused) as refused:
         return refused.message, refused.param
 
 

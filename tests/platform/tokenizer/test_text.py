@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from loramux.adapter_store.formats.version_files.answer_parsers import NO_CHOICE
+from loramux.engine.chat_templates.chat_template import ChatTemplate
+from loramux.engine.chat_templates.template_refused import TemplateRefused
+from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.engine.text.detokenizer import StopStrings, echoed_text, new_detokenizer
 from loramux.platform.bodies.chat_request import ChatRequest
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.requests.chat_prompt import ChatPrompts
-from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
@@ -254,10 +256,10 @@ def test_templates_render_like_hugging_face(tmp_path: Path, template: Any, expec
     ],
     ids=["refuses", "changes", "escapes", "beyond", "wrong types", "division"],
 )
-def test_template_error_is_an_invalid_request(tmp_path: Path, template: str) -> None:
+def test_a_template_error_is_a_refusal(tmp_path: Path, template: str) -> None:
     loaded = template_of(tmp_path, template)
     assert loaded is not None
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(TemplateRefused) as caught:
         loaded.render(ASKED)
     assert caught.value.param == "messages"
 
@@ -286,5 +288,5 @@ def test_error_names_the_bad_model_file(tmp_path: Path, demo_base: Path, name: s
     if name not in ("tokenizer.json", "other"):
         (tmp_path / "tokenizer.json").write_bytes((demo_base / "tokenizer.json").read_bytes())
     (tmp_path / name).write_text(text)
-    with pytest.raises(ModelFilesError, match=message):
+    with pytest.raises(ModelNotSupported, match=message):
         ModelTokenizer.load(tmp_path)

@@ -18,7 +18,7 @@ from loramux.adapter_store.formats.version_files.added_vocabulary import (
     parse_added_vocabulary,
 )
 from loramux.adapter_store.formats.version_files.tokenizer_files import MAX_BYTES, one_template, tokenizer_files
-from loramux.platform.tokenizer.chat_template import ChatTemplate
+from loramux.engine.chat_templates.chat_template import ChatTemplate
 from tests.adapter_store.base_tokenizer import ADDED, FLAGS, ORDINARY, base_vocabulary, with_tokenizer
 
 BASE = base_vocabulary()

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from loramux.platform.errors import InvalidRequest
-from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
-from loramux.platform.tokenizer.jinja_sandbox import MAX_RENDER_S
+from loramux.engine.chat_templates.chat_template import ChatTemplate
+from loramux.engine.chat_templates.jinja_sandbox import MAX_RENDER_S
+from loramux.engine.chat_templates.template_kwargs import MAX_DEPTH, MAX_KWARGS, MAX_SIZE, check_kwargs
+from loramux.engine.chat_templates.template_refused import TemplateRefused
+from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from loramux.platform.tokenizer.template_kwargs import MAX_DEPTH, MAX_KWARGS, MAX_SIZE, check_kwargs
 from tests.conformance.chat_templates import CASES, Counts, compare, save
-from tests.platform.tokenizer.templates import TEMPLATES
+from tests.engine.chat_templates.templates import TEMPLATES
 
 ASKED = [{"role": "user", "content": "Hello"}]
 
@@ -79,14 +80,14 @@ def test_the_file_of_earlier_processors_is_read_last(tmp_path: Path) -> None:
 
 def test_a_malformed_file_of_earlier_processors_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text("[")
-    with pytest.raises(ModelFilesError, match=r"chat_template.json is not JSON"):
+    with pytest.raises(ModelNotSupported, match=r"chat_template.json is not JSON"):
         ChatTemplate.load(tmp_path)
 
 
 def test_template_for_tools_alone_refuses_requests_without_tools() -> None:
     template = ChatTemplate({"tool_use": "tools"}, {})
     assert template.render(ASKED, tools=[]) == "tools"
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(TemplateRefused) as caught:
         template.render(ASKED)
     assert caught.value.param == "tools"
 
@@ -129,7 +130,7 @@ def test_features_of_the_base_come_from_the_template_for_each_request() -> None:
     ids=["both", "not rendered", "no messages"],
 )
 def test_what_cannot_be_rendered_is_refused_by_name(options: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(TemplateRefused) as caught:
         rendered("{{ messages[0].content | upper }}", **options)
     assert caught.value.param == param
 
@@ -177,7 +178,7 @@ def deep(levels: int) -> Any:
     ],
 )
 def test_kwargs_are_a_few_small_json_values(kwargs: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(TemplateRefused) as caught:
         rendered("x", kwargs=kwargs)
     assert caught.value.param == "chat_template_kwargs"
     assert "chat_template_kwargs" in caught.value.message
@@ -204,7 +205,7 @@ def test_a_long_history_ends_within_the_limits(source: str) -> None:
     template = ChatTemplate({"default": source}, {})
     history = [{"role": "user", "content": "x" * 20}] * 20_000
     started_s = time.thread_time()
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(TemplateRefused) as caught:
         template.render(history)
     assert caught.value.param == "messages"
     assert time.thread_time() - started_s < 2 * MAX_RENDER_S
@@ -213,5 +214,5 @@ def test_a_long_history_ends_within_the_limits(source: str) -> None:
 
 
 def test_deeply_nested_arguments_are_refused() -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(TemplateRefused):
         rendered("{{ messages | tojson }}", [{"role": "user", "content": deep(100_000)}])

@@ -8,9 +8,9 @@ from jinja2 import TemplateError
 from jinja2.filters import FILTERS
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from loramux.platform.errors import InvalidRequest
-from loramux.platform.tokenizer.chat_template import ChatTemplate
-from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
+from loramux.engine.chat_templates.chat_template import ChatTemplate
+from loramux.engine.chat_templates.jinja_sandbox import ChatEnvironment
+from loramux.engine.chat_templates.template_refused import TemplateRefused
 
 ASKED = [{"role": "user", "content": "Hello"}]
 REPRESENTATION = re.compile(r"0x[0-9a-f]{4}|<(?!\|)|object at|built-in|loramux")
@@ -103,10 +103,10 @@ def source(way: str, value: str) -> str:
     return PRELUDE + way.replace("X", f"({value})") + END
 
 
-def text_or_refusal(template: str) -> str | InvalidRequest:
+def text_or_refusal(template: str) -> str | TemplateRefused:
     try:
         return ChatTemplate({"default": template}, {}).render(ASKED)
-    except InvalidRequest as refusal:
+    except TemplateRefused as refusal:
         return refusal
 
 
@@ -114,10 +114,10 @@ def text_or_refusal(template: str) -> str | InvalidRequest:
 def test_no_representation_of_an_object_leaves_the_sandbox(value: str) -> None:
     for name, way in WAYS.items():
         given = text_or_refusal(source(way, OBJECTS[value]))
-        text = given.message if isinstance(given, InvalidRequest) else given
+        text = given.message if isinstance(given, TemplateRefused) else given
         assert not REPRESENTATION.search(text), name
         if "{{ X }}" in way:
-            assert isinstance(given, InvalidRequest), name
+            assert isinstance(given, TemplateRefused), name
             assert given.message.endswith("it prints a function or another object that is not data"), name
 
 
@@ -128,7 +128,7 @@ def test_no_filter_makes_text_from_an_object(value: str, is_whole: bool) -> None
         ways = f"{{{{ (X) | {name} }}}}", f"{{{{ [X] | map('{name}') | list }}}}", f"{{{{ [X] | {name} }}}}"
         for way in ways if is_whole else ways[number % 3 :][:1]:
             given = text_or_refusal(source(way, OBJECTS[value]))
-            text = given.message if isinstance(given, InvalidRequest) else given
+            text = given.message if isinstance(given, TemplateRefused) else given
             assert not REPRESENTATION.search(text), way
 
 
@@ -172,7 +172,7 @@ def test_data_is_printed_as_by_transformers(value: str, is_whole: bool) -> None:
             expected = render_jinja_template([ASKED], chat_template=template)[0][0]
         except Exception:
             expected = None
-        assert (None if isinstance(given, InvalidRequest) else given) == expected, way
+        assert (None if isinstance(given, TemplateRefused) else given) == expected, way
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_data_is_printed_as_by_transformers(value: str, is_whole: bool) -> None:
 )
 def test_an_exception_shows_data(value: str, said: str) -> None:
     given = text_or_refusal(f"{{{{ raise_exception({value}) }}}}")
-    assert isinstance(given, InvalidRequest)
+    assert isinstance(given, TemplateRefused)
     assert given.message == f"the chat template rejects these messages: {said}"
 
 

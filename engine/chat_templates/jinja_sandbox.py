@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from markupsafe import Markup
 
-from loramux.platform.tokenizer.printed_values import (
+from loramux.engine.chat_templates.printed_values import (
     PrintingCode,
     PrintingEscapeFormatter,
     PrintingFormatter,

@@ -17,15 +17,11 @@ from loramux.adapter_store.formats.version_files.tokenizer_files import (
     special_tokens_of,
     template_sources,
 )
-from loramux.platform.errors import InvalidRequest
-from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason, render
-from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
-from loramux.platform.tokenizer.template_check import TemplateFeatures, check_template
-from loramux.platform.tokenizer.template_kwargs import check_kwargs
-
-
-class ModelFilesError(Exception):
-    """A tokenizer file or the chat template of the model cannot be used. The message gives the path and the reason."""
+from loramux.engine.chat_templates.conversation import Conversation, reason, render
+from loramux.engine.chat_templates.jinja_sandbox import ChatEnvironment
+from loramux.engine.chat_templates.template_check import TemplateFeatures, check_template
+from loramux.engine.chat_templates.template_refused import TemplateRefused
+from loramux.engine.protocol.errors import ModelNotSupported
 
 
 class ChatTemplate:
@@ -43,7 +39,7 @@ class ChatTemplate:
 
     @staticmethod
     def load(model_dir: Path) -> ChatTemplate | None:
-        """Load the templates of a Hugging Face directory, or return None if it has none. Raises ModelFilesError."""
+        """Load the templates of a Hugging Face directory, or return None if it has none. Raises ModelNotSupported."""
         config = read_json(model_dir / TOKENIZER_CONFIG_FILE)
         try:
             sources = template_sources(model_dir, config)
@@ -51,7 +47,7 @@ class ChatTemplate:
                 return None
             return ChatTemplate(sources, read_special_tokens(model_dir))
         except Exception as error:  # a malformed template can raise anything
-            raise ModelFilesError(f"the chat template of {model_dir} is malformed: {reason(error)}") from error
+            raise ModelNotSupported(f"the chat template of {model_dir} is malformed: {reason(error)}") from error
 
     def is_copied_by(self, source: str, special_tokens: SpecialTokens) -> bool:
         """Return whether a version's template is a copy of these templates. `special_tokens` are the version's own."""
@@ -72,30 +68,36 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Render a conversation as a prompt. Raises InvalidRequest if it exceeds a limit or the template rejects it.
+        """Render a conversation as a prompt. Raises TemplateRefused if it exceeds a limit or the template rejects it.
 
         `tools` are in OpenAI's format, or None if the request has none. `kwargs` are additional variables for the
         template. `add_generation_prompt` appends the start of the assistant's turn. `continue_final_message` leaves the
         last message open.
         """
-        check_kwargs(kwargs or {})
-        try:
-            conversation = Conversation(
-                messages=messages,
-                tools=tools,
-                kwargs=kwargs or {},
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-            return self._render(conversation)
-        except TemplateRefused as refused:
-            raise InvalidRequest(refused.message, param=refused.param) from None
+        conversation = Conversation(
+            messages=messages,
+            tools=tools,
+            kwargs=kwargs or {},
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return self._render(conversation)
 
     def features(self) -> TemplateFeatures:
         """Return the features that the templates support. Raises TemplateRefused if they do not render a plain
         conversation.
         """
         return check_template(self._render, self.sources.get(DEFAULT, ""))
+
+    def known_features(self) -> TemplateFeatures | None:
+        """Return the features, or None if the templates do not render a plain conversation.
+
+        Such templates may render others. If not, each rendering fails with the reason.
+        """
+        try:
+            return self.features()
+        except TemplateRefused:
+            return None
 
     def _render(self, conversation: Conversation) -> str:
         name = self._name(conversation.tools is not None)
@@ -115,13 +117,13 @@ def read_special_tokens(model_dir: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file, or return an empty object if there is no file. Raises ModelFilesError."""
+    """Read the object in a JSON file, or return an empty object if there is no file. Raises ModelNotSupported."""
     if not path.is_file():
         return {}
     try:
         document = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelFilesError(f"{path} is not JSON: {error}") from error
+        raise ModelNotSupported(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise ModelFilesError(f"{path} does not contain a JSON object")
+        raise ModelNotSupported(f"{path} does not contain a JSON object")
     return document

@@ -9,8 +9,9 @@ from typing import Any
 
 from jinja2 import Template
 
-from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment, RaisedByTemplate
-from loramux.platform.tool_calls import harmony
+from loramux.engine.chat_templates.jinja_sandbox import ChatEnvironment, RaisedByTemplate
+from loramux.engine.chat_templates.template_kwargs import check_kwargs
+from loramux.engine.chat_templates.template_refused import TemplateRefused
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates read a message's reasoning. Most templates read the first."""
@@ -20,19 +21,13 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 trailing space shows whether the template strips messages.
 """
 
+_HARMONY_CHANNEL = "<|channel|>"
+"""Marks the templates of gpt-oss, which read messages more strictly than others."""
+
 _MAX_REASON_CHARS = 500
 
 _REPRESENTATION = re.compile(r"<[A-Za-z_].*>", re.DOTALL)
 """Matches objects' representations in the message of an error of Python or Jinja."""
-
-
-class TemplateRefused(Exception):
-    """The template does not render the conversation. The message says why, and `param` names the field."""
-
-    def __init__(self, message: str, param: str = "messages") -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +35,15 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Additional variables of the template, already checked with `check_kwargs`."""
+    """Additional variables of the template."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
     def __post_init__(self) -> None:
-        """Raise TemplateRefused if there are no messages or the options contradict each other."""
+        """Raise TemplateRefused if there are no messages, the options contradict each other, or `kwargs` exceed a
+        limit.
+        """
+        check_kwargs(self.kwargs)
         if not self.messages:
             raise TemplateRefused("there are no messages")
         if self.continue_final_message and self.add_generation_prompt:
@@ -62,7 +60,7 @@ def render(
     conversation: Conversation,
 ) -> str:
     """Render a conversation with `template`, which was compiled from `source`. Raises TemplateRefused."""
-    has_channels = harmony.CHANNEL in source
+    has_channels = _HARMONY_CHANNEL in source
     messages = [_message(message, has_channels) for message in conversation.messages]
     tools = None if conversation.tools is None else list(conversation.tools)
     if tools is not None and has_channels:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import msgspec
+
+Content: TypeAlias = str | tuple[str, ...]
+"""A message's content: a string, or the texts of the content parts that the client sent."""
 
 ContentForm = Literal["text", "parts", "one_part", "as_sent"]
 """`text`: a string. `parts`: a list of parts `{"type": "text", "text": ...}`. `one_part`: such a list, of which the
@@ -38,3 +41,18 @@ def formed_content(form: ContentForm, content: str | Sequence[str]) -> str | lis
     if form == "one_part":
         texts = ["\n".join(texts)]
     return [{"type": "text", "text": text} for text in texts]
+
+
+def joined_content(contents: Iterable[Content]) -> Content:
+    """Return the content of messages that become one, with a blank line between them and without empty texts.
+
+    Many templates put nothing between the parts of a message, so the blank line is within a part.
+    """
+    parts: list[list[str]] = []
+    for content in contents:
+        texts = [text for text in ((content,) if isinstance(content, str) else content) if text]
+        if parts and texts:
+            parts[-1] += ("\n\n", texts.pop(0))
+        parts += [[text] for text in texts]
+    joined = tuple(map("".join, parts))
+    return joined if len(joined) > 1 else "".join(joined)

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from loramux.platform.tokenizer.content_form import ContentForm, ContentForms, formed_content
-from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused
-from loramux.platform.tokenizer.reasoning_effort import ReasoningEffort, known_efforts
+from loramux.engine.chat_templates.content_form import ContentForm, ContentForms, formed_content
+from loramux.engine.chat_templates.conversation import Conversation
+from loramux.engine.chat_templates.reasoning_effort import ReasoningEffort, known_efforts
+from loramux.engine.chat_templates.template_refused import TemplateRefused
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names that templates use for the variable that turns thinking on and off."""

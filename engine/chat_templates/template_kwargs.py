@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loramux.adapter_store.formats.version_files.added_vocabulary import SPECIAL_TOKENS
-from loramux.platform.errors import InvalidRequest
+from loramux.engine.chat_templates.template_refused import TemplateRefused
 
 MAX_KWARGS = 32
 MAX_NAME_CHARS = 64
@@ -23,7 +23,7 @@ _RESERVED = frozenset(
 
 
 def check_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest unless the entries are few, small JSON values, and no name hides another variable."""
+    """Raise TemplateRefused unless the entries are few, small JSON values, and no name hides another variable."""
     if len(kwargs) > MAX_KWARGS:
         raise _invalid(f"has more than {MAX_KWARGS} entries")
     for name in kwargs:
@@ -62,5 +62,5 @@ def _check_values(kwargs: Mapping[str, Any]) -> None:
             raise _invalid(f"has more than {MAX_SIZE} characters and values")
 
 
-def _invalid(message: str) -> InvalidRequest:
-    return InvalidRequest(f"{_PARAM} {message}", param=_PARAM)
+def _invalid(message: str) -> TemplateRefused:
+    return TemplateRefused(f"{_PARAM} {message}", _PARAM)

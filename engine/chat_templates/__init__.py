@@ -1,0 +1,1 @@
+"""Chat templates, which turn conversations into the text of prompts."""
