@@ -8,12 +8,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import httpx
 import httpx2
-import pytest
 import uvicorn
 from fastapi import FastAPI
 from openai import AsyncOpenAI
@@ -34,7 +32,6 @@ from loramux.platform.ledger.events import Ledger, UsageEvent
 from loramux.platform.listener.app import create_openai_app
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.replicas.routed_engine import RoutedEngine
-from loramux.platform.requests import chat_prompt
 from loramux.platform.requests.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -44,9 +41,6 @@ from tests.demo_base import DEMO_BASE
 from tests.platform.ready_adapters import add_ready_adapter, digest_of
 from tests.platform.scripted_engine import ScriptedEngine
 from tests.shared_forks import shared_forks
-
-features_of = cache(chat_prompt._features)
-"""What a template supports. Most gateways have the same one, and finding it out takes a sixth of their start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,33 +114,31 @@ async def open_gateway(
     with shared_forks():
         templates = TenantTemplates(read_special_tokens(DEMO_BASE), tokenizer.chat_template)
         grammars = GrammarChecker(DEMO_BASE, 1024, (1,))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_prompt, "_features", features_of)
-        services = GatewayServices.compose(
-            database=database,
-            api_keys=api_keys,
-            registry=AdapterRegistry(database, base_id=None if draw is None else draw.own),
-            engine=engine if routed is None else routed[0],
-            tokenizer=tokenizer,
-            templates=templates,
-            grammars=grammars,
-            model=ModelInfo(
-                hidden_size=3,
-                served_name="base",
-                max_model_len=max(1024, max_model_len),
-                vocab_size=1024,
-                created_s=1_700_000_000,
-                eos_token_ids=(1,),
-            ),
-            executor=executor,
-            settings=settings,
-            spool=spool,
-            tracing=tracing,
-            is_held_elsewhere=held_nowhere_else if routed is None else routed[0].holds_elsewhere,
-            draw=draw,
-            clock=clock,
-            is_alone=is_alone,
-        )
+    services = GatewayServices.compose(
+        database=database,
+        api_keys=api_keys,
+        registry=AdapterRegistry(database, base_id=None if draw is None else draw.own),
+        engine=engine if routed is None else routed[0],
+        tokenizer=tokenizer,
+        templates=templates,
+        grammars=grammars,
+        model=ModelInfo(
+            hidden_size=3,
+            served_name="base",
+            max_model_len=max(1024, max_model_len),
+            vocab_size=1024,
+            created_s=1_700_000_000,
+            eos_token_ids=(1,),
+        ),
+        executor=executor,
+        settings=settings,
+        spool=spool,
+        tracing=tracing,
+        is_held_elsewhere=held_nowhere_else if routed is None else routed[0].holds_elsewhere,
+        draw=draw,
+        clock=clock,
+        is_alone=is_alone,
+    )
     tenants = services.callers.tenants
     tenant = tenants.get("acme") or tenants.create("acme")
     key = api_keys.create(tenant.id, "test").secret
