@@ -99,7 +99,8 @@ def _message(
     """Convert one message. `calls` maps the ID of each earlier call to the template's ID and the function's name."""
     # "developer" is OpenAI's newer name for the system role. Chat templates use the older one.
     role = "system" if message.role == "developer" else message.role
-    if message.content is None and not (role == "assistant" and message.tool_calls):
+    # An answer can have reasoning or calls alone, and a function can return nothing.
+    if message.content is None and role not in ("assistant", "tool"):
         raise TemplateRefused(f"{param}.content is required", f"{param}.content", "missing_required_parameter")
     _check_role(message, param)
     shown: dict[str, Any] = {"role": role, "content": formed_content(forms.of(role), message.texts)}

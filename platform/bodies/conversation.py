@@ -17,28 +17,46 @@ from loramux.platform.bodies.text_fields import CalledName, encodable
 
 MAX_ID_CHARACTERS = 256
 
-PART_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
-"""Fields of a text part that tell Anthropic's and OpenAI's servers where to cache the prompt. They have no effect."""
+PART_FIELDS = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"})
+"""Fields of a text part without effect: two from answers, and two that tell other servers where to cache the prompt."""
+
+
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The types of supported content parts, each with the field that holds its text."""
 
 
 class TextPart(TypedDict):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text", "refusal"]
     text: str
 
 
-def text_content(value: Any) -> Content | None:
-    if value is None or isinstance(value, str):
-        return value if value is None else encodable(value)
+def text_content(value: Any) -> Content:
+    """Return the content of a message of the chat or the Responses API. vLLM also takes the parts of one in the other.
+
+    Raises ValueError for parts that are not text.
+    """
+    if isinstance(value, str):
+        return encodable(value)
     if not isinstance(value, list):
         raise PydanticKnownError("string_type")
     texts = []
     for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('only parts {"type": "text", "text": ...} are supported')
-        if not part.keys() <= {"type", "text", *PART_HINTS}:
-            raise ValueError("a text part can have only the fields type, text and cache_control")
-        texts.append(encodable(part["text"]))
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in _TEXTS:
+            shown = f", not {kind[:64]!r}" if isinstance(kind, str) else ""
+            raise ValueError(f"the server reads only text, in parts of the types {', '.join(_TEXTS)}{shown}")
+        text = part.get(_TEXTS[kind])
+        if not isinstance(text, str):
+            raise ValueError(f"a part of the type {kind} needs the string {_TEXTS[kind]}")
+        unknown = next((name for name in part if name not in {"type", _TEXTS[kind], *PART_FIELDS}), None)
+        if unknown is not None:
+            raise ValueError(f"a part of the type {kind} has no field {unknown[:64]!r}")
+        texts.append(encodable(text))
     return tuple(texts) or ""
+
+
+def _optional_content(value: Any) -> Content | None:
+    return None if value is None else text_content(value)
 
 
 class CalledFunction(StrictModel):
@@ -72,7 +90,7 @@ class ChatMessage(StrictModel):
 
     role: Role
     content: Annotated[
-        Content | None, PlainValidator(text_content, json_schema_input_type=str | list[TextPart] | None)
+        Content | None, PlainValidator(_optional_content, json_schema_input_type=str | list[TextPart] | None)
     ] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None

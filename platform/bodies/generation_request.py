@@ -199,13 +199,17 @@ class GenerationRequest(SamplingFields):
                 )
 
     def constraint(self) -> Constraint | None:
-        """Return the constraint on the answer. Raises InvalidRequest if the body sets more than one."""
+        """Return the constraint on the answer. Raises InvalidRequest if the body sets more than one.
+
+        Clients send the same constraint under vLLM's older and newer name, because each version knows only one.
+        """
         guided = StructuredOutputs(
             json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
         )
         found = [*constraints(self.response_format, self.structured_outputs, guided), *self.sglang_constraints()]
-        if len(found) > 1:
-            raise InvalidRequest("only one constraint on the answer is allowed", param=found[1].param)
+        for other in found[1:]:
+            if (other.kind, other.text) != (found[0].kind, found[0].text):
+                raise InvalidRequest("only one constraint on the answer is allowed", param=other.param)
         return found[0] if found else None
 
     def sglang_constraints(self) -> Iterator[Constraint]:

@@ -16,8 +16,6 @@ MAX_CHARACTERS = 4 * MAX_PREDICTION_TOKENS
 
 def _usable(value: object) -> Content:
     content = text_content(value)
-    if content is None:
-        raise ValueError("it must be a string or a list of text parts")
     if sum(map(len, [content] if isinstance(content, str) else content)) > MAX_CHARACTERS:
         raise ValueError(f"at most {MAX_CHARACTERS} characters are allowed")
     return content

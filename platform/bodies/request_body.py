@@ -151,11 +151,16 @@ def _refusal(error: ErrorDetails, model: type[BaseModel], document: dict[str, An
     kind = error["type"]
     param = _path(_fields(error["loc"], document, is_missing=kind == "missing"))
     if kind == "extra_forbidden" and _is_unsupported(error["loc"], model):
-        return InvalidRequest(f"{param} is not supported", param=param, code="unsupported_parameter")
+        reason = unsupported_fields.REASONS.get(param)
+        message = f"{param} is not supported: {reason}" if reason else f"{param} is not supported"
+        return InvalidRequest(message, param=param, code="unsupported_parameter")
     if kind == "missing":
         message = f"{param} is required"
     elif kind == "extra_forbidden":
+        near = unsupported_fields.NEAR.get(param)
         message = f"{param} is not a parameter of this call"
+        if near in model.model_fields:
+            message += f": use `{near}`"
     else:
         message = f"{param}: {error['msg'].removeprefix('Value error, ')}"
     code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")

@@ -30,6 +30,9 @@ ENGINE_RETRY_S = 5.0
 DATABASE_RETRY_S = 5.0
 DISK_RETRY_S = 30.0
 
+MAX_WRONG_SEGMENTS = 4
+"""Longest wrong beginning of a path that the message about it recognises, in segments."""
+
 Translation = Callable[[Exception], ApiError]
 log = structlog.get_logger()
 
@@ -110,7 +113,10 @@ class ErrorResponses:
     async def answer(self, request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 405:
             error.headers = {"Allow": ", ".join(_methods_at(request))}
-        told = error if isinstance(error, ApiError) else _translated(error, self._known)
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            told: ApiError = NotFound(_nothing_there(request))
+        else:
+            told = error if isinstance(error, ApiError) else _translated(error, self._known)
         request.state.error_code = told.code
         # A frame of the traceback may refer to the error. Without the cycle, the request's memory is freed at once.
         error.__traceback__ = None
@@ -202,6 +208,19 @@ def _methods_at(request: Request) -> list[str]:
     return [method for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT") if has_route(method)]
 
 
+def _nothing_there(request: Request) -> str:
+    """Return the message for an unknown path. It names the path that a client with a wrong base URL means: its own path
+    without the first segments or with `/v1` before it.
+    """
+    segments = [segment for segment in request.scope["path"].split("/") if segment]
+    ends = ("/".join(segments[num_dropped:]) for num_dropped in range(min(len(segments), MAX_WRONG_SEGMENTS + 1)))
+    for meant in (path for end in ends for path in (f"/v1/{end}", f"/{end}")):
+        scope = {**request.scope, "path": meant}
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes):
+            return f"there is nothing at this path: correct the client's base URL, so that it calls {meant[:200]}"
+    return "there is nothing at this path"
+
+
 def _translated(error: Exception, known: Mapping[type[Exception], Translation]) -> ApiError:
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
@@ -217,8 +236,6 @@ def _translated(error: Exception, known: Mapping[type[Exception], Translation]) 
 
 
 def _of_status(error: HTTPException) -> ApiError:
-    if error.status_code == 404:
-        return NotFound("there is nothing at this path")
     if error.status_code == 405:
         return MethodNotAllowed("this path does not support the method", headers=error.headers)
     if error.status_code < 500:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, PlainValidator, Tag
-from pydantic_core import PydanticKnownError
-from typing_extensions import TypedDict
 
-from loramux.platform.bodies.conversation import MAX_ID_CHARACTERS, PART_HINTS
+from loramux.engine.chat_templates.content_form import Content
+from loramux.platform.bodies.conversation import MAX_ID_CHARACTERS, TextPart, text_content
 from loramux.platform.bodies.strict_model import StrictModel
-from loramux.platform.bodies.text_fields import CalledName, encodable
+from loramux.platform.bodies.text_fields import CalledName
 from loramux.platform.bodies.unsupported_fields import RESPONSES_ITEM, Neutral
 from loramux.platform.errors import InvalidRequest
 
@@ -28,42 +27,10 @@ ITEM_TYPES = frozenset(
     }
 )
 
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""The types of supported content parts, each with the field that holds its text."""
-
-Content: TypeAlias = str | tuple[str, ...]
-"""A string, or the texts of the content parts that the client sent."""
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 ItemId: TypeAlias = Annotated[str, Field(max_length=MAX_ID_CHARACTERS)]
 CallId: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
-
-
-class TextPart(TypedDict):
-    type: Literal["input_text", "output_text", "refusal"]
-    text: str
-
-
-def _content(value: Any) -> Content:
-    if isinstance(value, str):
-        return encodable(value)
-    if not isinstance(value, list):
-        raise PydanticKnownError("string_type")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in _TEXTS:
-            shown = f", not {kind[:64]!r}" if isinstance(kind, str) else ""
-            raise ValueError(f"content can have only parts of the types input_text, output_text and refusal{shown}")
-        text = part.get(_TEXTS[kind])
-        if not isinstance(text, str):
-            raise ValueError(f"a part of the type {kind} needs the string {_TEXTS[kind]}")
-        if not part.keys() <= {"type", _TEXTS[kind], "annotations", "logprobs", *PART_HINTS}:
-            raise ValueError(f"a part of the type {kind} has an unknown field")
-        texts.append(encodable(text))
-    return tuple(texts) or ""
-
-
-ContentField = Annotated[Content, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
+ContentField = Annotated[Content, PlainValidator(text_content, json_schema_input_type=str | list[TextPart])]
 
 
 class Item(StrictModel):

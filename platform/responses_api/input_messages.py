@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from loramux.engine.chat_templates.content_form import joined_content
+from loramux.engine.chat_templates.content_form import Content, joined_content
 from loramux.platform.bodies.conversation import reminder
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.requests.answers import Document
 from loramux.platform.responses_api.input_items import (
-    Content,
     CustomCallItem,
     CustomOutputItem,
     FunctionCallItem,

@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from loramux.engine.chat_templates.content_form import Content
 from loramux.platform.requests.answers import Document
-from loramux.platform.responses_api.input_items import Content, InputItem, MessageItem
+from loramux.platform.responses_api.input_items import InputItem, MessageItem
 from loramux.platform.responses_api.output_items import new_item_id
 
 _PREFIXES = {

@@ -246,6 +246,51 @@ async def test_a_bad_chat_is_refused(shared: Gateway, change: dict[str, Any], co
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions is not supported: use `tools`, its newer form"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "the whitespace in JSON cannot be chosen"),
+        ({"enable_thinking": False}, "enable_thinking is not a parameter of this call: use `chat_template_kwargs`"),
+        ({"verbos": "low"}, "verbos is not a parameter of this call"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "the server reads only text, in parts of the types text, input_text, output_text, refusal, not 'image_url'",
+        ),
+    ],
+    ids=["older form", "nested", "another server's field", "unknown", "image"],
+)
+async def test_a_refusal_says_why_or_what_to_use(gateway: Any, change: dict[str, Any], message: str) -> None:
+    body = {"model": "base", "messages": [{"role": "user", "content": "Hello"}], **change}
+    answer = await gateway.http.post(CHAT, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/chat/completions", CHAT),
+        ("POST", "/v1/v1/chat/completions", CHAT),
+        ("POST", "//v1/chat/completions", CHAT),
+        ("POST", "/openai/v1/chat/completions", CHAT),
+        ("POST", "/v1/tokenize", "/tokenize"),
+        ("GET", "/models", "/v1/models"),
+        ("GET", "/", None),
+        ("POST", "/v1/images/generations", None),
+        ("POST", "/a/b/c/d/e/v1/completions", None),
+    ],
+)
+async def test_a_wrong_base_url_is_told_the_right_path(gateway: Any, method: str, path: str, meant: str | None) -> None:
+    answer = await gateway.http.request(method, f"http://gateway{path}")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "not_found")
+    expected = "there is nothing at this path"
+    if meant is not None:
+        expected += f": correct the client's base URL, so that it calls {meant}"
+    assert error["message"] == expected
+
+
+@pytest.mark.parametrize(
     "content",
     [
         b"",

@@ -44,6 +44,7 @@ FORMS: list[dict[str, Any]] = [
     {"guided_grammar": 'root ::= "a"'},
     {"regex": "[a-z]+"},
     {"ebnf": 'root ::= "a"'},
+    {"guided_grammar": 'root ::= "a"', "structured_outputs": {"grammar": 'root ::= "a"'}},
 ]
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "invalid_value", "response_format"),
@@ -58,6 +59,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": "{"}}, "invalid_value", "structured_outputs.json"),
     ({"structured_outputs": {"json": "5"}}, "invalid_value", "structured_outputs.json"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "invalid_value", "guided_choice"),
+    ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "invalid_value", "guided_regex"),
     ({"guided_regex": "("}, "grammar_refused", "guided_regex"),
     ({"guided_regex": ""}, "invalid_value", "guided_regex"),
     ({"guided_grammar": ""}, "invalid_value", "guided_grammar"),
