@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 
 from loramux.adapter_store.sandbox.confinement import hide_memory
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.local_cluster import LocalCluster
 from loramux.admin.server.settings import LOCAL_CLUSTER, ClusterSettings, Settings
-from loramux.admin.serving.chosen_router import chosen_router
+from loramux.admin.serving.chosen_router import router_factory
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.messages import EngineReady
 from loramux.migrations.database import Database
@@ -89,7 +88,7 @@ class ClusterMember:
 
     def share(self, database: Database, metrics: ReplicaMetrics, executor: Executor, draw: BaseDraw) -> ClusterFleet:
         """Implements OpenSharing."""
-        self._fleet = ClusterFleet(self._link, self.client, partial(chosen_router, self._router), draw, metrics)
+        self._fleet = ClusterFleet(self._link, self.client, router_factory(self._router), draw, metrics)
         return self._fleet
 
     async def start(self) -> None:

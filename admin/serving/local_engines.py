@@ -7,14 +7,13 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import structlog
 
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.settings import Settings
-from loramux.admin.serving.chosen_router import chosen_router
+from loramux.admin.serving.chosen_router import router_factory
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.messages import EngineReady
 from loramux.migrations.database import Database
@@ -34,7 +33,7 @@ log = structlog.get_logger()
 
 def open_several(engines: Mapping[str, EngineClient], router: str) -> DataParallelEngines:
     """Put engines behind one client. Raises StartRefused if the router cannot be used."""
-    return DataParallelEngines(engines, partial(chosen_router, router))
+    return DataParallelEngines(engines, router_factory(router))
 
 
 class LocalEngines:

@@ -198,6 +198,8 @@ async def _serve(
             blocking = assemble(settings, directory, model, configs[0], local, is_loopback(admin_listener), share)
             assembled = await asyncio.to_thread(blocking.__enter__)
             stack.push_async_callback(asyncio.to_thread, blocking.__exit__, None, None, None)
+            # Close the engine again before the services: its requests end, and their settlements need the database.
+            stack.push_async_callback(engine.close)
             if not await _started(engine, signals):
                 return
             if engine.info is not None and engine.info.base_sha256 != assembled.base_id:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.listeners import bind
 from loramux.admin.server.settings import Settings
-from loramux.admin.serving.chosen_router import chosen_router
+from loramux.admin.serving.chosen_router import router_factory
 from loramux.engine.protocol.messages import PROTOCOL, Stats, StatsRequest
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -71,7 +71,7 @@ class Sharing:
         self.engine = RoutedEngine(
             local,
             self._id,
-            partial(chosen_router, settings.router),
+            router_factory(settings.router),
             metrics.count_forwarded,
             metrics.base_fallbacks.inc,
             base_id=draw.own,

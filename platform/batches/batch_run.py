@@ -18,7 +18,7 @@ from loramux.platform.batches.batch_files import BatchFiles
 from loramux.platform.batches.batch_rows import Batch, BatchState
 from loramux.platform.batches.input_lines import parsed_line
 from loramux.platform.batches.line_run import LATER, TROUBLE, LineRuns, PlannedLine, ReadLine, Refusal
-from loramux.platform.batches.places import PlaceGivenUp, Places
+from loramux.platform.batches.places import MAX_RUNNING, PlaceGivenUp, Places
 from loramux.platform.batches.room import MAX_ENTERING, Entry, Room
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import ApiError, NotFound, PermissionDenied
@@ -29,8 +29,6 @@ from loramux.platform.requests.request_life import OVERLOADED
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.package_metrics import BatchMetrics
 
-MAX_RUNNING = 4
-"""Maximum number of batches that a server runs at once, each of another tenant."""
 NAMED_AT_ONCE = 64
 """Number of lines that get their request ids in one transaction."""
 MAX_TRIES = 5

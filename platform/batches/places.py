@@ -6,6 +6,9 @@ import time
 
 from loramux.platform.batches.batch_claims import BatchQueue, ClaimedBatch
 
+MAX_RUNNING = 4
+"""Maximum number of batches that a server runs at once, each of another tenant."""
+
 
 class PlaceGivenUp(Exception):
     """The batch has given up its place, because another batch waits for one."""

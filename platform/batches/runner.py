@@ -15,9 +15,9 @@ from loramux.adapter_store.errors import BlobStoreUnavailable, ClaimLost
 from loramux.platform.batches.batch_claims import BatchClaim, BatchQueue, ClaimedBatch
 from loramux.platform.batches.batch_files import BatchFiles
 from loramux.platform.batches.batch_rows import Batch
-from loramux.platform.batches.batch_run import MAX_RUNNING, BatchPace, BatchRun
+from loramux.platform.batches.batch_run import BatchPace, BatchRun
 from loramux.platform.batches.line_run import TROUBLE
-from loramux.platform.batches.places import PlaceGivenUp, Places
+from loramux.platform.batches.places import MAX_RUNNING, PlaceGivenUp, Places
 from loramux.platform.batches.room import Room, RoomLimits
 from loramux.platform.batches.tenant_files import TenantFiles
 from loramux.platform.engine_link.engine_client import EngineUnavailable

@@ -21,7 +21,7 @@ from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.database_health import DatabaseTrouble
 from loramux.platform.admission.records import ReservationRequest
 from loramux.platform.admission.reservation_rows import LEASE_US
-from loramux.platform.batches import answer_writer, runner
+from loramux.platform.batches import answer_writer, batch_run
 from loramux.platform.batches.answer_writer import AnswerWriter
 from loramux.platform.batches.batch_claims import BatchClaim, BatchQueue, StoredAnswer, WaitingLine
 from loramux.platform.batches.input_lines import InputLine, read_lines
@@ -320,7 +320,7 @@ async def test_stopped_server_stores_finished_answers(gateway: Gateway, monkeypa
 
     monkeypatch.setattr(AnswerWriter, "store", noted)
     monkeypatch.setattr(answer_writer, "GATHER_S", 0.5)
-    monkeypatch.setattr(runner, "STORE_S", 60.0)
+    monkeypatch.setattr(batch_run, "STORE_S", 60.0)
     batch = await lab.create([line(f"{number}") for number in range(3)])
     async with lab.running(), asyncio.timeout(20):
         await all_given.wait()

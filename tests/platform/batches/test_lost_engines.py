@@ -11,7 +11,7 @@ from sqlalchemy import select, update
 
 from loramux.migrations.database import Database
 from loramux.migrations.schema import batch_lines, batches
-from loramux.platform.batches import runner
+from loramux.platform.batches import batch_run
 from loramux.platform.batches.batch_claims import BatchClaim, ClaimedBatch
 from loramux.platform.batches.batch_rows import WINDOW_US
 from loramux.platform.batches.line_run import LineRuns, PlannedLine, ReadLine, Refusal
@@ -114,7 +114,7 @@ async def test_lines_that_are_refused_while_the_engine_is_gone_are_not_failed(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines that have waited for long enter although the engine does not answer."""
-    monkeypatch.setattr(runner, "MAX_TRIES", 2)
+    monkeypatch.setattr(batch_run, "MAX_TRIES", 2)
     lab, refused, num_refused, run = BatchLab(gateway, replace(LIMITS, queue_s=0.0)), asyncio.Event(), 0, LineRuns.run
 
     async def noted(self: LineRuns, line: ReadLine, found: PlannedLine | ApiError, entry: Entry) -> Refusal | None:
@@ -144,7 +144,7 @@ async def test_lines_that_are_refused_while_the_engine_is_gone_are_not_failed(
 async def test_only_a_line_that_was_running_when_its_engine_died_has_used_up_a_try(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, has_run: bool
 ) -> None:
-    monkeypatch.setattr(runner, "MAX_TRIES", 1)
+    monkeypatch.setattr(batch_run, "MAX_TRIES", 1)
     lab, engine = BatchLab(gateway), gateway.engine
     engine.script = lambda add: Script(token_ids=(5, 6), stall_after=0 if len(engine.adds) == 1 else None)
     batch = await lab.create([line("a")])
