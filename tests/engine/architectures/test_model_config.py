@@ -496,7 +496,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 0}, "num_attention_heads is 0"),
     ({"num_key_value_heads": 3}, "cannot be divided"),
     ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
-    ({"layer_types": ["linear_attention"] * 4}, "layer_types names 'linear_attention'; full_attention and sliding_"),
+    ({"layer_types": ["linear_attention"] * 4}, "loramux does not support the layers with a recurrent state"),
     ({**QWEN35, "layer_types": ["sliding_attention"] * 4}, "'sliding_attention'; full_attention and linear_attention"),
     ({**QWEN35, "layer_types": ["linear_attention"] * 4}, "config.json has no 'full_attention' layer"),
     ({**QWEN35, "full_attention_interval": 0}, "full_attention_interval is 0"),

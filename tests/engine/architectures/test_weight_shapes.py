@@ -42,6 +42,7 @@ EXPERT_FIELDS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"mlp_only_layers": [1]},
     "Dots1ForCausalLM": {"num_experts_per_tok": 2, "n_shared_experts": 2},
     "Glm4MoeForCausalLM": {"use_qk_norm": True},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["full_attention"] * 2},
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
