@@ -94,6 +94,12 @@ def test_neutral_values_are_accepted(changes: dict[str, Any]) -> None:
         pytest.param({"lora_alpha": float("nan")}, "invalid_json", "adapter_config.json", id="NaN alpha"),
         pytest.param({"lora_alpha": None}, "invalid_config", "lora_alpha", id="no alpha"),
         pytest.param({"peft_type": "IA3"}, "unsupported_config", "peft_type", id="not LoRA"),
+        pytest.param(
+            {"feedforward_modules": ["down_proj"], "peft_type": "IA3"},
+            "unsupported_config",
+            "peft_type",
+            id="not LoRA, with keys of its own",
+        ),
         pytest.param({"use_dora": True, "lora_bias": True}, "unsupported_config", "lora_bias", id="DoRA with bias"),
         pytest.param({"bias": "some"}, "unsupported_config", "bias", id="bias"),
         pytest.param({"lora_bias": 1}, "invalid_config", "lora_bias", id="LoRA bias as number"),
