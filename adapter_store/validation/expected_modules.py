@@ -17,6 +17,16 @@ from loramux.adapter_store.validation.peft_config import PeftConfig
 from loramux.adapter_store.validation.tensor_names import UNEMBEDDING, TensorNames
 from loramux.kernels.layout import MAX_RANK, ExpertModules
 
+_NOT_SERVED = (
+    "per_layer_model_projection",
+    "modality_router",
+    "correction_coefs",
+    "prediction_coefs",
+    "linear_left",
+    "linear_right",
+)
+"""Linear layers of Gemma 3n and 4 that adapters cannot change. PEFT's `all-linear` includes them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedModule(ModulePlace):
@@ -248,14 +258,20 @@ class _KnownNames:
             modules_in_file = set(map(_module_of, names.originals)) - self._unused
             in_file = {part for module in modules_in_file for part in suffixes(module)} - {""}
             # A parameter's tensors are named after its module.
-            strange = next(
-                (param for param, name in unknown if not in_file.isdisjoint((name, name.rpartition(".")[0]))), None
-            )
-            if strange is not None or len(unknown) == len(named):
-                raise self._refusal(strange or unknown[0][0])
+            strange = [
+                (param, name) for param, name in unknown if not in_file.isdisjoint((name, name.rpartition(".")[0]))
+            ]
+            if strange or len(unknown) == len(named):
+                raise self._refusal(strange or unknown)
         return [param for param, _ in unknown]
 
-    def _refusal(self, param: str) -> AdapterRejected:
+    def _refusal(self, strange: list[tuple[str, str]]) -> AdapterRejected:
+        named = {name.rpartition(".")[2]: param for param, name in strange}
+        if not_served := [name for name in _NOT_SERVED if name in named]:
+            listed = ", ".join(not_served)
+            message = f"adapters may not change {listed}: train the adapter with exclude_modules, which leaves them out"
+            return AdapterRejected("unknown_module", message, named[not_served[0]])
+        param = strange[0][0]
         # A base with fused q, k and v, for example, has no q_proj. The base's list of modules helps a tenant notice
         # that the adapter is for another base.
         present = ", ".join(dict.fromkeys(place.key.rsplit(".", 1)[-1] for place in self._places))

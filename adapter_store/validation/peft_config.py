@@ -36,6 +36,7 @@ ALL_LINEAR = "all-linear"
 
 _UNDERSTOOD = frozenset(
     {
+        "peft_type",
         "r",
         "lora_alpha",
         "target_modules",
@@ -87,7 +88,6 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
 
 # Unsupported features, with the values that turn them off.
 _OFF: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
     # ms-swift's name for `peft_type`.
     "swift_type": ("LORA", None),
     # The base's biases are trained too, and stored in the file if the base has any: see `PeftConfig.trains_biases`.
@@ -179,6 +179,7 @@ class PeftConfig:
 def parse_peft_config(text: bytes) -> PeftConfig:
     """Parse a configuration. Raises AdapterRejected, which names the offending key."""
     document = _parse(text)
+    _check_method(document)
     _check_task(document)
     _check_initialisation(document.get("init_lora_weights"))
     for key, value in document.items():
@@ -192,7 +193,8 @@ def parse_peft_config(text: bytes) -> PeftConfig:
             if value is not None and type(value) not in _WITHOUT_EFFECT[key]:
                 _refuse("invalid_config", f"{key} is {_shown(value)}, which has the wrong type", key)
         elif key not in _UNDERSTOOD and value not in _NOTHING:
-            _refuse("unknown_config_key", "unknown key in the configuration", key)
+            message = "unknown key in the configuration: if it has no effect on the adapter's answers, remove it"
+            _refuse("unknown_config_key", message, key)
     if "peft_type" not in document:
         _refuse("invalid_config", 'peft_type is missing: for a LoRA, set it to "LORA"', "peft_type")
     use_dora, lora_bias = _switch(document, "use_dora"), _switch(document, "lora_bias")
@@ -315,6 +317,13 @@ def _layers_pattern(value: Any) -> Any:
     if value is not None and not all(isinstance(name, str) for name in names):
         _refuse("invalid_config", "layers_pattern must be one or more names", "layers_pattern")
     return value
+
+
+def _check_method(document: dict[str, Any]) -> None:
+    """Refuse PEFT's other methods, before their own keys are refused as unknown."""
+    if "peft_type" in document and document["peft_type"] != "LORA":
+        message = 'the adapter is not a LoRA: only adapters whose peft_type is "LORA" are served'
+        _refuse("unsupported_config", message, "peft_type")
 
 
 def _check_task(document: dict[str, Any]) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.files.missing_files import missing_file
 from loramux.adapter_store.formats.version_files.pooling_files import pooling_file
 from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVocabulary, tokenizer_files
 from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
 from loramux.admin.client.given_files import has_tokenizer, is_given
-from loramux.admin.client.missing_files import missing_file
 from loramux.admin.client.retries import is_temporary, retry_read
 
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")

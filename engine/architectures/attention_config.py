@@ -10,7 +10,7 @@ from typing import Any
 from loramux.engine.architectures.config_fields import has_bias, optional_float, positive, positive_float, refuse_field
 from loramux.engine.architectures.family import HEAD_WIDE, PROJECTION_WIDE, WEIGHTLESS, Family
 from loramux.engine.architectures.layer_heads import LayerHeads, heads_by_layer, kv_sources, usual_heads
-from loramux.engine.architectures.layer_kinds import FULL, SLIDING
+from loramux.engine.architectures.layer_kinds import FULL, LINEAR, OLDER_NAMES, SLIDING
 from loramux.engine.architectures.rope_config import QueryScaling, RopeConfig, parse_ropes
 from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.kernels.layout import NormShape
@@ -96,7 +96,12 @@ def parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_l
     kinds = usual if raw.get("layer_types") is None else raw["layer_types"]
     if len(kinds) != num_layers:
         raise ModelNotSupported(f"layer_types has {len(kinds)} entries for {num_layers} layers")
+    kinds = [OLDER_NAMES.get(kind, kind) for kind in kinds]
     known = (FULL, family.layers.other)
+    if LINEAR in kinds and LINEAR not in known:
+        raise ModelNotSupported(
+            f"loramux does not support the layers with a recurrent state, such as Mamba, of this {architecture}"
+        )
     for kind in kinds:
         if kind not in known:
             raise ModelNotSupported(f"layer_types names {kind!r}; {' and '.join(known)} are supported")

@@ -23,6 +23,11 @@ def every_layer_if_enabled(raw: Mapping[str, Any], num_layers: int) -> list[bool
     return [bool(raw["enable_moe_block"])] * num_layers
 
 
+def every_layer_if_any_experts(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """All layers, unless `num_local_experts` is 0."""
+    return [raw.get("num_local_experts") != 0] * num_layers
+
+
 def by_step(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
     """Every `decoder_sparse_step`-th layer, except `mlp_only_layers`."""
     step = positive({"decoder_sparse_step": 1, **raw}, "decoder_sparse_step")

@@ -10,6 +10,9 @@ from loramux.engine.architectures.config_fields import positive
 FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
 """Kinds of layers in `layer_types`."""
 
+OLDER_NAMES = {"attention": FULL, "mamba": LINEAR}
+"""Names of kinds in Granite 4's `layer_types` before transformers 5."""
+
 LayerKinds = Callable[[Mapping[str, Any], int], list[str]]
 """Returns the kind of each layer, given `config.json` and the number of layers."""
 
@@ -19,6 +22,10 @@ RotatedLayers = Callable[[Mapping[str, Any], Sequence[int | None]], list[bool]]
 
 def without_windows(raw: Mapping[str, Any], num_layers: int) -> list[str]:
     return [FULL] * num_layers
+
+
+def all_recurrent(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    return [LINEAR] * num_layers
 
 
 def all_windowed(raw: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -93,6 +100,11 @@ def all_rotated(raw: Mapping[str, Any], windows: Sequence[int | None]) -> list[b
 def rotated_if_windowed(raw: Mapping[str, Any], windows: Sequence[int | None]) -> list[bool]:
     """True for windowed layers, or for all layers if `sliding_window` is null."""
     return [window is not None or raw["sliding_window"] is None for window in windows]
+
+
+def rotated_if_rope(raw: Mapping[str, Any], windows: Sequence[int | None]) -> list[bool]:
+    """True for all layers if `position_embedding_type` is `rope`."""
+    return [raw.get("position_embedding_type") == "rope"] * len(windows)
 
 
 def rotated_if_listed(raw: Mapping[str, Any], windows: Sequence[int | None]) -> list[bool]:

@@ -21,7 +21,7 @@ _BY_FEATURE: dict[str, str] = {
     "compressed sparse attention": "DeepseekV4ForCausalLM",
     "layers with a recurrent state, such as Mamba or linear attention": """
         BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
-        Glm5NextForConditionalGeneration GraniteMoeHybridForCausalLM JambaForCausalLM KimiLinearForCausalLM
+        Glm5NextForConditionalGeneration JambaForCausalLM KimiLinearForCausalLM
         Mamba2ForCausalLM MambaForCausalLM MiniCPMOcrForConditionalGeneration MiniCPMV4_6ForConditionalGeneration
         MiniCPMV4_7ForConditionalGeneration MiniMaxForCausalLM NemotronHForCausalLM NemotronH_Omni_Reasoning_V3
         OlmoHybridForCausalLM Qwen3NextForCausalLM

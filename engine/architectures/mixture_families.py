@@ -11,6 +11,7 @@ from loramux.engine.architectures.expert_layers import (
     by_interval,
     by_step,
     every_layer,
+    every_layer_if_any_experts,
     listed_or_after_dense,
     listed_or_every_step,
 )
@@ -31,12 +32,14 @@ from loramux.engine.architectures.family import (
 from loramux.engine.architectures.feed_forward import FeedForwardNames
 from loramux.engine.architectures.layer_kinds import (
     CHUNKED,
+    all_recurrent,
     all_windowed,
     all_windowed_if_used,
     chunked_if_rotated,
     full_by_pattern,
     full_every,
     rotated_if_listed,
+    rotated_if_rope,
     rotated_if_windowed,
     windowed_from,
     windowed_in_turn,
@@ -178,6 +181,19 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         _GRANITE,
         assumed={**_GRANITE.assumed, "shared_intermediate_size": 0},
         mixture=replace(_GRANITE_MIXTURE, shared=SharedTraits(_SHARED_MLP, "shared_intermediate_size")),
+    ),
+    # Granite 4 without Mamba layers: Micro, 350M and 1B, which have no experts either.
+    "GraniteMoeHybridForCausalLM": replace(
+        _GRANITE,
+        layers=LayerTraits(all_recurrent, may_differ=True),
+        assumed={**_GRANITE.assumed, "shared_intermediate_size": 1024},
+        rotary=RotaryTraits(layers=rotated_if_rope),
+        feed_forward=FeedForwardTraits(_SHARED_MLP, bias=False, size_field="shared_intermediate_size"),
+        mixture=replace(
+            _GRANITE_MIXTURE,
+            layers=every_layer_if_any_experts,
+            shared=SharedTraits(_SHARED_MLP, "shared_intermediate_size"),
+        ),
     ),
     "GraniteMoeSWAForCausalLM": Family(
         layers=LayerTraits(full_every(4, first=0), may_differ=True),

@@ -328,7 +328,9 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _parse(raw: Mapping[str, Any], generation: dict[str, Any], tokenizer_eos: int | None) -> ModelConfig:
-    architecture = (raw.get("architectures") or ["none"])[0]
+    if not raw.get("architectures"):
+        raise ModelNotSupported('config.json has no architectures: add them, such as ["LlamaForCausalLM"] for a Llama')
+    architecture = raw["architectures"][0]
     found = text_decoder(architecture, raw)
     if found is None:
         feature = MISSING_FEATURES.get(architecture)

@@ -156,6 +156,10 @@ def text_decoder(architecture: str, raw: Mapping[str, Any]) -> tuple[Family, Map
     wrapper = WRAPPERS.get(architecture)
     if wrapper is None:
         family = _TEXT_FAMILIES.get(_SPELLINGS.get(architecture, architecture))
+        if family is None and architecture.endswith("Model"):
+            # A decoder that was saved without a head, to make embeddings. It has no head to read.
+            family = _TEXT_FAMILIES.get(architecture.removesuffix("Model") + "ForCausalLM")
+            raw = {**raw, "tie_word_embeddings": True}
         return None if family is None else (family, raw)
     # Older versions of transformers saved the fields of some text decoders at the top level of `config.json`.
     text: Mapping[str, Any] = raw if raw.get("text_config") is None else raw["text_config"]

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.files.mapped_tensors import map_directory
+from loramux.adapter_store.formats.files.safetensors_header import mistaken_format
 from loramux.adapter_store.formats.files.text_names import text_name
 from loramux.adapter_store.formats.quantization.base_format import (
     CheckpointTensors,
@@ -25,7 +26,10 @@ EMBEDDING, HEAD, HEAD_BIAS = "model.embed_tokens.weight", "lm_head.weight", "lm_
 DERIVED = (".rotary_emb.inv_freq",)
 """Name suffixes of tensors that config.json determines. Older versions of transformers stored them."""
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth")
+_START_BYTES = 16
+"""How much of a file shows its format, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +46,40 @@ class StoredTensor:
 
 
 def weight_paths(model_dir: Path) -> list[Path]:
-    """`model.safetensors`, or the shards that `model.safetensors.index.json` names. Raises ModelNotSupported."""
+    """`model.safetensors`, or the shards that `model.safetensors.index.json` names.
+
+    Raises ModelNotSupported, also if a file is missing.
+    """
     index = model_dir / INDEX
     if not index.is_file():
-        return [model_dir / "model.safetensors"]
+        if not (model_dir / WHOLE).is_file():
+            raise _without_weights(model_dir)
+        return [model_dir / WHOLE]
     try:
         names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelNotSupported(f"{index} is malformed") from error
     if any(Path(name).name != name for name in names):
         raise ModelNotSupported(f"{index} names a file outside the model directory")
-    return [model_dir / name for name in sorted(names)]
+    paths = [model_dir / name for name in sorted(names)]
+    if (absent := next((path for path in paths if not path.is_file()), None)) is not None:
+        raise ModelNotSupported(f"{absent} is missing, but {INDEX} names it: download or save the model again")
+    return paths
+
+
+def _without_weights(model_dir: Path) -> ModelNotSupported:
+    """Explain why a model directory has neither whole weights nor an index of shards."""
+    names = sorted(path.name for path in model_dir.iterdir())
+    if any(name.startswith("model-") and name.endswith(".safetensors") for name in names):
+        return ModelNotSupported(f"{model_dir} has shards of the weights, but no {INDEX}: download it, too")
+    if gguf := next((name for name in names if name.endswith(".gguf")), None):
+        return ModelNotSupported(f"{model_dir} has no {WHOLE}: to serve a GGUF model, name its file, {gguf}")
+    found = ""
+    if pickle := next(
+        (name for name in names if name.startswith(("pytorch_model", "consolidated")) and name.endswith(_PICKLES)), None
+    ):
+        found = f", and {pickle} is a pickle, which loramux never reads"
+    return ModelNotSupported(f"{model_dir} has no {WHOLE}{found}: save the model with save_pretrained of transformers")
 
 
 def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
@@ -110,4 +137,9 @@ def text_tensors(stored_names: Iterable[str], found: Container[str]) -> Iterator
 
 
 def unreadable(path: Path, error: Exception) -> ModelNotSupported:
-    return ModelNotSupported(f"{path} is not a readable safetensors file: {error}")
+    try:
+        with path.open("rb") as file:
+            mistake = mistaken_format(file.read(_START_BYTES))
+    except OSError:
+        mistake = None
+    return ModelNotSupported(f"{path} {mistake or f'is not a readable safetensors file: {error}'}")

@@ -16,6 +16,7 @@ from loramux.adapter_store.formats.files.file_names import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
 )
+from loramux.adapter_store.formats.files.missing_files import missing_file
 from loramux.adapter_store.formats.packed.canonical import write_canonical
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
@@ -67,11 +68,7 @@ def read_adapter(
     if not directory.is_dir():
         raise AdapterRejected("file_missing", "there is no such directory", CONFIG_FILE)
     if not config.is_file():
-        raise AdapterRejected(
-            "file_missing",
-            f"the directory has no {CONFIG_FILE}: choose one that PEFT saved or `loramux adapters pull` wrote",
-            CONFIG_FILE,
-        )
+        raise AdapterRejected(*missing_file(directory, CONFIG_FILE))
     with tempfile.TemporaryDirectory() as scratch:
         tensors = _tensors_file(directory, Path(scratch))
         report = validate_files(config.read_bytes(), tensors, target, needs_effect=False)
@@ -116,6 +113,6 @@ def _tensors_file(directory: Path, scratch: Path) -> Path:
         return path.resolve()
     index = ShardIndex.of_names([found.name for found in directory.iterdir()])
     if index is None:
-        raise AdapterRejected("file_missing", f"the directory has no {TENSORS_FILE}", TENSORS_FILE)
+        raise AdapterRejected(*missing_file(directory, TENSORS_FILE))
     join_shards(index, directory, scratch / TENSORS_FILE)
     return scratch / TENSORS_FILE

@@ -25,7 +25,10 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load a `tokenizer.json`. Raises ModelNotSupported with the path and the reason."""
     if not path.is_file():
-        raise ModelNotSupported(f"{path} is missing: a fast tokenizer is required")
+        raise ModelNotSupported(
+            f"{path} is missing: a fast tokenizer is required, which AutoTokenizer.from_pretrained(directory)"
+            ".save_pretrained(directory) of transformers makes of most others"
+        )
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower exception

@@ -17,6 +17,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
     MellumConfig,
@@ -106,6 +108,18 @@ def _granite_moe_shared(shape: dict[str, Any], _: int) -> PreTrainedModel:
     return GraniteMoeSharedForCausalLM(config)
 
 
+def _granite_moe_hybrid(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    """A Granite 4 with experts in all layers, none of which is a Mamba layer, and without rotary embeddings."""
+    config = GraniteMoeHybridConfig(
+        **shape,
+        layer_types=["full_attention"] * shape["num_hidden_layers"],
+        num_local_experts=5,
+        shared_intermediate_size=88,
+        attention_multiplier=0.2,
+    )
+    return GraniteMoeHybridForCausalLM(config)
+
+
 def _gpt_oss(shape: dict[str, Any], window: int) -> PreTrainedModel:
     """A gpt-oss with a limit so low that it clamps many features."""
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False}
@@ -148,6 +162,7 @@ CORRECTED_FAMILIES: dict[str, MakeModel] = {
     "minimax-m2": _minimax_m2,
     "flex-olmo": _flex_olmo,
     "granite-moe-shared": _granite_moe_shared,
+    "granite-moe-hybrid": _granite_moe_hybrid,
     "gpt-oss": _gpt_oss,
     "mellum": _mellum,
 }

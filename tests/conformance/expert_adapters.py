@@ -80,6 +80,7 @@ STACKED_ONLY = (
     "gpt-oss",
     "granite-moe",
     "granite-moe-shared",
+    "granite-moe-hybrid",
     "granite_moe_swa",
 )
 """Families whose checkpoints have always stacked the experts."""

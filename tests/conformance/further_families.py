@@ -28,6 +28,8 @@ from transformers import (
     GlmForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
     HyperCLOVAXConfig,
@@ -82,6 +84,21 @@ MULTIPLIERS: dict[str, Any] = {
 
 def _granite(shape: dict[str, Any], _: int) -> PreTrainedModel:
     return GraniteForCausalLM(GraniteConfig(**shape, **MULTIPLIERS, attention_bias=True))
+
+
+def _granite4(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    """A Granite 4 Micro: without experts and without Mamba layers."""
+    config = GraniteMoeHybridConfig(
+        **shape,
+        **MULTIPLIERS,
+        layer_types=["full_attention"] * shape["num_hidden_layers"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=88,
+        position_embedding_type="rope",
+        tie_word_embeddings=True,
+    )
+    return GraniteMoeHybridForCausalLM(config)
 
 
 def _hyperclovax(shape: dict[str, Any], _: int) -> PreTrainedModel:
@@ -260,6 +277,7 @@ def _qwen3_vl(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 FURTHER_FAMILIES: dict[str, MakeModel] = {
     "granite": _granite,
+    "granite4": _granite4,
     "hyperclovax": _hyperclovax,
     "llama-yarn": _llama_yarn,
     "ministral3": _ministral3,

@@ -194,12 +194,17 @@ EVERY_FAMILY = [
 _FUSED_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 _FUSED_GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
 _WITHOUT_GATE = {"gate_proj": "up_proj"}
+_GRANITE_SHARED = {
+    **dict.fromkeys(("gate_proj", "up_proj"), "shared_mlp.input_linear"),
+    "down_proj": "shared_mlp.output_linear",
+}
 RENAMED_MODULES = {
     "phi3": {**_FUSED_QKV, **_FUSED_GATE_UP},
     **dict.fromkeys(("glm", "glm4", "glm4v", "glm46v"), _FUSED_GATE_UP),
     "starcoder2": {"gate_proj": "c_fc", "up_proj": "c_fc", "down_proj": "c_proj"},
     "phi": {"o_proj": "dense", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
     **dict.fromkeys(("apertus", "arcee", "nemotron", "jais2"), _WITHOUT_GATE),
+    "granite4": _GRANITE_SHARED,
 }
 """Names of linear layers that differ from those in Llama, by the family's name up to a hyphen."""
 
@@ -218,10 +223,6 @@ ADDED_MODULES = {
 
 
 SHARED_BLOCKS = ("shared_expert", "shared_experts")
-_GRANITE_SHARED = {
-    **dict.fromkeys(("gate_proj", "up_proj"), "shared_mlp.input_linear"),
-    "down_proj": "shared_mlp.output_linear",
-}
 
 
 def make_base(
@@ -326,7 +327,8 @@ def _renamed_pattern(pattern: dict[str, V], renamed: dict[str, str]) -> dict[str
     found = {}
     for name, value in pattern.items():
         above, dot, last = name.rpartition(".")
-        found[above + dot + renamed.get(last, last)] = value
+        renamed_last = renamed.get(last, last)
+        found[(above.removesuffix("mlp") if "." in renamed_last else above + dot) + renamed_last] = value
     return found
 
 

@@ -37,6 +37,8 @@ Not every format of tool calls is parsed: see [Tools](clients.md#tools).
 |---|---|---|
 """
 
+PARTLY_SERVED = {"GraniteMoeHybridForCausalLM": "text, without Mamba layers, as in Granite 4.0 Micro, 350M and 1B"}
+
 REFUSED = """
 ## Refused
 
@@ -78,7 +80,7 @@ def models_page() -> str:
 
 def _served(names: list[str]) -> Iterator[str]:
     for name in names:
-        kind = "text decoder" if name in WRAPPERS else "text"
+        kind = PARTLY_SERVED.get(name, "text decoder" if name in WRAPPERS else "text")
         yield f"| `{name}` | {kind} | {'with every change' if compared()[name] else 'in the campaign'} |"
 
 

@@ -545,8 +545,10 @@ def other_base(directory: Path) -> Path:
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdapterRejected, match=r"has no adapter_config\.json: choose one"):
+    with pytest.raises(AdapterRejected, match=r"has no adapter_config\.json: choose a directory saved by PEFT"):
         LLM(DEMO_BASE, {"a": tmp_path}, device="cpu")
+    with pytest.raises(AdapterRejected, match=r"its folders formal, json and pirate have one"):
+        LLM(DEMO_BASE, {"a": ADAPTERS["pirate"].parent}, device="cpu")
     config = json.loads((ADAPTERS["pirate"] / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(AdapterRejected, match=r"has no adapter_model\.safetensors"):

@@ -37,7 +37,7 @@ _NOT_GATHERED = (
 
 _MISTAKEN = {
     b"version http": "is a Git LFS pointer: replace it with the file itself, for example with git lfs pull",
-    b"GGUF": "is in GGUF format: push the .gguf file instead of a directory",
+    b"GGUF": "is in GGUF format: name the .gguf file instead of its directory",
     b"\x93NUMPY": "is a numpy array: save the tensors with safetensors",
     b"\x89HDF": "is in HDF5 format: save the tensors with safetensors",
     b"<!DOCTYPE": "is a web page: the download went wrong, so download the file again",
@@ -111,10 +111,14 @@ def _foreign_file(start: bytes) -> AdapterRejected:
         return AdapterRejected("pickle_not_allowed", "the file is a pickle; only safetensors is accepted", TENSORS_FILE)
     if start.startswith(_ARCHIVES):
         return AdapterRejected("archive_not_allowed", "the file is an archive; upload its contents", TENSORS_FILE)
-    mistakes = (mistake for magic, mistake in _MISTAKEN.items() if start.startswith(magic))
     return AdapterRejected(
-        "not_safetensors", f"the file {next(mistakes, 'is not in safetensors format')}", TENSORS_FILE
+        "not_safetensors", f"the file {mistaken_format(start) or 'is not in safetensors format'}", TENSORS_FILE
     )
+
+
+def mistaken_format(start: bytes) -> str | None:
+    """Return what is wrong with a file that begins with these bytes, if it is of a known other format."""
+    return next((mistake for magic, mistake in _MISTAKEN.items() if start.startswith(magic)), None)
 
 
 def _metadata(value: Any) -> dict[str, str]:

@@ -213,3 +213,11 @@ def test_keys_that_are_left_out_are_named() -> None:
         with pytest.raises(AdapterRejected, match=message) as caught:
             parse_peft_config(json.dumps(document).encode())
         assert caught.value.param == key
+
+
+def test_another_method_is_named_before_its_own_keys() -> None:
+    """PEFT writes the keys in alphabetical order."""
+    ia3 = {"feedforward_modules": ["down_proj"], **GOOD, "peft_type": "IA3"}
+    with pytest.raises(AdapterRejected, match="the adapter is not a LoRA") as caught:
+        parse_peft_config(json.dumps(ia3).encode())
+    assert (caught.value.code, caught.value.param) == ("unsupported_config", "peft_type")

@@ -665,7 +665,7 @@ def test_invalid_file_is_refused(make_adapter: Any, target: PackTarget, tensors:
     ("tensors", "said"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "Git LFS pointer"),
-        (b"GGUF\x03\x00\x00\x00" + bytes(64), "push the .gguf file"),
+        (b"GGUF\x03\x00\x00\x00" + bytes(64), "name the .gguf file"),
         (b"<!DOCTYPE html><html></html>", "is a web page"),
         (b"\x93NUMPY\x01\x00v\x00" + bytes(64), "is a numpy array"),
         (header_file({"a": entry(0, 128, dtype="U8")}, bytes(128)), "not U8"),
@@ -762,6 +762,24 @@ def test_a_part_of_a_fused_linear_without_tensors_is_reported(
     files.config["target_modules"] = ["qkv_proj", name]
     (warning,) = validate_files(files.config_bytes, files.tensor_bytes, fused_target).warnings
     assert (warning.code, warning.params) == ("unmatched_names", ("target_modules[1]",))
+
+
+def test_linear_layers_of_the_base_that_adapters_cannot_change_are_named(
+    fused_target: PackTarget, adapter_maker: Callable[[PackTarget], Any]
+) -> None:
+    """PEFT's `all-linear` includes them on Gemma 3n and on the small Gemma 4."""
+    targets = ["o_proj", "c_attn", "per_layer_model_projection"]
+    files = adapter_maker(fused_target)(modules=("self_attn.o_proj",), target_modules=targets)
+    lora = {name: tensor for name, tensor in files.tensors.items() if ".layers.0." in name}
+    others = {
+        name.replace("layers.0.self_attn.o_proj", other): tensor
+        for name, tensor in lora.items()
+        for other in ("c_attn", "per_layer_model_projection")
+    }
+    tensors = save(files.tensors | others)
+    with pytest.raises(AdapterRejected, match="may not change per_layer_model_projection: train the adapter with excl"):
+        validate_files(files.config_bytes, tensors, fused_target)
+    assert_refused(files.config_bytes, tensors, fused_target, "unknown_module", "target_modules[2]")
 
 
 def test_an_adapter_of_another_architecture_names_the_bases_modules(

@@ -34,6 +34,14 @@ MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
 OLMOE = {"architectures": ["OlmoeForCausalLM"]}
 GRANITE = {"architectures": ["GraniteMoeForCausalLM"]}
 GRANITE_SHARED = {"architectures": ["GraniteMoeSharedForCausalLM"]}
+GRANITE_HYBRID = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "layer_types": ["attention"] * 4,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 88,
+    "position_embedding_type": "rope",
+}
 GLM4_MOE = {"architectures": ["Glm4MoeForCausalLM"]}
 SOLAR = {"architectures": ["SolarOpenForCausalLM"]}
 DOTS1 = {"architectures": ["Dots1ForCausalLM"], "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 2}
@@ -135,6 +143,23 @@ def test_experts_are_chosen_among_groups(tmp_path: Path) -> None:
     assert routing(4, 2) == grouped
     # If all groups are chosen, they change nothing.
     assert routing(4, 4) == replace(grouped, num_groups=1, top_groups=1)
+
+
+def test_granite_4_without_mamba_layers_and_experts_is_served(tmp_path: Path) -> None:
+    """As Granite 4.0 Micro, 350M and 1B are published, with the names of layers before transformers 5."""
+    config = load(tmp_path, GRANITE_HYBRID)
+    assert (config.mixture, config.delta, config.layer_intermediate_sizes) == (None, None, (88,) * 4)
+    assert weight_shapes(config)["model.layers.3.shared_mlp.input_linear.weight"] == (176, 64)
+    assert NO_ROPE not in config.attention.ropes
+    # Granite 4.0 H has no rotary embeddings.
+    ropes = load(tmp_path, {**GRANITE_HYBRID, "position_embedding_type": "nope"}).attention.ropes
+    assert set(ropes) == {NO_ROPE}
+
+
+@pytest.mark.parametrize("kinds", [["mamba", *["attention"] * 3], ["linear_attention"] * 4, None])
+def test_granite_4_with_mamba_layers_is_refused(tmp_path: Path, kinds: list[str] | None) -> None:
+    with pytest.raises(ModelNotSupported, match="layers with a recurrent state, such as Mamba, of this GraniteMoe"):
+        load(tmp_path, {**GRANITE_HYBRID, "layer_types": kinds})
 
 
 def test_mellum_has_rotary_embeddings_for_each_kind_of_layer(tmp_path: Path) -> None:

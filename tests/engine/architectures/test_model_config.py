@@ -16,6 +16,7 @@ from loramux.engine.architectures.feed_forward_config import GELU_TANH, RELU_SQU
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.rope_config import NO_ROPE, RopeConfig
 from loramux.engine.architectures.weight_files import stored_tensors
+from loramux.engine.architectures.weight_shapes import weight_shapes
 from loramux.engine.decoder.rotary import in_halves, inverse_frequencies, rotary_tables
 from loramux.engine.decoder.weights import open_weights
 from loramux.engine.protocol.errors import ModelNotSupported
@@ -486,7 +487,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"architectures": ["Gemma3ForConditionalGeneration"], "quantization_config": {"bits": 4}}, "quantization_config"),
     ({"quantization_config": {"quant_method": "exl2"}}, "'exl2' .* use the float weights with --quantization"),
-    ({"architectures": None}, "none is not supported"),
+    ({"architectures": None}, "config.json has no architectures: add them"),
     ({"hidden_act": "gelu"}, "activation 'gelu'"),
     ({**GEMMA2, "hidden_activation": "gelu"}, r"activation 'gelu' \(hidden_activation"),
     ({"head_dim": 20}, "head_dim 20"),
@@ -496,7 +497,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 0}, "num_attention_heads is 0"),
     ({"num_key_value_heads": 3}, "cannot be divided"),
     ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
-    ({"layer_types": ["linear_attention"] * 4}, "layer_types names 'linear_attention'; full_attention and sliding_"),
+    ({"layer_types": ["linear_attention"] * 4}, "loramux does not support the layers with a recurrent state"),
     ({**QWEN35, "layer_types": ["sliding_attention"] * 4}, "'sliding_attention'; full_attention and linear_attention"),
     ({**QWEN35, "layer_types": ["linear_attention"] * 4}, "config.json has no 'full_attention' layer"),
     ({**QWEN35, "full_attention_interval": 0}, "full_attention_interval is 0"),
@@ -770,6 +771,18 @@ def test_a_prefix_is_put_only_before_names_of_which_none_has_it(tmp_path: Path) 
     save_file(tensors, tmp_path / "model.safetensors")
     assert sorted(stored_tensors(tmp_path)) == sorted(tensors)
     read(tmp_path, *tensors)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3Model", "MistralModel"])
+def test_the_architecture_of_a_decoder_saved_without_a_head_is_served(tmp_path: Path, architecture: str) -> None:
+    config = load(tmp_path, {"architectures": [architecture], "tie_word_embeddings": False})
+    assert config.tied_embeddings
+    assert "lm_head.weight" not in weight_shapes(config)
+
+
+def test_the_encoder_of_a_name_that_is_not_a_decoders_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotSupported, match="the architecture BertModel is not supported"):
+        load(tmp_path, {"architectures": ["BertModel"]})
 
 
 def test_a_missing_head_is_explained(tmp_path: Path) -> None:

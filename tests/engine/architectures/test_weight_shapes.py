@@ -42,6 +42,7 @@ EXPERT_FIELDS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"mlp_only_layers": [1]},
     "Dots1ForCausalLM": {"num_experts_per_tok": 2, "n_shared_experts": 2},
     "Glm4MoeForCausalLM": {"use_qk_norm": True},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["full_attention"] * 2},
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
@@ -180,13 +181,40 @@ def test_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ([], "has no model.safetensors: save the model with save_pretrained"),
+        (["consolidated.safetensors"], "has no model.safetensors: save the model with save_pretrained"),
+        (["pytorch_model-00001-of-00002.bin"], "00001-of-00002.bin is a pickle, which loramux never reads: save"),
+        (["model-00001-of-00002.safetensors"], "no model.safetensors.index.json: download it"),
+        (["a.gguf", "b.gguf"], "to serve a GGUF model, name its file, a.gguf"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_directory_without_weights_is_explained(tmp_path: Path, names: list[str], says: str) -> None:
+    config = write_config(tmp_path, "llama")
+    for name in names:
+        (tmp_path / name).touch()
+    assert says in checked(tmp_path, config) == loaded(tmp_path, config)
+
+
+def test_weights_that_git_has_not_downloaded_are_explained(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "llama")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
+    assert "is a Git LFS pointer" in checked(tmp_path, config) == loaded(tmp_path, config)
+
+
+@pytest.mark.parametrize(
     ("index", "says"),
     [
         ("[]", "malformed"),
         ('{"weight_map": []}', "malformed"),
         ("[" * 100_000, "malformed"),
         ('{"weight_map": {"a": "../other.safetensors"}}', "outside the model directory"),
-        ('{"weight_map": {"a": "absent.safetensors"}}', "absent.safetensors is not a readable"),
+        (
+            '{"weight_map": {"a": "absent.safetensors"}}',
+            "absent.safetensors is missing, but model.safetensors.index.json names it",
+        ),
     ],
 )
 def test_unusable_index_is_refused(tmp_path: Path, index: str, says: str) -> None:

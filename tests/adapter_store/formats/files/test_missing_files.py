@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.admin.client.missing_files import missing_file
+from loramux.adapter_store.formats.files.missing_files import missing_file
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -72,6 +72,14 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
             "has no adapter_config.json, and adapter_model.pt is a pickle, which loramux never reads: save the",
             "adapter_model.pt",
             id="pickle without a configuration",
+        ),
+        pytest.param(
+            [CONFIG, "adapters.safetensors", "0000100_adapters.safetensors"],
+            TENSORS,
+            "file_missing",
+            "adapters.safetensors is in MLX's format, so save the adapter in PEFT's",
+            "adapters.safetensors",
+            id="MLX",
         ),
         pytest.param(
             [CONFIG, "training_args.bin"], TENSORS, "file_missing", "choose a directory saved", TENSORS, id="arguments"
