@@ -344,7 +344,7 @@ ROWS: Mapping[str, Row] = {
                 arguments=("tests.reliability.fuzzing",),
                 sized={
                     "full": ("--runs", "10000000"),
-                    "small": ("--runs", "500000"),
+                    "small": ("--runs", "200000"),
                     "tiny": ("--runs", "5000"),
                 },
             ),
