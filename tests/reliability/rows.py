@@ -236,7 +236,7 @@ ROWS: Mapping[str, Row] = {
                     "test_streams_cut_at_random_points_are_charged_what_the_engine_committed",
                     marks=GATEWAYS,
                 ),
-                settings={"LORAMUX_GATEWAY_CUTS": ("15000", "750", "60")},
+                settings={"LORAMUX_GATEWAY_CUTS": ("17000", "850", "60")},
             ),
             Command(
                 arguments=_pytest("tests/reliability/test_disconnects.py"),
