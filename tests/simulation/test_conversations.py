@@ -26,7 +26,7 @@ class Conversations:
         self.rng = random.Random(seed)
         self.simulation: Simulation = simulate_engine(
             num_pages=2500,
-            num_host_pages=60_000,
+            num_host_pages=45_000,
             adapters={"adapter": 3},
             max_sequences=16,
             max_batch_tokens=2048,

@@ -44,6 +44,19 @@ _MAX_HEADER_BYTES = 16 << 20
 FIRST_READ_BYTES = 16 << 10
 """Size of the first read, in bytes. Most headers fit into it."""
 
+_DAMAGED_HEADER = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    msgspec.DecodeError,
+)
+"""What the use of a header raises if values are missing, have wrong types, or are zero or too large. A header whose
+checksum is right can be damaged too, if it was damaged before it was written.
+"""
+
 
 class _Header(msgspec.Struct, frozen=True):
     """The header fields that a reader needs. A `Raw` field is decoded only on demand."""
@@ -139,7 +152,7 @@ def read_open_packed(
             *map(bytes, (header.target, header.ranks, header.outer_ranks, header.rows)), header.has_affines
         )
         scales, outer_scales = np.array(header.scales, np.float32), np.array(header.outer_scales, np.float32)
-    except (KeyError, TypeError, ValueError, msgspec.DecodeError):
+    except _DAMAGED_HEADER:
         raise AdapterCorrupt("the packed file has no valid layout") from None
     if (target is not None and found not in (target, target.without_drafter)) or digest not in (None, header.digest):
         raise AdapterCorrupt(f"the packed file contains adapter {header.digest[:12]} for {header.pack_key}")
@@ -177,8 +190,8 @@ def _laid_out(
 ) -> tuple[PackTarget, AdapterLayout]:
     """Return the target and the layout that a header's JSON describes.
 
-    The result is cached, because computing a layout is slow and most adapters share a few layouts. Raises KeyError,
-    TypeError, ValueError or DecodeError if the target or the layout is invalid.
+    The result is cached, because computing a layout is slow and most adapters share a few layouts. Raises one of
+    _DAMAGED_HEADER if the target or the layout is invalid.
     """
     found = PackTarget.from_document(json.loads(target))
     inner, outer = (np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks))
@@ -232,6 +245,9 @@ def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -
 
 
 def _damaged(payload: Any, layout: AdapterLayout, target: PackTarget, header: _Header) -> str:
-    found, wanted = _module_checksums(payload, layout, target), json.loads(bytes(header.crc32))
-    names = [name for name, checksum in found.items() if checksum != wanted.get(name)]
+    try:
+        found, wanted = _module_checksums(payload, layout, target), json.loads(bytes(header.crc32))
+        names = [name for name, checksum in found.items() if checksum != wanted.get(name)]
+    except _DAMAGED_HEADER:
+        return "its header"
     return ", ".join(names[:5]) or "its padding"

@@ -25,6 +25,16 @@ def packed_of(files: Any, target: PackTarget, path: Path) -> PackedAdapter:
     return pack(path, target)
 
 
+def with_header(data: bytes, old: bytes, new: bytes) -> bytes:
+    """A packed file with a part of its header replaced. The header's checksum is right."""
+    length = int.from_bytes(data[8:12], "little")
+    header, payload = data[44 : 44 + length], data[44 + length + -(44 + length) % 4096 :]
+    assert old in header
+    header = header.replace(old, new, 1)
+    start = data[:8] + len(header).to_bytes(4, "little") + hashlib.sha256(header).digest() + header
+    return start + bytes(-len(start) % 4096) + payload
+
+
 def element_by_element(packed: PackedAdapter, target: PackTarget, layer: int, m: int, half: int) -> np.ndarray:
     """The rows of a module's A or B, read element by element with the documented address formula."""
     shape = target.modules[m]
@@ -187,21 +197,32 @@ def test_file_in_an_older_format_is_refused(make_adapter: Any, target: PackTarge
         (b'"digest":"', b'"digest":"\xff'),
         (b'"crc32":', b'"more":' + b"[" * 5000 + b',"crc32":'),
         (b'"scales":[[', b'"scales":[[1],['),
+        (b'"page_tokens":16', b'"page_tokens":0'),
+        (b'"ranks":[[', b'"ranks":[[99999999999'),
+        (b'"modules":[{', b'"modules":[1,{'),
     ],
-    ids=["not UTF-8", "nested", "ragged"],
+    ids=["not UTF-8", "nested", "ragged", "empty pages", "a large rank", "no module"],
 )
 def test_damaged_header_with_a_right_checksum_is_refused(
     old: bytes, new: bytes, make_adapter: Any, target: PackTarget, tmp_path: Path
 ) -> None:
     write_packed(tmp_path / "p", packed_of(make_adapter(), target, tmp_path / "c"), target)
-    data = (tmp_path / "p").read_bytes()
-    length = int.from_bytes(data[8:12], "little")
-    header, payload = data[44 : 44 + length], data[44 + length + -(44 + length) % 4096 :]
-    assert old in header
-    header = header.replace(old, new, 1)
-    start = data[:8] + len(header).to_bytes(4, "little") + hashlib.sha256(header).digest() + header
-    (tmp_path / "p").write_bytes(start + bytes(-len(start) % 4096) + payload)
+    (tmp_path / "p").write_bytes(with_header((tmp_path / "p").read_bytes(), old, new))
     with pytest.raises(AdapterCorrupt):
+        read_packed(tmp_path / "p", target)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b'"crc32":{"', b'"crc32":{"\xff'), (b'"crc32":{', b'"crc32":7,"more":{')], ids=["name", "number"]
+)
+def test_damaged_pages_with_a_damaged_list_of_checksums_are_refused(
+    old: bytes, new: bytes, make_adapter: Any, target: PackTarget, tmp_path: Path
+) -> None:
+    write_packed(tmp_path / "p", packed_of(make_adapter(), target, tmp_path / "c"), target)
+    data = bytearray(with_header((tmp_path / "p").read_bytes(), old, new))
+    data[-1] ^= 1
+    (tmp_path / "p").write_bytes(data)
+    with pytest.raises(AdapterCorrupt, match="damaged in its header"):
         read_packed(tmp_path / "p", target)
 
 
