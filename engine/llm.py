@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, Self, get_args
@@ -96,6 +97,10 @@ _WAITS = {"max_waiting_tokens": 1 << 62, "max_waiting_s": None}
 """A server refuses requests that wait too long. A batch of any size is welcome here."""
 
 
+_Named = tuple[str | None, LocalAdapter | None]
+"""An adapter by its name, or the base."""
+
+
 class LLM:
     """A base model and adapters, served by an engine in this process. Thread-safe: calls of all threads are batched.
 
@@ -141,7 +146,7 @@ class LLM:
         self._target = pack_target(self._model, dtype_of_base, config.adapter_dtype, config.kv_dtype)
         tokenizer_file = self._directory / TOKENIZER_FILE
         self._tokenizer = TextTokenizer(load_tokenizer(tokenizer_file)) if tokenizer_file.exists() else None
-        self._template = LocalTemplate(self._base_template)
+        self._template = LocalTemplate(partial(_base_template, self._directory))
         self._adapters: dict[str, LocalAdapter] = {}
         # Names and answers hold the adapters. One that has been replaced is freed once the last answer that uses it
         # is freed.
@@ -223,16 +228,14 @@ class LLM:
         Without `add_generation_prompt`, it lacks the start of the assistant's turn. The other arguments and the errors
         are those of `chat`.
         """
-        own = self._adapter(adapter)
-        text = (self._template if own is None or own.template is None else own.template).render(
+        return self._rendered(
             messages,
+            self._adapter(adapter),
             tools,
             chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        # The template has written the special tokens.
-        return self._text(own).encode(text, add_special_tokens=False)
 
     def chat(
         self,
@@ -260,17 +263,15 @@ class LLM:
         is what the model wrote: calls of tools and reasoning are not parsed. Raises TemplateRefused, EngineError if the
         base's template is malformed, and what `generate` raises, whose other arguments this method has.
         """
+        constraint = grammar_of(schema, regex, choice, grammar)
+        options = _Options(token_limit(max_tokens), checked_sampling(sampling), stop_strings(stop), constraint)
         prompts: list[Prompt] = []
         chats = listed_chats(messages)
-        names = adapter_names(chats, adapter, "conversations")
-        for index, (chat, name) in enumerate(zip(chats, names, strict=True)):
+        adapters = self._named_adapters(adapter_names(chats, adapter, "conversations"))
+        for index, (chat, (_, own)) in enumerate(zip(chats, adapters, strict=True)):
             try:
-                prompt = self.tokenize_chat(
-                    chat,
-                    name,
-                    tools=tools,
-                    chat_template_kwargs=chat_template_kwargs,
-                    continue_final_message=continue_final_message,
+                prompt = self._rendered(
+                    chat, own, tools, chat_template_kwargs, continue_final_message=continue_final_message
                 )
             except TemplateRefused as refused:
                 if len(chats) == 1:
@@ -278,18 +279,8 @@ class LLM:
                 message = f"conversations[{index}]: {refused.message}"
                 raise TemplateRefused(message, refused.param, refused.code) from None
             prompts.append(prompt)
-        return self.generate(
-            prompts,
-            adapter=names,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=stop,
-            schema=schema,
-            regex=regex,
-            choice=choice,
-            grammar=grammar,
-            show_progress=show_progress,
-        )
+        answers = self._answers(prompts, adapters, options)
+        return [answer.generation() for answer in self._finished(answers, show_progress)]
 
     def stream_chat(
         self,
@@ -308,24 +299,13 @@ class LLM:
         grammar: str | None = None,
     ) -> Generator[Piece, None, None]:
         """Answer one conversation piece by piece, as `stream` does. The arguments and errors are those of `chat`."""
-        prompt = self.tokenize_chat(
-            messages,
-            adapter,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            continue_final_message=continue_final_message,
+        constraint = grammar_of(schema, regex, choice, grammar)
+        options = _Options(token_limit(max_tokens), checked_sampling(sampling), stop_strings(stop), constraint)
+        own = self._adapter(adapter)
+        prompt = self._rendered(
+            messages, own, tools, chat_template_kwargs, continue_final_message=continue_final_message
         )
-        return self.stream(
-            prompt,
-            adapter=adapter,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=stop,
-            schema=schema,
-            regex=regex,
-            choice=choice,
-            grammar=grammar,
-        )
+        return self._pieces(self._answer(prompt, (adapter, own), options, is_streamed=True))
 
     def generate(
         self,
@@ -350,7 +330,8 @@ class LLM:
         """
         constraint = grammar_of(schema, regex, choice, grammar)
         options = _Options(token_limit(max_tokens), checked_sampling(sampling), stop_strings(stop), constraint)
-        answers = self._answers(prompts, adapter, options)
+        listed = listed_prompts(prompts)
+        answers = self._answers(listed, self._named_adapters(adapter_names(listed, adapter)), options)
         return [answer.generation() for answer in self._finished(answers, show_progress)]
 
     def stream(
@@ -372,8 +353,7 @@ class LLM:
         """
         constraint = grammar_of(schema, regex, choice, grammar)
         options = _Options(token_limit(max_tokens), checked_sampling(sampling), stop_strings(stop), constraint)
-        answer = self._answer(prompt, adapter, options, is_streamed=True)
-        return self._pieces(answer)
+        return self._pieces(self._answer(prompt, (adapter, self._adapter(adapter)), options, is_streamed=True))
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], *, adapter: str | Sequence[str | None] | None = None
@@ -409,12 +389,12 @@ class LLM:
             raise ValueError(f"pooling must be one of auto, {', '.join(get_args(PoolingKind))}, not {pooling!r}")
         of_base = base_pooling(self._directory, pooling)
         listed, poolings, answers = listed_prompts(prompts), [], []
-        for index, (prompt, name) in enumerate(zip(listed, adapter_names(listed, adapter), strict=True)):
-            own = self._adapter(name)
+        adapters = self._named_adapters(adapter_names(listed, adapter))
+        for index, (prompt, (name, own)) in enumerate(zip(listed, adapters, strict=True)):
             chosen = own.pooling if own is not None and own.pooling is not None and pooling == "auto" else of_base
             poolings.append(chosen)
             options = _Options(0, DEFAULT_SAMPLING, (), "", chosen.kind)
-            answers.append(self._answer(prompt, name, options, None if len(listed) == 1 else index))
+            answers.append(self._answer(prompt, (name, own), options, None if len(listed) == 1 else index))
         return [
             embedding_of(answer.pooled, dimensions, chosen.is_normalized if normalize is None else normalize)
             for answer, chosen in zip(self._finished(answers, show_progress), poolings, strict=True)
@@ -428,7 +408,8 @@ class LLM:
         Raises what `generate` raises, and ValueError for an adapter that is not a classifier.
         """
         options = _Options(0, DEFAULT_SAMPLING, (), "", "last", classifies=True)
-        answers = self._answers(prompts, adapter, options)
+        listed = listed_prompts(prompts)
+        answers = self._answers(listed, self._named_adapters(adapter_names(listed, adapter)), options)
         found = []
         for answer in self._finished(answers, show_progress):
             task = _classifier(answer.name, answer.adapter)
@@ -436,14 +417,31 @@ class LLM:
             found.append(Classes(task.labels[int(probabilities.argmax())], task.labels, probabilities, answer.name))
         return found
 
-    def _answers(
-        self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None, options: _Options
-    ) -> list[Answer]:
-        listed = listed_prompts(prompts)
-        names = adapter_names(listed, adapter)
+    def _rendered(
+        self,
+        messages: Chat,
+        adapter: LocalAdapter | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool,
+    ) -> tuple[int, ...]:
+        template = self._template if adapter is None or adapter.template is None else adapter.template
+        text = template.render(
+            messages,
+            tools,
+            chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
+        # The template has written the special tokens.
+        return self._text(adapter).encode(text, add_special_tokens=False)
+
+    def _answers(self, prompts: list[Prompt], adapters: list[_Named], options: _Options) -> list[Answer]:
         return [
-            self._answer(prompt, name, options, None if len(listed) == 1 else index)
-            for index, (prompt, name) in enumerate(zip(listed, names, strict=True))
+            self._answer(prompt, named, options, None if len(prompts) == 1 else index)
+            for index, (prompt, named) in enumerate(zip(prompts, adapters, strict=True))
         ]
 
     def _pieces(self, answer: Answer) -> Generator[Piece, None, None]:
@@ -491,13 +489,13 @@ class LLM:
     def _answer(
         self,
         prompt: Prompt,
-        name: str | None,
+        named: _Named,
         options: _Options,
         index: int | None = None,
         *,
         is_streamed: bool = False,
     ) -> Answer:
-        adapter = self._adapter(name)
+        name, adapter = named
         ids = self._text(adapter).encode(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
         start = 0 if adapter is None else adapter.activation(ids)
         # An adapter that the prompt does not activate leaves the answer to the base.
@@ -520,6 +518,10 @@ class LLM:
         )
         return Answer(add, name, adapter, self._tokenizer_of(adapter), options.stops, index)
 
+    def _named_adapters(self, names: Sequence[str | None]) -> list[_Named]:
+        """Look up the adapters of a call, once. Other threads may replace or remove them meanwhile."""
+        return [(name, self._adapter(name)) for name in names]
+
     def _adapter(self, name: str | None) -> LocalAdapter | None:
         if name is None:
             return None
@@ -538,12 +540,6 @@ class LLM:
         if tokenizer is None:
             raise ValueError(f"{self._directory} has no {TOKENIZER_FILE}: give prompts as token ids")
         return tokenizer
-
-    def _base_template(self) -> ChatTemplate:
-        template = ChatTemplate.load(self._directory)
-        if template is None:
-            raise TemplateRefused(f"{self._directory} has no chat template: give prompts to `generate`")
-        return template
 
 
 @dataclass(frozen=True, slots=True)
@@ -570,6 +566,13 @@ def _config(settings: Mapping[str, Any]) -> EngineConfig:
             needed = inspect.formatannotation(types[name])
             raise ConfigNotUsable(f"the setting {name} is {value!r}, but needs the type {needed}") from None
     return EngineConfig(**parsed)
+
+
+def _base_template(directory: Path) -> ChatTemplate:
+    template = ChatTemplate.load(directory)
+    if template is None:
+        raise TemplateRefused(f"{directory} has no chat template: give prompts to `generate`")
+    return template
 
 
 def _classifier(name: str | None, adapter: LocalAdapter | None) -> AdapterTask:

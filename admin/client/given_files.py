@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from loramux.adapter_store.formats.version_files import tokenizer_files
 
 
 def is_given(path: Path) -> bool:
@@ -22,5 +23,6 @@ def is_given(path: Path) -> bool:
 
 def has_tokenizer(directory: Path) -> bool:
     """Return whether a directory has a tokenizer or named templates. Raises OSError if a file is not a regular file."""
-    has_vocabulary, has_config = (is_given(directory / name) for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE))
-    return has_vocabulary or has_config or (directory / "additional_chat_templates").is_dir()
+    for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
+        is_given(directory / name)
+    return tokenizer_files.has_tokenizer(directory)

@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Template
 
+from loramux.engine.chat_templates.harmony_channel import HARMONY_CHANNEL
 from loramux.engine.chat_templates.jinja_sandbox import ChatEnvironment, RaisedByTemplate
 from loramux.engine.chat_templates.template_kwargs import check_kwargs
 from loramux.engine.chat_templates.template_refused import TemplateRefused
@@ -20,9 +21,6 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of the message to continue. transformers uses the same mark, and some templates look for it. The
 trailing space shows whether the template strips messages.
 """
-
-_HARMONY_CHANNEL = "<|channel|>"
-"""Marks the templates of gpt-oss, which read messages more strictly than others."""
 
 _MAX_REASON_CHARS = 500
 
@@ -60,7 +58,8 @@ def render(
     conversation: Conversation,
 ) -> str:
     """Render a conversation with `template`, which was compiled from `source`. Raises TemplateRefused."""
-    has_channels = _HARMONY_CHANNEL in source
+    # The templates of gpt-oss read messages more strictly than others.
+    has_channels = HARMONY_CHANNEL in source
     messages = [_message(message, has_channels) for message in conversation.messages]
     tools = None if conversation.tools is None else list(conversation.tools)
     if tools is not None and has_channels:

@@ -16,6 +16,11 @@ from loramux.engine.chat_templates.template_refused import TemplateRefused
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 
+IGNORED_FIELDS = frozenset(
+    {"parsed", "provider_specific_fields", "thinking_blocks", "reasoning_details", "cache_control"}
+)
+"""Fields that clients add to messages, and that have no effect."""
+
 _PASSED_ID = re.compile("(?=.*[a-zA-Z])[a-zA-Z0-9]{9}")
 """The IDs that chat templates get as they are. IDs without a letter would be like the numbers that replace others."""
 

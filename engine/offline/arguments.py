@@ -41,7 +41,8 @@ def token_ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
     try:
         ids = tuple(map(operator.index, prompt))
     except TypeError:
-        is_chat = isinstance(prompt, Mapping) or any(isinstance(one, Mapping) for one in prompt)
+        listed = prompt if isinstance(prompt, list | tuple) else [prompt]
+        is_chat = any(isinstance(one, Mapping) and "role" in one for one in listed)
         instead = ": `chat` answers messages" if is_chat else ""
         raise ValueError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}{instead}") from None
     if min(ids, default=0) < 0:

@@ -13,8 +13,6 @@ from loramux.adapter_store.formats.files.file_names import (
     FURTHER_FILES,
     TEMPLATE_FILE,
     TENSORS_FILE,
-    TOKENIZER_CONFIG_FILE,
-    TOKENIZER_FILE,
 )
 from loramux.adapter_store.formats.files.missing_files import missing_file
 from loramux.adapter_store.formats.packed.canonical import write_canonical
@@ -23,7 +21,7 @@ from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
 from loramux.adapter_store.formats.packed.sharded_tensors import ShardIndex, join_shards
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.formats.version_files.pooling_files import Pooling, pooling_file
-from loramux.adapter_store.formats.version_files.tokenizer_files import tokenizer_files
+from loramux.adapter_store.formats.version_files.tokenizer_files import has_tokenizer, tokenizer_files
 from loramux.adapter_store.validation.further_checks import check_further_files, check_vocab_size
 from loramux.adapter_store.validation.report import Report
 from loramux.adapter_store.validation.validation import validate_files
@@ -74,8 +72,7 @@ def read_adapter(
         report = validate_files(config.read_bytes(), tensors, target, needs_effect=False)
         contents = {name: (directory / name).read_bytes() for name in FURTHER_FILES if (directory / name).is_file()}
         contents |= pooling_file(directory)
-        has_tokenizer = any((directory / name).is_file() for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE))
-        if tokenizer is not None and has_tokenizer:
+        if tokenizer is not None and has_tokenizer(directory):
             assert target.vocab_size is not None
             contents |= tokenizer_files(directory, tokenizer.base_vocabulary(target.vocab_size, special_tokens))
         # A template is checked when it is used, because prompts may also be given as text or tokens.

@@ -11,7 +11,7 @@ import msgspec
 from loramux.adapter_store.formats.version_files.tokenizer_files import DEFAULT
 from loramux.engine.chat_templates.chat_template import ChatTemplate
 from loramux.engine.chat_templates.conversation import reason
-from loramux.engine.chat_templates.messages import Message, Role, template_arguments
+from loramux.engine.chat_templates.messages import IGNORED_FIELDS, Message, Role, template_arguments
 from loramux.engine.chat_templates.template_check import TemplateFeatures
 from loramux.engine.chat_templates.template_refused import TemplateRefused
 
@@ -62,7 +62,7 @@ class LocalTemplate:
         template, features = self._loaded
         given = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
         try:
-            arguments = template_arguments(given, _tools(tools or ()), features)
+            arguments = template_arguments(given, _tools(() if tools is None else tools), features)
         except TemplateRefused as refused:
             if "[" not in refused.param or refused.param in refused.message:
                 raise
@@ -96,29 +96,36 @@ def listed_chats(messages: Chat | Sequence[Chat]) -> list[Chat]:
 
 
 def _is_chat(one: Any) -> bool:
-    return isinstance(one, Sequence) and not isinstance(one, str)
+    # A conversation can also be an array, as in a column of pandas.
+    return hasattr(one, "__len__") and not isinstance(one, str | Mapping)
 
 
 def _message(message: Any, place: str) -> Message:
     if isinstance(message, Mapping):
         # Data sets and the dumps of clients contain all fields, also those without a value.
-        message = {name: value for name, value in message.items() if name == "content" or value not in (None, [])}
+        message = {
+            name: value
+            for name, value in message.items()
+            if name == "content" or (name not in IGNORED_FIELDS and value is not None and not _is_empty_list(value))
+        }
         if message.get("role") not in get_args(Role):
             raise TemplateRefused(f"{place}.role must be one of {', '.join(get_args(Role))}: {message.get('role')!r}")
-    converted: Message = _converted(message, Message, place)
-    return converted
+    return msgspec.convert(_plain(message, Message, place, "messages"), Message)
+
+
+def _is_empty_list(value: Any) -> bool:
+    return isinstance(value, list) and not value
 
 
 def _tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        msgspec.to_builtins(_converted(tool, OfferedTool, f"tools[{index}]", "tools"))
-        for index, tool in enumerate(tools)
-    ]
+    return [_plain(tool, OfferedTool, f"tools[{index}]", "tools") for index, tool in enumerate(tools)]
 
 
-def _converted(value: Any, kind: Any, place: str, param: str = "messages") -> Any:
+def _plain(value: Any, kind: Any, place: str, param: str) -> dict[str, Any]:
+    """Return the fields of a `kind`, as values of JSON. Raises TemplateRefused."""
     try:
-        return msgspec.convert(value, kind, from_attributes=True)
-    except msgspec.ValidationError as error:
+        plain: dict[str, Any] = msgspec.to_builtins(msgspec.convert(value, kind, from_attributes=True))
+        return plain
+    except (msgspec.ValidationError, TypeError) as error:
         problem, _, where = str(error).partition(" - at `$")
         raise TemplateRefused(f"{place}{where.rstrip('`')}: {problem}", param) from None

@@ -13,7 +13,7 @@ _SIGNS = (
     ("<function=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
     ("<minimax:tool_call>", "minimax_m2"),
-    ("<|channel|>", harmony.NAME),
+    (harmony.CHANNEL, harmony.NAME),
     ("[TOOL_CALLS]", "mistral"),
     ("<|tool_call>call:", "gemma4"),
     ("<start_function_call>", "functiongemma"),

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from loramux.engine.chat_templates.harmony_channel import HARMONY_CHANNEL
 from loramux.platform.tool_calls.reader import is_function_name
 
 NAME = "harmony"
 """The name of this format in the settings `tool_call_parser` and `reasoning_parser`."""
 
-START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", HARMONY_CHANNEL, "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
 import re
 import shutil
 import threading
 from collections import UserDict
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loramux.engine import llm as front_door
+from loramux.engine.chat_templates.chat_template import ChatTemplate
 from loramux.engine.llm import (
     LLM,
     AdapterRejected,
@@ -317,6 +321,11 @@ def test_arguments_that_make_no_sense_are_refused(llm: LLM, arguments: dict[str,
             llm.generate(mapping)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="list of token ids, not"):
         llm.generate([[5, 1.5]])  # type: ignore[list-item]
+    for one in (None, 5):
+        with pytest.raises(ValueError, match=f"list of token ids, not {one}$"):
+            llm.generate(["a", one])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"list of token ids, not \{'input_ids': \[5, 6\]\}$"):
+        llm.generate([{"input_ids": [5, 6]}])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="one of auto, last, mean, cls, not 'max'"):
         llm.embed(PROMPT, pooling="max")  # type: ignore[arg-type]
 
@@ -479,10 +488,38 @@ def test_an_adapters_own_template_renders_its_conversations(llm: LLM, tmp_path: 
     llm.remove_adapter("own")
 
 
+def test_an_adapters_template_for_tools_renders_their_conversations(llm: LLM, tmp_path: Path) -> None:
+    directory = tmp_path / "own"
+    shutil.copytree(ADAPTERS["pirate"], directory)
+    source = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    (directory / "chat_template.jinja").write_text(source)
+    (directory / "additional_chat_templates").mkdir()
+    of_tools = source + "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text(of_tools)
+    llm.add_adapter("own", directory)
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    rendered = [llm.tokenize_chat(QUESTION, "own", tools=offered) for offered in (None, tools)]
+    texts = (f"<|bos|>{PROMPT}", f"<|bos|>{PROMPT}weather")
+    assert rendered == [llm.tokenize(text, add_special_tokens=False) for text in texts]
+    llm.remove_adapter("own")
+
+
+def test_an_adapter_removed_during_a_rendering_still_answers(llm: LLM) -> None:
+    for chat in (llm.chat, lambda *given, **options: list(llm.stream_chat(*given, **options))):
+
+        def load() -> ChatTemplate:
+            llm.remove_adapter("removed")
+            return ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+
+        llm._adapters["removed"] = replace(llm._adapters["pirate"], template=LocalTemplate(load))
+        assert chat(QUESTION, adapter="removed", max_tokens=1)
+        assert "removed" not in llm.adapters
+
+
 def test_a_base_without_a_template_takes_prompts_only(llm: LLM, tmp_path: Path) -> None:
     llm = copy.copy(llm)
     llm._directory = tmp_path
-    llm._template = LocalTemplate(llm._base_template)
+    llm._template = LocalTemplate(partial(front_door._base_template, tmp_path))
     with pytest.raises(TemplateRefused, match=f"{re.escape(str(tmp_path))} has no chat template: give prompts"):
         llm.chat(QUESTION)
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
@@ -504,6 +541,18 @@ def test_the_errors_of_the_guide_can_be_imported() -> None:
     errors = {"AdapterRejected", "EngineClosed", "EngineError", "GrammarRefused", "PullRefused", "RequestFailed"}
     assert named == errors | {"TemplateRefused"}
     assert named <= set(front_door.__all__)
+
+
+def test_an_engine_that_nobody_uses_is_closed_at_once() -> None:
+    gc.disable()
+    try:
+        llm = LLM(DEMO_BASE, {"pirate": ADAPTERS["pirate"]}, device="cpu", pool_bytes=16 << 20)
+        finalizer = llm._finalizer
+        assert finalizer.alive
+        del llm
+        assert not finalizer.alive
+    finally:
+        gc.enable()
 
 
 def test_a_closed_engine_says_so() -> None:

@@ -44,6 +44,9 @@ MAX_BYTES: Mapping[str, int] = MappingProxyType(
 DEFAULT, TOOL_USE = "default", "tool_use"
 """The names of the templates that are used, as in transformers. Other named templates are never used."""
 
+NAMED_TEMPLATES = "additional_chat_templates"
+"""The folder of the templates other than the default."""
+
 _LINE_BREAK = re.compile(r"\r\n?")
 _EMBEDDING_OR_HEAD = (
     "embed_tokens.weight",
@@ -94,6 +97,12 @@ def vocabulary_sha256(contents: Mapping[int, str]) -> str:
     return hashlib.sha256(json.dumps(sorted(contents.items())).encode()).hexdigest()
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory has a tokenizer or named templates, which `tokenizer_files` reads."""
+    has_file = any((directory / name).is_file() for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE))
+    return has_file or (directory / NAMED_TEMPLATES).is_dir()
+
+
 def tokenizer_files(
     directory: Path, base: BaseVocabulary, without: Collection[str] = (), num_rows: int | None = None
 ) -> dict[str, bytes]:
@@ -124,7 +133,7 @@ def template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, st
     """
     files = {
         DEFAULT: directory / TEMPLATE_FILE,
-        **{path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))},
+        **{path.stem: path for path in sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))},
     }
     if read := {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}:
         return read
