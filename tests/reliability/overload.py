@@ -3,11 +3,9 @@
 A real server with the demo's base serves thousands of random adapters of hundreds of tenants, each of which asks for
 more than its share, half of the requests in the tier `default` and half in `flex`. First, the capacity is measured with
 as many requests as there are slots, and the goodput at that rate. Two groups of polite tenants, one of the tier
-`priority` and one of `default`, send half of what their shares allow: first alone, then beside a load of nine tenths of
-the capacity, and then beside the overload.
+`priority` and one of `default`, send half of what their shares allow, first alone and then beside the overload.
 
-The server shares its machine with the load, so all figures are those of a busy machine. The engine has one thread,
-because it has the card beside the gateway's cores in production, and the gateway must not wait for it here either.
+The server is built for one machine that it shares with the load, so all figures are those of a busy machine.
 """
 
 from __future__ import annotations
@@ -50,9 +48,6 @@ POLITE_PART = 20
 POOL_BYTES, HOST_TIER_BYTES = "64MiB", "8MiB"
 NUM_SAMPLES = 240
 ALONE_PER_S = 3.0
-BUSY = 0.9
-"""A load that the server can serve, as a part of its capacity."""
-
 RESOLUTION = 0.05
 """Growth of a memory that does not count, as a part of it."""
 
@@ -96,7 +91,6 @@ def prepare(directory: Path, num_tenants: int, num_adapters: int, num_slots: int
     # A small pool and host tier, which are full before the overload begins. Memory is taken when it is first written.
     environment = {
         "LORAMUX_MAX_SEQUENCES": str(num_slots),
-        "LORAMUX_NUM_THREADS": "1",
         "LORAMUX_POOL_BYTES": POOL_BYTES,
         "LORAMUX_HOST_TIER_BYTES": HOST_TIER_BYTES,
     }
@@ -125,15 +119,13 @@ class Figures:
     """Answers per second with as many requests as slots."""
     peak: Counted
     alone: dict[str, Counted]
-    at_capacity: dict[str, Counted]
-    """Beside a load that the server can serve."""
     beside: dict[str, Counted]
     crowd: Counted
     grown: dict[str, tuple[float, float]]
     """The growth of each role's memory and its bound, in megabytes."""
 
-    def polite_ratio(self, tier: str, calm: dict[str, Counted]) -> float:
-        return self.beside[tier].first_token_ms["p99"] / calm[tier].first_token_ms["p99"]
+    def polite_ratio(self, tier: str) -> float:
+        return self.beside[tier].first_token_ms["p99"] / self.alone[tier].first_token_ms["p99"]
 
     @property
     def goodput_share(self) -> float:
@@ -169,12 +161,6 @@ async def measure(stand: Overloaded, pid: int, arguments: argparse.Namespace) ->
     # Alone, the polite tenants may send more, so that the quantile is one of enough answers.
     alone = {tier: await load(polite(tier, calm_s, 3, ALONE_PER_S)) for tier in POLITE_TIERS}
     print(f"alone: {alone}")
-    _, *busy = await asyncio.gather(
-        load(crowd(seconds=calm_s, rate=BUSY * capacity, seed=6)),
-        *(load(polite(tier, calm_s, 7, ALONE_PER_S)) for tier in POLITE_TIERS),
-    )
-    at_capacity = dict(zip(POLITE_TIERS, busy, strict=True))
-    print(f"beside a load that the server can serve: {at_capacity}")
     with Sampler(partial(process_usage, pid), seconds / NUM_SAMPLES) as sampler:
         crowded, *besides = await asyncio.gather(
             load(crowd(seconds=seconds, rate=arguments.multiple * capacity, seed=4)),
@@ -185,15 +171,7 @@ async def measure(stand: Overloaded, pid: int, arguments: argparse.Namespace) ->
     memory = {name: series for name, series in sampler.series.items() if name.endswith("MB")}
     grown = {name: growth(series, RESOLUTION) for name, series in memory.items()}
     print(f"memory: { {name: [round(one, 1) for one in pair] for name, pair in grown.items()} }")
-    return Figures(
-        capacity=capacity,
-        peak=peak,
-        alone=alone,
-        at_capacity=at_capacity,
-        beside=beside,
-        crowd=crowded,
-        grown=grown,
-    )
+    return Figures(capacity=capacity, peak=peak, alone=alone, beside=beside, crowd=crowded, grown=grown)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -216,9 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "refused": found.crowd.num_refused,
             "goodput_share": round(found.goodput_share, 3),
             "refusal_p99_ms": found.crowd.refusal_ms["p99"],
-            "polite_ratio": round(found.polite_ratio("priority", found.at_capacity), 2),
-            "polite_default_ratio": round(found.polite_ratio("default", found.at_capacity), 2),
-            "polite_idle_ratio": round(found.polite_ratio("priority", found.alone), 2),
+            "polite_ratio": round(found.polite_ratio("priority"), 2),
+            "polite_default_ratio": round(found.polite_ratio("default"), 2),
             "polite_refused_share": round(found.beside["priority"].refused_share, 3),
             "polite_default_refused_share": round(found.beside["default"].refused_share, 3),
             "growing": len(found.growing),

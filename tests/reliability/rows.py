@@ -290,16 +290,11 @@ ROWS: Mapping[str, Row] = {
             Figure(name="refusal_p99_ms", unit="ms until a refusal (p99)", combine=max, at_most=50),
             Figure(
                 name="polite_ratio",
-                unit="times the first-token p99 of polite tenants beside 0.9 of the capacity, tier priority",
+                unit="times as long to the first token of polite tenants of the tier priority (p99)",
                 combine=max,
                 at_most=1.25,
             ),
-            Figure(name="polite_default_ratio", unit="times it in the tier default", combine=max),
-            Figure(
-                name="polite_idle_ratio",
-                unit="times that on an idle server, tier priority",
-                combine=max,
-            ),
+            Figure(name="polite_default_ratio", unit="times as long in the tier default (p99)", combine=max),
             Figure(name="polite_refused_share", unit="of the requests of the former were refused", combine=max),
             Figure(name="polite_default_refused_share", unit="of the requests of the latter", combine=max),
             Figure(name="growing", unit="processes whose memory grew", at_most=0),
