@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Executor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from fastapi import FastAPI
 from loramux.admin.server.data_directory import open_data_directory
 from loramux.admin.server.settings import Settings, load_settings
 from loramux.admin.serving.assembly import assemble
-from loramux.admin.serving.chosen_router import chosen_router
+from loramux.admin.serving.chosen_router import router_factory
 from loramux.admin.serving.serve import read_model
 from loramux.migrations.database import Database
 from loramux.platform.base_draw import BaseDraw
@@ -46,7 +45,7 @@ class ServedGateway:
         calls, cluster = RayCalls(APP), EngineGroup(NO_REPLICA)
 
         def share(database: Database, metrics: ReplicaMetrics, executor: Executor, draw: BaseDraw) -> ClusterFleet:
-            return ClusterFleet(calls, cluster, partial(chosen_router, HOMES), draw, metrics)
+            return ClusterFleet(calls, cluster, router_factory(HOMES), draw, metrics)
 
         self._directory = open_data_directory(settings.data_dir)
         self._assembly = assemble(settings, self._directory.__enter__(), model, config, cluster, True, share)
