@@ -96,8 +96,10 @@ def parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_l
     kinds = usual if raw.get("layer_types") is None else raw["layer_types"]
     if len(kinds) != num_layers:
         raise ModelNotSupported(f"layer_types has {len(kinds)} entries for {num_layers} layers")
-    kinds = [OLDER_NAMES.get(kind, kind) for kind in kinds]
     known = (FULL, family.layers.other)
+    if LINEAR not in known:
+        # In other families, linear attention is a gated delta rule, which a Mamba layer is not.
+        kinds = [OLDER_NAMES.get(kind, kind) for kind in kinds]
     if LINEAR in kinds and LINEAR not in known:
         raise ModelNotSupported(
             f"loramux does not support the layers with a recurrent state, such as Mamba, of this {architecture}"

@@ -35,7 +35,7 @@ from loramux.engine.architectures.layer_kinds import CHUNKED
 from loramux.engine.architectures.layer_modules import Group, attention_modules, feed_forward_modules, router_modules
 from loramux.engine.architectures.missing_features import MISSING_FEATURES
 from loramux.engine.architectures.mixture_config import MixtureConfig, parse_mixture
-from loramux.engine.architectures.multimodal import text_decoder
+from loramux.engine.architectures.multimodal import text_decoder, with_head
 from loramux.engine.architectures.rope_config import longest_contexts
 from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.kernels.layout import ExpertModules, LinearShape, NormShape, PageGeometry
@@ -111,6 +111,8 @@ class ModelConfig:
     """The magnitude that logits approach but never exceed, or None for no limit."""
     head_bias: bool
     tied_embeddings: bool
+    has_head: bool
+    """False if the model was saved without a head and does not tie it to the embedding, so it makes only embeddings."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     draft_tensors: tuple[str, ...]
@@ -330,7 +332,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def _parse(raw: Mapping[str, Any], generation: dict[str, Any], tokenizer_eos: int | None) -> ModelConfig:
     if not raw.get("architectures"):
         raise ModelNotSupported('config.json has no architectures: add them, such as ["LlamaForCausalLM"] for a Llama')
-    architecture = raw["architectures"][0]
+    named = raw["architectures"][0]
+    architecture = with_head(named, raw)
     found = text_decoder(architecture, raw)
     if found is None:
         feature = MISSING_FEATURES.get(architecture)
@@ -366,6 +369,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any], tokenizer_eos: in
         chunk = positive(raw, "attention_chunk_size")
         max_model_len, stretched_model_len = min(max_model_len, chunk), min(stretched_model_len, chunk)
     vocab_size = positive(raw, "vocab_size")
+    is_headless, is_tied = architecture != named, bool(raw.get("tie_word_embeddings", False))
     return ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
@@ -400,8 +404,10 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any], tokenizer_eos: in
         residual_scale=factor(raw, "residual_multiplier"),
         logit_scale=factor(raw, family.head.scale_field) / factor(raw, family.head.divisor_field),
         logit_soft_cap=optional_float(raw, "final_logit_softcapping"),
-        head_bias=family.head.has_bias,
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        head_bias=family.head.has_bias and not is_headless,
+        # The embedding stands in for a head that the files lack. It takes no memory.
+        tied_embeddings=is_tied or is_headless,
+        has_head=not is_headless or (is_tied and not family.head.has_bias),
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=end_tokens(raw, generation, tokenizer_eos, vocab_size),
         draft_tensors=(

@@ -148,6 +148,19 @@ SUPPORTED = frozenset((*_TEXT_FAMILIES, *WRAPPERS))
 """The names of all supported architectures."""
 
 
+def with_head(architecture: str, raw: Mapping[str, Any]) -> str:
+    """The architecture of the same decoder with a head if `architecture` is a decoder that was saved without a head, to
+    make embeddings. Otherwise `architecture`.
+    """
+    # With `text_config`, names such as Gemma3Model are multimodal models.
+    if raw.get("text_config") is None:
+        for suffix in ("TextModel", "Model"):
+            name = architecture.removesuffix(suffix) + "ForCausalLM"
+            if architecture.endswith(suffix) and name in _TEXT_FAMILIES:
+                return name
+    return architecture
+
+
 def text_decoder(architecture: str, raw: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]] | None:
     """The family and the fields of the text decoder, or None if the architecture is not supported.
 
@@ -156,10 +169,6 @@ def text_decoder(architecture: str, raw: Mapping[str, Any]) -> tuple[Family, Map
     wrapper = WRAPPERS.get(architecture)
     if wrapper is None:
         family = _TEXT_FAMILIES.get(_SPELLINGS.get(architecture, architecture))
-        if family is None and architecture.endswith("Model"):
-            # A decoder that was saved without a head, to make embeddings. It has no head to read.
-            family = _TEXT_FAMILIES.get(architecture.removesuffix("Model") + "ForCausalLM")
-            raw = {**raw, "tie_word_embeddings": True}
         return None if family is None else (family, raw)
     # Older versions of transformers saved the fields of some text decoders at the top level of `config.json`.
     text: Mapping[str, Any] = raw if raw.get("text_config") is None else raw["text_config"]

@@ -79,6 +79,8 @@ def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Non
 
     If the embeddings are tied, a separately stored head must equal the embedding, which only loading can check.
     """
+    if not config.has_head and HEAD in stored:
+        raise unnamed_head(config.architecture)
     wanted = weight_shapes(config)
     stacks: set[str] = set()
     for name, shape in wanted.items():
@@ -111,9 +113,15 @@ def missing(name: str) -> ModelNotSupported:
     if name == HEAD:
         return ModelNotSupported(
             f"the model has no tensor {HEAD}, and tie_word_embeddings in config.json is not true: if it only makes "
-            "embeddings, set tie_word_embeddings to true"
+            "embeddings, name a decoder without a head, such as Qwen3Model, in architectures"
         )
     return ModelNotSupported(f"the model has no tensor {name}")
+
+
+def unnamed_head(architecture: str) -> ModelNotSupported:
+    return ModelNotSupported(
+        f"architectures in config.json names a decoder without a head, but the files have {HEAD}: name {architecture}"
+    )
 
 
 def misshapen(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ModelNotSupported:

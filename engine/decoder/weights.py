@@ -125,7 +125,9 @@ class Weights:
         # A head tied to the embedding may be stored separately if the two are equal.
         if unused == [HEAD] and HEAD in self._plain and EMBEDDING in self._plain:
             if not torch.equal(self._read(HEAD), self._read(EMBEDDING)):
-                raise ModelNotSupported(f"config.json ties {HEAD} to {EMBEDDING}, but the two differ")
+                raise ModelNotSupported(
+                    f"config.json ties {HEAD} to {EMBEDDING}, or names a decoder without a head, but the two differ"
+                )
             return
         if unused:
             raise unread(unused)

@@ -360,6 +360,7 @@ def _limits(base: LoadedBase) -> EngineLimits:
         config.max_waiting_tokens,
         math.inf if config.max_waiting_s is None else config.max_waiting_s,
         config.max_pinned_share,
+        model.has_head,
     )
 
 

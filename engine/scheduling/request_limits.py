@@ -39,10 +39,14 @@ class EngineLimits:
     """Longest time that a request may wait for its first step, in seconds."""
     max_pinned_share: float = 0.5
     """Largest share of the pool's pages, and of the slots, that pinned adapters may take."""
+    generates: bool = True
+    """False if the base makes only embeddings, because it was saved without a head for tokens."""
 
 
 def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tuple[str, str] | None:
     """Error code and message if a request can never run, or None. The pool has room for `max_pool_tokens` tokens."""
+    if add.pooling is None and not limits.generates:
+        return "wrong_task", "the base was saved without a head for tokens: call /v1/embeddings"
     if add.pooling is not None:
         problem = _pooling_problem(add)
         if problem is not None:

@@ -18,6 +18,8 @@ def engine_failure(code: str | None, message: str | None) -> ApiError:
             return InvalidRequest(message or "the prompt is too long", param="prompt", code="context_length_exceeded")
         case "request_too_large" | "invalid_request":
             return InvalidRequest(message or "the engine cannot run this request", code=code)
+        case "wrong_task":
+            return InvalidRequest(message or "the model does not generate", param="model", code=code)
         case "request_excluded":
             return InvalidRequest(message or "the engine stopped twice while running this request", code=code)
         case "adapter_unavailable" | "adapter_unloaded":

@@ -33,6 +33,9 @@ DISK_RETRY_S = 30.0
 MAX_WRONG_SEGMENTS = 4
 """Longest wrong beginning of a path that the message about it recognises, in segments."""
 
+REMOVED_ROOT = "loramux.removed_root"
+"""Key in a scope of the prefix that was removed from the path. Starlette's own `root_path` would be removed twice."""
+
 Translation = Callable[[Exception], ApiError]
 log = structlog.get_logger()
 
@@ -217,6 +220,7 @@ def _nothing_there(request: Request) -> str:
     for meant in (path for end in ends for path in (f"/v1/{end}", f"/{end}")):
         scope = {**request.scope, "path": meant}
         if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes):
+            meant = request.scope.get(REMOVED_ROOT, "") + meant
             return f"there is nothing at this path: correct the client's base URL, so that it calls {meant[:200]}"
     return "there is nothing at this path"
 

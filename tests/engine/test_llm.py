@@ -51,6 +51,22 @@ def llm() -> Iterator[LLM]:
         yield opened
 
 
+def test_base_saved_without_a_head_makes_only_embeddings(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(DEMO_BASE, base)
+    config = json.loads((base / "config.json").read_text())
+    config |= {"architectures": ["LlamaModel"], "tie_word_embeddings": False}
+    (base / "config.json").write_text(json.dumps(config))
+    tensors = load_file(base / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, base / "model.safetensors")
+    with LLM(base, device="cpu", dtype="float32", pool_bytes=64 << 20) as opened:
+        assert opened.embed([PROMPT])
+        with pytest.raises(RequestFailed, match="saved without a head for tokens: call /v1/embeddings") as refused:
+            opened.generate([PROMPT])
+    assert refused.value.code == "wrong_task"
+
+
 @pytest.fixture(scope="module")
 def reference() -> Any:
     from peft import PeftModel

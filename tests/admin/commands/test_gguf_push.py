@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from loramux.admin.cli import app
+from loramux.admin.client.gguf_source import converted_gguf
 from tests.adapter_store.gguf.llama_cpp import write_gguf
 from tests.admin.command_line import Run, printed_json
 from tests.admin.peft_directory import MakeAdapter
@@ -90,6 +91,14 @@ def test_refused_files_leave_nothing(
         assert list(scratch.iterdir()) == []
     assert printed_json(loramux("adapters", "list", "--json"))["data"] == []
     assert loramux("adapters", "push", tmp_path / "absent.gguf", *push).exit_code == 2
+
+
+def test_file_fits_a_base_that_was_saved_without_a_head(make_adapter: MakeAdapter, base: Path, tmp_path: Path) -> None:
+    path = as_gguf(make_adapter(), tmp_path / "adapter.gguf", 2, 2)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
+    with converted_gguf(path, base) as directory:
+        assert (directory / TENSORS).exists()
 
 
 def test_check_converts_the_file(tmp_path: Path) -> None:

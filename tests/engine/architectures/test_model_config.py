@@ -773,11 +773,22 @@ def test_a_prefix_is_put_only_before_names_of_which_none_has_it(tmp_path: Path) 
     read(tmp_path, *tensors)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3Model", "MistralModel"])
+@pytest.mark.parametrize("architecture", ["Qwen3Model", "MistralModel", "Gemma3TextModel"])
 def test_the_architecture_of_a_decoder_saved_without_a_head_is_served(tmp_path: Path, architecture: str) -> None:
     config = load(tmp_path, {"architectures": [architecture], "tie_word_embeddings": False})
-    assert config.tied_embeddings
+    assert (config.tied_embeddings, config.has_head) == (True, False)
+    assert load(tmp_path, {"architectures": [architecture], "tie_word_embeddings": True}).has_head
     assert "lm_head.weight" not in weight_shapes(config)
+
+
+def test_a_multimodal_model_saved_without_a_head_is_not_its_text_decoder(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotSupported, match="the architecture Gemma3Model is not supported"):
+        load(tmp_path, {"architectures": ["Gemma3Model"], "text_config": {}})
+
+
+def test_mamba_layers_are_not_a_gated_delta_rule(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotSupported, match="layer_types names 'mamba'"):
+        load(tmp_path, {**QWEN35, "layer_types": ["mamba", "mamba", "mamba", "full_attention"]})
 
 
 def test_the_encoder_of_a_name_that_is_not_a_decoders_is_refused(tmp_path: Path) -> None:
@@ -787,7 +798,7 @@ def test_the_encoder_of_a_name_that_is_not_a_decoders_is_refused(tmp_path: Path)
 
 def test_a_missing_head_is_explained(tmp_path: Path) -> None:
     save_file({"embed_tokens.weight": torch.ones(4, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelNotSupported, match=r"no tensor lm_head\.weight.* set tie_word_embeddings to true"):
+    with pytest.raises(ModelNotSupported, match=r"no tensor lm_head\.weight.* name a decoder without a head"):
         read(tmp_path, "model.embed_tokens.weight", "lm_head.weight")
 
 

@@ -223,6 +223,19 @@ def test_unusable_index_is_refused(tmp_path: Path, index: str, says: str) -> Non
     assert says in checked(tmp_path, config) == loaded(tmp_path, config)
 
 
+@pytest.mark.parametrize("architecture", ["LlamaModel", "PhiModel"])
+def test_headless_decoder_needs_no_head_and_may_store_none(tmp_path: Path, architecture: str) -> None:
+    family = architecture.replace("Model", "ForCausalLM")
+    config = write_config(tmp_path, family, architectures=[architecture])
+    tensors = {name: torch.zeros(shape) for name, shape in weight_shapes(config).items()}
+    assert not any("lm_head" in name for name in tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert checked(tmp_path, config) == loaded(tmp_path, config) == "loaded"
+    save_file({**tensors, "lm_head.weight": torch.ones(31, 48)}, tmp_path / "model.safetensors")
+    assert checked(tmp_path, config).endswith(f"the files have lm_head.weight: name {family}")
+    assert "names a decoder without a head" in loaded(tmp_path, config)
+
+
 def test_shards_are_read_together(tmp_path: Path) -> None:
     config = write_config(tmp_path, "llama")
     shapes = weight_shapes(config)
