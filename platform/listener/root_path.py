@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from loramux.platform.requests.error_responses import REMOVED_ROOT
+
 
 class RootPath:
     """Middleware that removes `root` from paths that begin with it. Other paths stay."""
@@ -19,6 +21,7 @@ class RootPath:
             scope = {
                 **scope,
                 "path": scope["path"].removeprefix(self._root),
+                REMOVED_ROOT: self._root,
                 "raw_path": raw_path.removeprefix(raw) if raw_path.startswith(raw) else None,
             }
         await self._app(scope, receive, send)
