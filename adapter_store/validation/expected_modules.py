@@ -267,7 +267,10 @@ class _KnownNames:
 
     def _refusal(self, strange: list[tuple[str, str]]) -> AdapterRejected:
         named = {name.rpartition(".")[2]: param for param, name in strange}
-        if not_served := [name for name in _NOT_SERVED if name in named]:
+        # An adapter of Gemma for another base has these names too, but would not fit the base without them either.
+        is_gemma = any(place.key.endswith(".per_layer_input_gate") for place in self._places)
+        if is_gemma and named.keys() <= set(_NOT_SERVED):
+            not_served = [name for name in _NOT_SERVED if name in named]
             listed = ", ".join(not_served)
             message = f"adapters may not change {listed}: train the adapter with exclude_modules, which leaves them out"
             return AdapterRejected("unknown_module", message, named[not_served[0]])

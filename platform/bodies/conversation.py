@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from pydantic import Field, PlainValidator
@@ -26,8 +26,16 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 class TextPart(TypedDict):
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class RefusalPart(TypedDict):
+    type: Literal["refusal"]
+    refusal: str
+
+
+ContentParts: TypeAlias = list[TextPart | RefusalPart]
 
 
 def text_content(value: Any) -> Content:
@@ -90,7 +98,7 @@ class ChatMessage(StrictModel):
 
     role: Role
     content: Annotated[
-        Content | None, PlainValidator(_optional_content, json_schema_input_type=str | list[TextPart] | None)
+        Content | None, PlainValidator(_optional_content, json_schema_input_type=str | ContentParts | None)
     ] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None

@@ -8,7 +8,7 @@ from pydantic import PlainValidator
 
 from loramux.engine.chat_templates.content_form import Content
 from loramux.engine.scheduling.request_limits import MAX_PREDICTION_TOKENS
-from loramux.platform.bodies.conversation import TextPart, text_content
+from loramux.platform.bodies.conversation import ContentParts, text_content
 from loramux.platform.bodies.strict_model import StrictModel
 
 MAX_CHARACTERS = 4 * MAX_PREDICTION_TOKENS
@@ -23,7 +23,7 @@ def _usable(value: object) -> Content:
 
 class Prediction(StrictModel):
     type: Literal["content"]
-    content: Annotated[Content, PlainValidator(_usable, json_schema_input_type=str | list[TextPart])]
+    content: Annotated[Content, PlainValidator(_usable, json_schema_input_type=str | ContentParts)]
 
     @property
     def text(self) -> str:

@@ -254,7 +254,7 @@ REASONS: Mapping[str, str] = {
     "structured_outputs.disable_any_whitespace": "the whitespace in JSON cannot be chosen",
     "structured_outputs.whitespace_pattern": "the whitespace in JSON cannot be chosen",
     "suffix": "the base is not trained to fill in the middle",
-    "use_beam_search": "there is no beam search; sample several choices with `n` or `best_of`",
+    "use_beam_search": "there is no beam search; sample several choices with `n`",
     "verbosity": "only OpenAI's own models support it",
     "vllm_xargs": "the server has no plug-ins",
     "watermarking": "the server does not watermark answers",

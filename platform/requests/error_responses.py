@@ -30,9 +30,6 @@ ENGINE_RETRY_S = 5.0
 DATABASE_RETRY_S = 5.0
 DISK_RETRY_S = 30.0
 
-MAX_WRONG_SEGMENTS = 4
-"""Longest wrong beginning of a path that the message about it recognises, in segments."""
-
 REMOVED_ROOT = "loramux.removed_root"
 """Key in a scope of the prefix that was removed from the path. Starlette's own `root_path` would be removed twice."""
 
@@ -213,15 +210,17 @@ def _methods_at(request: Request) -> list[str]:
 
 def _nothing_there(request: Request) -> str:
     """Return the message for an unknown path. It names the path that a client with a wrong base URL means: its own path
-    without the first segments or with `/v1` before it.
+    with `/v1` before it, or the part after its first `v1`, with or without `/v1` before it.
     """
-    segments = [segment for segment in request.scope["path"].split("/") if segment]
-    ends = ("/".join(segments[num_dropped:]) for num_dropped in range(min(len(segments), MAX_WRONG_SEGMENTS + 1)))
-    for meant in (path for end in ends for path in (f"/v1/{end}", f"/{end}")):
+    root = request.scope.get(REMOVED_ROOT, "")
+    path = "/".join(segment for segment in request.scope["path"].split("/") if segment)
+    # The segments after `v1` are not the client's base URL. Without one of them, the path would name another resource.
+    end = f"/{path}".partition("/v1/")[2]
+    for meant in (f"/v1/{path}", f"/v1/{end}", f"/{end}"):
         scope = {**request.scope, "path": meant}
         if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes):
-            meant = request.scope.get(REMOVED_ROOT, "") + meant
-            return f"there is nothing at this path: correct the client's base URL, so that it calls {meant[:200]}"
+            told = f"{root}{meant}"[:200]
+            return f"there is nothing at this path: correct the client's base URL, so that it calls {told}"
     return "there is nothing at this path"
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Discriminator, Field, PlainValidator, Tag
 
 from loramux.engine.chat_templates.content_form import Content
-from loramux.platform.bodies.conversation import MAX_ID_CHARACTERS, TextPart, text_content
+from loramux.platform.bodies.conversation import MAX_ID_CHARACTERS, ContentParts, text_content
 from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.bodies.text_fields import CalledName
 from loramux.platform.bodies.unsupported_fields import RESPONSES_ITEM, Neutral
@@ -30,7 +30,7 @@ ITEM_TYPES = frozenset(
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 ItemId: TypeAlias = Annotated[str, Field(max_length=MAX_ID_CHARACTERS)]
 CallId: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
-ContentField = Annotated[Content, PlainValidator(text_content, json_schema_input_type=str | list[TextPart])]
+ContentField = Annotated[Content, PlainValidator(text_content, json_schema_input_type=str | ContentParts)]
 
 
 class Item(StrictModel):

@@ -37,7 +37,7 @@ _NOT_GATHERED = (
 
 _MISTAKEN = {
     b"version http": "is a Git LFS pointer: replace it with the file itself, for example with git lfs pull",
-    b"GGUF": "is in GGUF format: name the .gguf file instead of its directory",
+    b"GGUF": "is in GGUF format: use it as a .gguf file, not inside a directory",
     b"\x93NUMPY": "is a numpy array: save the tensors with safetensors",
     b"\x89HDF": "is in HDF5 format: save the tensors with safetensors",
     b"<!DOCTYPE": "is a web page: the download went wrong, so download the file again",

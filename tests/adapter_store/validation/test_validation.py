@@ -665,7 +665,7 @@ def test_invalid_file_is_refused(make_adapter: Any, target: PackTarget, tensors:
     ("tensors", "said"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "Git LFS pointer"),
-        (b"GGUF\x03\x00\x00\x00" + bytes(64), "name the .gguf file"),
+        (b"GGUF\x03\x00\x00\x00" + bytes(64), "use it as a .gguf file, not inside"),
         (b"<!DOCTYPE html><html></html>", "is a web page"),
         (b"\x93NUMPY\x01\x00v\x00" + bytes(64), "is a numpy array"),
         (header_file({"a": entry(0, 128, dtype="U8")}, bytes(128)), "not U8"),
@@ -764,22 +764,36 @@ def test_a_part_of_a_fused_linear_without_tensors_is_reported(
     assert (warning.code, warning.params) == ("unmatched_names", ("target_modules[1]",))
 
 
+@pytest.mark.parametrize(
+    ("is_gemma", "strange", "message"),
+    [
+        (True, [], "may not change per_layer_model_projection: train the adapter with exclude_modules"),
+        (True, ["c_attn"], "no module of this name; adapters may change qkv_proj"),
+        (False, [], "no module of this name; adapters may change qkv_proj"),
+    ],
+    ids=["all linears of Gemma", "another strange name", "another base"],
+)
 def test_linear_layers_of_the_base_that_adapters_cannot_change_are_named(
-    fused_target: PackTarget, adapter_maker: Callable[[PackTarget], Any]
+    fused_target: PackTarget,
+    adapter_maker: Callable[[PackTarget], Any],
+    is_gemma: bool,
+    strange: list[str],
+    message: str,
 ) -> None:
     """PEFT's `all-linear` includes them on Gemma 3n and on the small Gemma 4."""
-    targets = ["o_proj", "c_attn", "per_layer_model_projection"]
-    files = adapter_maker(fused_target)(modules=("self_attn.o_proj",), target_modules=targets)
+    base = fused_target
+    if is_gemma:
+        base = replace(base, modules=(*base.modules, LinearShape("per_layer_input_gate", 64, 24)))
+    unknown = [*strange, "per_layer_model_projection"]
+    files = adapter_maker(base)(modules=("self_attn.o_proj",), target_modules=["o_proj", *unknown])
     lora = {name: tensor for name, tensor in files.tensors.items() if ".layers.0." in name}
     others = {
-        name.replace("layers.0.self_attn.o_proj", other): tensor
-        for name, tensor in lora.items()
-        for other in ("c_attn", "per_layer_model_projection")
+        name.replace("layers.0.self_attn.o_proj", other): tensor for name, tensor in lora.items() for other in unknown
     }
     tensors = save(files.tensors | others)
-    with pytest.raises(AdapterRejected, match="may not change per_layer_model_projection: train the adapter with excl"):
-        validate_files(files.config_bytes, tensors, fused_target)
-    assert_refused(files.config_bytes, tensors, fused_target, "unknown_module", "target_modules[2]")
+    with pytest.raises(AdapterRejected, match=message):
+        validate_files(files.config_bytes, tensors, base)
+    assert_refused(files.config_bytes, tensors, base, "unknown_module", "target_modules[1]")
 
 
 def test_an_adapter_of_another_architecture_names_the_bases_modules(

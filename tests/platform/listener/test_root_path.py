@@ -49,3 +49,9 @@ async def test_the_path_that_a_wrong_base_url_means_keeps_the_prefix(below_llm: 
 
 async def test_prefix_is_unknown_without_the_setting(gateway: Gateway) -> None:
     assert (await gateway.http.get("/a/llm/v1/models")).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/a/llm/chat/completions", "/a/llm/v1/v1/chat/completions"])
+async def test_a_wrong_base_url_is_told_the_path_below_the_prefix(below_llm: Gateway, path: str) -> None:
+    error = (await below_llm.http.post(path)).json()["error"]
+    assert error["message"].endswith("so that it calls /a/llm/v1/chat/completions")
