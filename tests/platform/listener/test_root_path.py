@@ -42,11 +42,6 @@ async def test_other_paths_are_unknown(below_llm: Gateway, path: str) -> None:
     assert (await below_llm.http.get(path)).status_code == 404
 
 
-async def test_the_path_that_a_wrong_base_url_means_keeps_the_prefix(below_llm: Gateway) -> None:
-    answer = await below_llm.http.post("/a/llm/chat/completions")
-    assert answer.json()["error"]["message"].endswith(" so that it calls /a/llm/v1/chat/completions")
-
-
 async def test_prefix_is_unknown_without_the_setting(gateway: Gateway) -> None:
     assert (await gateway.http.get("/a/llm/v1/models")).status_code == 404
 
