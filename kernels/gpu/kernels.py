@@ -9,7 +9,6 @@ from functools import lru_cache
 import torch
 
 from loramux.kernels.delta_spec import DeltaSpec
-from loramux.kernels.gpu import experts, routing
 from loramux.kernels.gpu.addresses import check_geometry
 from loramux.kernels.gpu.attention import paged_attention
 from loramux.kernels.gpu.attention_plan import AttentionPlan, attention_plan, check_attention
@@ -22,11 +21,12 @@ from loramux.kernels.gpu.contiguous_attention import (
     max_gathered_pages,
 )
 from loramux.kernels.gpu.delta import check_delta, convolve, delta_rule
+from loramux.kernels.gpu.experts import multiply_experts, sum_experts
 from loramux.kernels.gpu.fused import add_rms_norm, clamped_silu_and_mul, gelu_and_mul, rms_norm, silu_and_mul
 from loramux.kernels.gpu.launches import TILE_ROWS, supports_pdl
 from loramux.kernels.gpu.linear.coded_products import multiply_coded_experts
 from loramux.kernels.gpu.linear.coded_weights import CodedWeights
-from loramux.kernels.gpu.lora import adapter_pairs
+from loramux.kernels.gpu.lora.adapter_pairs import adapter_pairs
 from loramux.kernels.gpu.lora.affines import lora_affine
 from loramux.kernels.gpu.lora.expand import lora_expand
 from loramux.kernels.gpu.lora.gather import lora_gather
@@ -34,7 +34,9 @@ from loramux.kernels.gpu.lora.lora_linear import MAX_COUNTERS, MAX_ROWS, linear_
 from loramux.kernels.gpu.lora.shrink import lora_shrink, num_splits
 from loramux.kernels.gpu.lora.trained_rows import replace_columns, replace_rows
 from loramux.kernels.gpu.rotate_and_store import rotate_and_store
+from loramux.kernels.gpu.routing import route
 from loramux.kernels.routing import ExpertWeights, Routing, StackedExperts
+from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import (
     AttentionBatch,
     AttentionSpec,
@@ -42,6 +44,7 @@ from loramux.kernels.tables import (
     LoraCall,
     ModuleGroup,
     PoolViews,
+    Segments,
 )
 
 MIN_COUNTERS = 1 << 16
@@ -131,10 +134,6 @@ class GpuKernels(GpuLora):
     bfloat16, and its own before they are rounded to codes. With `fuses`, linear layers and their adapters are
     multiplied together in steps of up to MAX_ROWS rows.
     """
-
-    route = staticmethod(routing.route)
-    adapter_pairs = staticmethod(adapter_pairs.adapter_pairs)
-    sum_experts = staticmethod(experts.sum_experts)
 
     def __init__(
         self,
@@ -257,11 +256,28 @@ class GpuKernels(GpuLora):
     def clamped_silu_and_mul(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
         return clamped_silu_and_mul(gate_up, alpha, limit, pdl=self._pdl)
 
-    def multiply_experts(self, x: torch.Tensor, weights: ExpertWeights, routing: Routing) -> torch.Tensor:
-        if isinstance(weights, CodedWeights):
-            return multiply_coded_experts(x, weights, routing)
-        assert isinstance(weights, StackedExperts)
-        return experts.multiply_experts(x, weights, routing)
+    def route(
+        self,
+        logits: torch.Tensor,
+        spec: RoutingSpec,
+        bias: torch.Tensor | None = None,
+        expert_scales: torch.Tensor | None = None,
+    ) -> Routing:
+        return route(logits, spec, bias, expert_scales)
+
+    def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
+        return adapter_pairs(routing, slots, segments)
+
+    def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
+        if isinstance(experts, CodedWeights):
+            return multiply_coded_experts(x, experts, routing)
+        assert isinstance(experts, StackedExperts)
+        return multiply_experts(x, experts, routing)
+
+    def sum_experts(
+        self, y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
+    ) -> torch.Tensor:
+        return sum_experts(y, routing, shared, shared_gate)
 
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, layer: int, batch: AttentionBatch, spec: DeltaSpec
