@@ -263,8 +263,7 @@ class LLM:
         is what the model wrote: calls of tools and reasoning are not parsed. Raises TemplateRefused, EngineError if the
         base's template is malformed, and what `generate` raises, whose other arguments this method has.
         """
-        constraint = grammar_of(schema, regex, choice, grammar)
-        options = _Options(token_limit(max_tokens), checked_sampling(sampling), stop_strings(stop), constraint)
+        options = _options(max_tokens, sampling, stop, grammar_of(schema, regex, choice, grammar))
         prompts: list[Prompt] = []
         chats = listed_chats(messages)
         adapters = self._named_adapters(adapter_names(chats, adapter, "conversations"))
@@ -299,8 +298,7 @@ class LLM:
         grammar: str | None = None,
     ) -> Generator[Piece, None, None]:
         """Answer one conversation piece by piece, as `stream` does. The arguments and errors are those of `chat`."""
-        constraint = grammar_of(schema, regex, choice, grammar)
-        options = _Options(token_limit(max_tokens), checked_sampling(sampling), stop_strings(stop), constraint)
+        options = _options(max_tokens, sampling, stop, grammar_of(schema, regex, choice, grammar))
         own = self._adapter(adapter)
         prompt = self._rendered(
             messages, own, tools, chat_template_kwargs, continue_final_message=continue_final_message
@@ -328,8 +326,7 @@ class LLM:
         (Lark or GBNF) restricts the answers. Raises RequestFailed or EngineClosed, and ValueError or GrammarRefused for
         arguments that cannot be used.
         """
-        constraint = grammar_of(schema, regex, choice, grammar)
-        options = _Options(token_limit(max_tokens), checked_sampling(sampling), stop_strings(stop), constraint)
+        options = _options(max_tokens, sampling, stop, grammar_of(schema, regex, choice, grammar))
         listed = listed_prompts(prompts)
         answers = self._answers(listed, self._named_adapters(adapter_names(listed, adapter)), options)
         return [answer.generation() for answer in self._finished(answers, show_progress)]
@@ -351,8 +348,7 @@ class LLM:
 
         The arguments and errors are those of `generate`.
         """
-        constraint = grammar_of(schema, regex, choice, grammar)
-        options = _Options(token_limit(max_tokens), checked_sampling(sampling), stop_strings(stop), constraint)
+        options = _options(max_tokens, sampling, stop, grammar_of(schema, regex, choice, grammar))
         return self._pieces(self._answer(prompt, (adapter, self._adapter(adapter)), options, is_streamed=True))
 
     def score(
@@ -550,6 +546,11 @@ class _Options:
     grammar: str
     pooling: str | None = None
     classifies: bool = False
+
+
+def _options(max_tokens: int, sampling: SamplingParams, stop: str | Sequence[str], grammar: str) -> _Options:
+    """Return the options of an answer. Raises ValueError for arguments that cannot be used."""
+    return _Options(token_limit(max_tokens), checked_sampling(sampling), stop_strings(stop), grammar)
 
 
 def _config(settings: Mapping[str, Any]) -> EngineConfig:

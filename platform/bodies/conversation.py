@@ -20,7 +20,6 @@ MAX_ID_CHARACTERS = 256
 PART_FIELDS = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"})
 """Fields of a text part without effect: two from answers, and two that tell other servers where to cache the prompt."""
 
-
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of supported content parts, each with the field that holds its text."""
 
@@ -56,9 +55,8 @@ def text_content(value: Any) -> Content:
         text = part.get(_TEXTS[kind])
         if not isinstance(text, str):
             raise ValueError(f"a part of the type {kind} needs the string {_TEXTS[kind]}")
-        unknown = next((name for name in part if name not in {"type", _TEXTS[kind], *PART_FIELDS}), None)
-        if unknown is not None:
-            raise ValueError(f"a part of the type {kind} has no field {unknown[:64]!r}")
+        if unknown := part.keys() - {"type", _TEXTS[kind], *PART_FIELDS}:
+            raise ValueError(f"a part of the type {kind} has no field {min(unknown)[:64]!r}")
         texts.append(encodable(text))
     return tuple(texts) or ""
 

@@ -108,4 +108,4 @@ FELT: dict[str, Felt] = {
     "pending versions": pending_versions,
 }
 BASELINES: dict[str, Felt] = {"slow readers": sockets("reader")}
-"""What runs in an attack's quiet periods: as many plain requests, where an attack consists of such requests."""
+"""Attacks that are compared with as many plain requests instead of quiet periods, and what sends these requests."""

@@ -109,7 +109,7 @@ def _granite_moe_shared(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _granite_moe_hybrid(shape: dict[str, Any], _: int) -> PreTrainedModel:
-    """A Granite 4 with experts in all layers, none of which is a Mamba layer, and without rotary embeddings."""
+    """A Granite 4 with experts in all layers, without Mamba layers and without rotary embeddings."""
     config = GraniteMoeHybridConfig(
         **shape,
         layer_types=["full_attention"] * shape["num_hidden_layers"],
