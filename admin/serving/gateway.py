@@ -85,6 +85,9 @@ async def _serve(
         blocking = assemble_gateway(settings, directory, model, engine, is_loopback(admin_listener), several)
         assembled = await asyncio.to_thread(blocking.__enter__)
         stack.push_async_callback(asyncio.to_thread, blocking.__exit__, None, None, None)
+        # Close the engine again before the services: its requests end, and their settlements need the database.
+        close_engine = engine.close if several is None else several.close
+        stack.push_async_callback(close_engine)
 
         def announce() -> None:
             engines = ", ".join(map(str, settings.engine))
@@ -109,7 +112,7 @@ async def _serve(
             settings.drain_s,
             announce,
             partial(begin_drain, assembled.operations_app),
-            engine.close if several is None else several.close,
+            close_engine,
         )
         await assembled.services.run.requests.drain(SETTLE_S)
 

@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -130,6 +131,32 @@ def test_stopped_server_drains_and_the_next_one_reports_its_usage(
         assert time.monotonic() - started < 10
         assert "sk-lmx-" not in output, "the key is shown once"
         assert "tenants create" not in output, "a server with tenants needs no advice"
+
+
+@pytest.mark.campaign
+def test_responses_in_the_background_are_settled_before_a_stopped_server_ends(start: Start, tmp_path: Path) -> None:
+    """They have no connection that could hold up the stop, and run for longer than the server waits for them."""
+    server = start("--data-parallel-size", 2, LORAMUX_NUM_THREADS="2", LORAMUX_RESPONSE_KEY="k" * 40)
+    shown = server.process.stdout.readline().split()  # type: ignore[union-attr]
+    operator = {"authorization": f"Bearer {shown[2]}"}
+    body = {"model": "base", "input": "Hi", "background": True, "store": True, "max_output_tokens": 1000}
+    with httpx.Client(trust_env=False, timeout=30) as http:
+        tenants = f"{server.admin_url}/admin/v1/tenants"
+        made = http.post(tenants, json={"slug": "acme"}, headers=operator)
+        matching = {**operator, "if-match": made.headers["etag"]}
+        http.patch(f"{tenants}/acme", json={"response_days": 1}, headers=matching).raise_for_status()
+        key = http.post(f"{server.admin_url}/admin/v1/api_keys", json={"tenant": "acme"}, headers=operator).json()
+        secret = {"authorization": f"Bearer {key['secret']}"}
+        for _ in range(64):
+            answer = http.post(f"{server.url}/v1/responses", json=body | {"ignore_eos": True}, headers=secret)
+            assert answer.status_code == 200, answer.text
+    server.process.send_signal(signal.SIGTERM)
+    code, _, errors = server.ended()
+    assert code == 0, errors
+    assert "Traceback" not in errors
+    with sqlite3.connect(tmp_path / "data" / "loramux.db") as database:
+        states = database.execute("select state, count(*) from reservations group by state").fetchall()
+    assert not [one for one in states if one[0] == "open"], states
 
 
 def refusal(*arguments: object, lacking: str = "", **variables: str) -> str:
