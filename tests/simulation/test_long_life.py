@@ -430,11 +430,12 @@ def test_pages_on_disk_lose_and_leak_nothing(layers: str, lookahead: bool) -> No
 @pytest.mark.campaign
 @pytest.mark.parametrize("layers", ["whole", "sliding", "mixed", "state of 2"])
 @pytest.mark.parametrize("seed", range(510, 514))
-def test_long_runs_with_pages_on_disk_lose_and_leak_nothing(seed: int, layers: str) -> None:
+def test_long_runs_with_drafts_and_pages_on_disk_lose_and_leak_nothing(seed: int, layers: str) -> None:
     num_disk_pages = [40, 160][seed // 2 % 2]
     life = live(
-        seed, bool(seed % 2), NUM_TURNS, layers, speculates=seed > 511, num_host_pages=30, num_disk_pages=num_disk_pages
+        seed, bool(seed % 2), NUM_TURNS, layers, speculates=True, num_host_pages=30, num_disk_pages=num_disk_pages
     )
+    check_drafts(life)
     if layers != "state of 2":
         # Few prompts there leave checkpoints that are evicted and needed again.
         check_host_pages(life)
