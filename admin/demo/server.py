@@ -17,9 +17,11 @@ from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 
 POLL_S = 0.05
 WATCH_S = 0.5
-START_TIMEOUT_S = 120.0
-GPU_START_TIMEOUT_S = 900.0
-"""A GPU's first start compiles its kernels, which takes minutes on few cores."""
+START_TIMEOUT_S = 900.0
+"""The first start compiles kernels, which takes minutes on few cores."""
+
+PATIENCE_S = 10.0
+"""Time, in seconds, after which the demo shows what the server has logged last."""
 
 GPU_POOL_BYTES = "1GiB"
 """Pool size on a GPU, the same as on a CPU. By default, the pool would take all of the GPU's free memory."""
@@ -63,7 +65,6 @@ class DemoServer:
             raise DemoFailed(f"the data directory {data_dir} cannot be used: {error.strerror}", WRONG_CALL) from None
         arguments = ["--model", str(model), "--data-dir", str(data_dir), "--served-name", served_name]
         arguments += ["--device", device]
-        self._start_timeout_s = START_TIMEOUT_S if device == "cpu" else GPU_START_TIMEOUT_S
         ports = ["--port", str(port), "--admin-port", str(admin_port)]
         # The demo must not depend on settings in the user's environment.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
@@ -92,11 +93,16 @@ class DemoServer:
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         """Poll until `is_so()` is true. Raises DemoFailed, with the end of the log, after an exit or a timeout."""
-        deadline = time.monotonic() + self._start_timeout_s
+        started = time.monotonic()
+        has_shown = False
         while not is_so():
             self.check()
-            if time.monotonic() > deadline:
-                raise DemoFailed(f"the server is not {what} after {self._start_timeout_s:.0f} s\n{self._last_words()}")
+            waited_s = time.monotonic() - started
+            if waited_s > START_TIMEOUT_S:
+                raise DemoFailed(f"the server is not {what} after {START_TIMEOUT_S:.0f} s\n{self._last_words()}")
+            if waited_s > PATIENCE_S and not has_shown:
+                has_shown = True
+                print(f"  the server is not {what} yet. Its log ends with:\n{self._last_words(1)}", flush=True)
             time.sleep(POLL_S)
 
     def check(self) -> None:
@@ -124,5 +130,5 @@ class DemoServer:
                     self._process.wait(limit_s)
             self._process.kill()
 
-    def _last_words(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+    def _last_words(self, num_lines: int = LOG_LINES) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:])

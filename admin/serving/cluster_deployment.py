@@ -20,7 +20,7 @@ from loramux.admin.server.pulled_model import local_model
 from loramux.admin.server.quantized_base import quantize_base
 from loramux.admin.server.settings import LOCAL_CLUSTER, ClusterSettings, Settings
 from loramux.admin.serving.cluster import ClusterPlace
-from loramux.admin.serving.serve import read_model, supervision_of
+from loramux.admin.serving.serve import read_model
 from loramux.engine.device.machine_limits import num_cpus
 from loramux.engine.loop.config import EngineConfig
 from loramux.platform.cluster.ray_connection import (
@@ -32,6 +32,7 @@ from loramux.platform.cluster.ray_connection import (
     connect,
     disconnect,
 )
+from loramux.platform.engine_link.local_engine import Supervision
 
 if TYPE_CHECKING:
     from loramux.platform.cluster.deployment import ReplicaPlan
@@ -97,7 +98,6 @@ def plan_of(settings: Settings, config: EngineConfig) -> ReplicaPlan:
     """Return how many replicas the settings ask for, and what each needs. Imports Ray."""
     from loramux.platform.cluster.deployment import ReplicaPlan
 
-    supervision = supervision_of(settings, config)
     return ReplicaPlan(
         num_replicas=settings.cluster_replicas,
         max_replicas=settings.cluster_max_replicas,
@@ -106,8 +106,8 @@ def plan_of(settings: Settings, config: EngineConfig) -> ReplicaPlan:
         num_cpus=0.0 if settings.cluster == LOCAL_CLUSTER else float(config.num_threads),
         num_gpus=float(config.tensor_parallel_size) if config.device == "cuda" else 0.0,
         drain_s=settings.drain_s,
-        start_timeout_s=supervision.start_timeout_s,
-        step_timeout_s=supervision.step_timeout_s,
+        start_timeout_s=Supervision().start_timeout_s,
+        step_timeout_s=settings.engine_step_timeout_s,
         is_on_loopback=settings.cluster == LOCAL_CLUSTER,
     )
 

@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -281,7 +280,8 @@ def _engine(
 
         member = ClusterMember(settings, configs[0])
         return member, member.share
-    supervision, strikes = supervision_of(settings, configs[0]), CrashStrikes(time.monotonic)
+    supervision = Supervision(step_timeout_s=settings.engine_step_timeout_s)
+    strikes = CrashStrikes(time.monotonic)
     if len(configs) > 1:
         from loramux.admin.serving.local_engines import LocalEngines
 
@@ -312,12 +312,6 @@ def _sharing(
     from loramux.admin.serving.sharing import Sharing
 
     return partial(Sharing, settings, peers, local, relayed, capacity, engines, strikes)
-
-
-def supervision_of(settings: Settings, config: EngineConfig) -> Supervision:
-    # A start on a GPU gets more time: the model can be large, and the first start compiles kernels for every shape.
-    supervision = Supervision(step_timeout_s=settings.engine_step_timeout_s)
-    return replace(supervision, start_timeout_s=1800.0) if config.device == "cuda" else supervision
 
 
 async def _started(engine: LocalEngine | LocalEngines | ClusterMember, signals: StopSignals) -> bool:

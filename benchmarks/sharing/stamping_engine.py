@@ -204,7 +204,7 @@ class StampingEngine:
                 self._num_steps += 1
                 self._emit(list(self._running.values()))
             if self._record is not None:
-                self._record.note_pass(is_step)
+                self._record.note_pass()
 
     def _count(self, events: bytes) -> None:
         if self._counts is not None and events:

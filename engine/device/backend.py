@@ -159,6 +159,8 @@ class Backend:
 def open_backend(device: str, pdl: bool = False, activation_bits: int = 16, fused_lora: bool = False) -> Backend:
     """The backend for `cpu` or `cuda`. Raises DeviceNotUsable if the device cannot be used.
 
+    The first backend for a CPU on a machine compiles the kernels, which takes one or two minutes.
+
     On a CPU, the inputs of linear layers that keep their weights quantised are rounded to `activation_bits`, 16 or 8.
     On a GPU, 8 rounds the inputs of FP8 weights to FP8 in large steps, and 16 rounds nothing.
 
@@ -175,7 +177,9 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16, fuse
         from loramux.kernels.cpu.linear.linear import PackedLinear
         from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
         from loramux.kernels.cpu.recorder import start_recording
+        from loramux.kernels.cpu.warm import compile_missing
 
+        compile_missing()
         return Backend(
             accelerator=HostAccelerator(),
             make_kernels=lambda pool, shapes: select_kernels(torch.device("cpu"), pool, shapes),

@@ -112,7 +112,7 @@ class EngineServer:
                 self._stager.attend()
             if self._engine.num_sequences == 0:
                 self._record.note_running([])
-            self._record.note_pass(ran)
+            self._record.note_pass()
             for outbound in self._engine.take_outbox():
                 link = self._links.get(outbound.owner)
                 if link is not None:

@@ -5,28 +5,19 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass
 
-_COUNTERS = struct.Struct("<QQ")
+_PASSES = struct.Struct("<Q")
 _LENGTH = struct.Struct("<Q")
-_IDS = _COUNTERS.size + _LENGTH.size
+_IDS = _PASSES.size + _LENGTH.size
 
 ID_BYTES = 64
 """Bytes reserved for each sequence id and its separator. Ids that do not fit are left out, never truncated."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoopProgress:
-    """Counts of the loop's iterations and steps. Even an idle loop iterates a few times per second."""
-
-    num_passes: int
-    num_steps: int
-
-
 class StepRecord:
     """The record of one engine's loop, which the supervisor can read at any time.
 
-    Only the loop writes it: two counters in each iteration, and the ids whenever the running sequences change.
+    Only the loop writes it: a counter in each iteration, and the ids whenever the running sequences change.
 
     The record is in shared memory because a step can hang or crash the process before it can send a message. A record
     written before the step survives.
@@ -35,7 +26,6 @@ class StepRecord:
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, 0)
         self._num_passes = 0
-        self._num_steps = 0
         self._running: list[str] = []
 
     @staticmethod
@@ -45,11 +35,9 @@ class StepRecord:
         os.ftruncate(fd, _IDS + ID_BYTES * max_sequences)
         return fd
 
-    def note_pass(self, ran: bool) -> None:
-        """Count one iteration of the loop. `ran` is true if the iteration ran a step."""
+    def note_pass(self) -> None:
         self._num_passes += 1
-        self._num_steps += ran
-        _COUNTERS.pack_into(self._memory, 0, self._num_passes, self._num_steps)
+        _PASSES.pack_into(self._memory, 0, self._num_passes)
 
     def note_running(self, sequence_ids: list[str]) -> None:
         """Record the sequences that the device will be working on until the next call."""
@@ -61,16 +49,17 @@ class StepRecord:
         if len(data) > capacity:
             data = data[: data.rfind(b"\n", 0, capacity + 1)]
         # Write the length last, so that a process that dies between these lines leaves no ids rather than wrong ids.
-        _LENGTH.pack_into(self._memory, _COUNTERS.size, 0)
+        _LENGTH.pack_into(self._memory, _PASSES.size, 0)
         self._memory[_IDS : _IDS + len(data)] = data
-        _LENGTH.pack_into(self._memory, _COUNTERS.size, len(data))
+        _LENGTH.pack_into(self._memory, _PASSES.size, len(data))
 
-    def progress(self) -> LoopProgress:
-        return LoopProgress(*_COUNTERS.unpack_from(self._memory, 0))
+    def num_passes(self) -> int:
+        """Number of the loop's iterations. Even an idle loop iterates a few times per second."""
+        return int(_PASSES.unpack_from(self._memory, 0)[0])
 
     def running(self) -> frozenset[str]:
         """The sequences that the device was last working on."""
-        (length,) = _LENGTH.unpack_from(self._memory, _COUNTERS.size)
+        (length,) = _LENGTH.unpack_from(self._memory, _PASSES.size)
         data = self._memory[_IDS : _IDS + length]
         # An id can be garbled if the process is writing it at this moment. Such an id matches no sequence.
         return frozenset(data.decode(errors="replace").split("\n")) - {""}

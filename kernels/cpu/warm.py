@@ -1,9 +1,14 @@
-"""Compiles every CPU kernel ahead of time, so no server has to: `python -m loramux.kernels.cpu.warm`."""
+"""Compiles every CPU kernel before the first step needs one.
+
+The first engine on a machine does this when it starts. `python -m loramux.kernels.cpu.warm` does it in advance.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +19,7 @@ import numpy as np
 import torch
 
 from loramux.kernels.composed_linear import ReorderedLinear
-from loramux.kernels.cpu.instructions.compiled import cache_directory
+from loramux.kernels.cpu.instructions.compiled import FOLDER, completion_mark
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear.coded_experts import make_coded_experts
 from loramux.kernels.cpu.linear.experts import PackedExperts
@@ -214,14 +219,40 @@ def _tiny_pool(kv_dtype: torch.dtype, adapter_dtype: torch.dtype) -> _TinyPool:
     return _TinyPool(geometry, kernels, LoraCall(0, group, tables, segments))
 
 
-def _warm_all_adapters() -> None:
-    for dtype in DTYPES:
-        warm_adapters(dtype)
+def compile_missing() -> None:
+    """Compile all kernels in a process of their own, unless they have been compiled for this CPU.
+
+    Without this, a kernel would be compiled when a step first calls it, and that step would take a minute. If the
+    process fails, its error is on standard error, and kernels are compiled when they are called.
+    """
+    if completion_mark().exists():
+        return
+    print("compiling the CPU kernels, once for this machine, which takes one or two minutes ...", file=sys.stderr)
+    sys.stderr.flush()
+    command = [sys.executable, "-P", "-m", "loramux.kernels.cpu.warm"]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # noqa: S603 - our own program
 
 
 def main() -> None:
     begin = time.perf_counter()
-    print("compiling the CPU kernels, which takes one or two minutes unless it has been done before ...", flush=True)
+    # The sources can change while this runs. What is compiled goes into the directory that was chosen at the import.
+    mark = completion_mark()
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    with (mark.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if mark.exists():
+            print("the CPU kernels have been compiled")
+            return
+        print("compiling the CPU kernels, which takes one or two minutes ...", flush=True)
+        _compile()
+        mark.touch()
+    for path in (FOLDER / "__pycache__").glob("numba-*"):
+        if path.name != mark.parent.name:
+            shutil.rmtree(path, ignore_errors=True)
+    print(f"the CPU kernels are compiled ({time.perf_counter() - begin:.1f} s)")
+
+
+def _compile() -> None:
     # numba compiles on one core. The two processes compile different kernels, because they must not add to the same
     # index of compiled code at once.
     other = multiprocessing.get_context("spawn").Process(target=_warm_all_adapters)
@@ -231,11 +262,11 @@ def main() -> None:
     other.join()
     if other.exitcode:
         sys.exit(f"the process that compiles the kernels of adapters ended with {other.exitcode}")
-    current = cache_directory()
-    for path in current.parent.glob("numba-*"):
-        if path != current:
-            shutil.rmtree(path, ignore_errors=True)
-    print(f"the CPU kernels are compiled ({time.perf_counter() - begin:.1f} s)")
+
+
+def _warm_all_adapters() -> None:
+    for dtype in DTYPES:
+        warm_adapters(dtype)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ class EngineStartError(Exception):
 class Supervision:
     step_timeout_s: float = 60.0
     """Maximum duration of a step, in seconds. An engine that takes longer counts as hung."""
-    start_timeout_s: float = 300.0
-    """Maximum startup time, in seconds. It also limits the first step, which may have to compile kernels."""
+    start_timeout_s: float = 1800.0
+    """Maximum startup time, in seconds. The model can be large, and the first start on a machine compiles kernels."""
     first_delay_s: float = 0.2
     """Delay before a restart after a steady run, in seconds. It doubles after each run that is not steady."""
     max_delay_s: float = 30.0
@@ -216,13 +216,13 @@ class LocalEngine(ConnectedEngine):
         """Wait until the process is gone, killing it if its loop hangs. Return how many seconds it was healthy."""
         limits = self._supervision
         interval_s = limits.look_interval_s
-        watchdog = Watchdog(limits.step_timeout_s, limits.start_timeout_s, max_gap_s=2 * interval_s)
+        watchdog = Watchdog(limits.step_timeout_s, max_gap_s=2 * interval_s)
         started = looked = self._clock()
         exited = asyncio.ensure_future(process.wait())
         try:
             while not (await asyncio.wait({exited}, timeout=interval_s))[0]:
                 now = self._clock()
-                if self.is_ready and watchdog.look(process.record.progress(), now - looked):
+                if self.is_ready and watchdog.look(process.record.num_passes(), now - looked):
                     self._is_hung = True
                     self._log.error("engine hangs", pid=process.pid, stalled_s=round(watchdog.stalled_s, 1))
                     self._abandon_process(process)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from loramux.admin.client.push import push_adapter
-from loramux.admin.demo import server as demo_server
 from loramux.admin.demo.run import DEMO_FILES, STYLES
 from loramux.admin.demo.server import DemoServer
 from tests.browser.browser_tools import chromium_path
@@ -30,8 +29,6 @@ def postgres() -> Iterator[FaultyPostgres]:
 def demo(tmp_path_factory: pytest.TempPathFactory, postgres: FaultyPostgres) -> Iterator[Demo]:
     """A server shared by all tests. It has already answered some requests."""
     data_dir = tmp_path_factory.mktemp("demo")
-    # Allow for slow starts on a busy machine. These tests do not check how fast a server starts.
-    demo_server.START_TIMEOUT_S = 600.0
     more = ["--database-url", postgres.url]
     server = DemoServer(DEMO_FILES / "base", data_dir, free_port(), free_port(), STYLES.served_name, more)
     try:

@@ -15,7 +15,6 @@ import httpx
 import pytest
 
 from loramux.admin.client.push import push_adapter
-from loramux.admin.demo import server as demo_server
 from loramux.admin.demo.run import DEMO_FILES, STYLES
 from loramux.admin.demo.server import DemoServer
 from tests.browser.console_tab import keep_screenshot, signed_in_tabs
@@ -31,8 +30,6 @@ NUM_CLIENTS = 12
 @pytest.fixture(scope="module")
 def servers(postgres_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DemoServer]]:
     """Three servers that share requests, and one with other weights."""
-    # Allow for slow starts on a busy machine. These tests do not check how fast a server starts.
-    demo_server.START_TIMEOUT_S = 600.0
     directory = tmp_path_factory.mktemp("servers")
     shared = ["--database-url", create_database(postgres_server, "several_servers")]
     shared += ["--blob-url", f"file://{directory / 'blobs'}"]

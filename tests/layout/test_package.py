@@ -90,7 +90,6 @@ def test_an_installed_wheel_runs_the_demo_and_an_llm(built: Built, python: str, 
     programs = tmp_path / "venv" / "bin"
     requirement = f"loramux[demo] @ file://{built.wheel}"
     run(programs / "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", requirement, cwd=tmp_path)
-    run(programs / "python", "-m", "loramux.kernels.cpu.warm", cwd=tmp_path)
     shown = run(programs / "loramux", "demo", "--exit", "--port", "18790", "--admin-port", "18791", cwd=tmp_path)
     assert "It adds up" in shown
     example = (ROOT / "docs" / "examples" / "mixed_adapters.py").read_text()

@@ -1,9 +1,9 @@
 """Compilation of the CPU kernels by numba.
 
 numba compiles a kernel once for each combination of argument types. `CpuKernels` rejects unexpected dtypes and layouts,
-because they would trigger a compilation in the middle of a step. `python -m loramux.kernels.cpu.warm` compiles
-everything in advance, in one or two minutes, and later processes load the result from `__pycache__`. If that folder is
-not writable, they use `~/.cache/loramux` (or `loramux` below `XDG_CACHE_HOME`). `NUMBA_CACHE_DIR` chooses another.
+because they would trigger a compilation in the middle of a step. `loramux.kernels.cpu.warm` compiles everything before
+the first engine starts, in one or two minutes, and later processes load the result from `__pycache__`. If that folder
+is not writable, they use `~/.cache/loramux` (or `loramux` below `XDG_CACHE_HOME`). `NUMBA_CACHE_DIR` chooses another.
 
 Helpers are compiled for each combination of types, too, and a large one takes seconds. A literal such as 0 has a type
 of its own, and the index of a parallel loop is unsigned. Large helpers therefore receive `np.int64(0)` and
@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numba
+from llvmlite import binding
 from numba.core import codegen, extending
 
 from loramux.kernels.cpu.instructions import threads as _threads  # noqa: F401  the threading layer is chosen first
@@ -38,9 +40,13 @@ def cache_directory() -> Path:
     kernel's own file.
     """
     hashed = hashlib.sha256()
-    for path in sorted([*FOLDER.rglob("*.py"), FOLDER.parent / "layout.py"]):
+    for path in _sources():
         hashed.update(path.read_bytes())
     return FOLDER / "__pycache__" / f"numba-{hashed.hexdigest()[:16]}"
+
+
+def _sources() -> list[Path]:
+    return sorted([*FOLDER.rglob("*.py"), FOLDER.parent / "layout.py"])
 
 
 _config: Any = numba.config
@@ -51,6 +57,17 @@ def cpu_features() -> frozenset[str]:
     said = _config.CPU_FEATURES
     features = codegen.get_host_cpu_features() if said is None else said
     return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
+
+
+def completion_mark() -> Path:
+    """The file that exists once every kernel is compiled for this CPU, Python and numba.
+
+    Its name contains a hash of everything that numba looks code up by, such as the time of each source file.
+    """
+    sources = [(str(path), os.stat(path).st_mtime_ns) for path in _sources()]
+    cpu = (_config.CPU_NAME or binding.get_host_cpu_name(), sorted(cpu_features()))
+    known = repr((sys.implementation.cache_tag, numba.__version__, cpu, sources))
+    return Path(_config.CACHE_DIR) / f"complete-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
 
 
 def code_directory(own: Path, chosen: str | None, caches: Path) -> Path:

@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.server.step_record import ID_BYTES, LoopProgress, StepRecord
+from loramux.engine.server.step_record import ID_BYTES, StepRecord
 from loramux.platform.engine_link import crash_strikes, process_output
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable
@@ -152,9 +152,9 @@ def test_hung_engine_is_replaced_or_not_live_if_unkillable(
 ) -> None:
     look, has_stopped = Watchdog.look, False
 
-    def patient(watchdog: Watchdog, progress: LoopProgress, since_last_look_s: float) -> bool:
+    def patient(watchdog: Watchdog, num_passes: int, since_last_look_s: float) -> bool:
         # On a busy machine, the engine may get no processor time before it is stopped. That time must not count.
-        return look(watchdog, progress, since_last_look_s if has_stopped else 0.0)
+        return look(watchdog, num_passes, since_last_look_s if has_stopped else 0.0)
 
     monkeypatch.setattr(Watchdog, "look", patient)
 
@@ -163,7 +163,7 @@ def test_hung_engine_is_replaced_or_not_live_if_unkillable(
         async with running(toy(step_timeout_s=0.5, first_delay_s=0.02)) as engine:
             process = engine._process
             assert process is not None
-            await until(lambda: process.record.progress().num_steps > 0)
+            await until(lambda: process.record.num_passes() > 0)
             with monkeypatch.context() as patched:
                 patched.setattr(EngineProcess, "kill", lambda self: None)
                 if stop == "the loop hangs":
@@ -203,8 +203,8 @@ def test_idle_engine_is_not_hung(toy: Callable[..., LocalEngine], monkeypatch: p
     looks: list[float] = []
     look = Watchdog.look
 
-    def noted(watchdog: Watchdog, progress: LoopProgress, since_last_look_s: float) -> bool:
-        is_hung = look(watchdog, progress, since_last_look_s)
+    def noted(watchdog: Watchdog, num_passes: int, since_last_look_s: float) -> bool:
+        is_hung = look(watchdog, num_passes, since_last_look_s)
         looks.append(watchdog.stalled_s)
         return is_hung
 
@@ -222,18 +222,14 @@ def test_idle_engine_is_not_hung(toy: Callable[..., LocalEngine], monkeypatch: p
     asyncio.run(scenario())
 
 
-def test_watchdog_ignores_slow_starts_and_suspended_machines() -> None:
-    watchdog = Watchdog(step_timeout_s=10, first_step_timeout_s=100, max_gap_s=2)
-    starting = LoopProgress(num_passes=3, num_steps=0)
-    assert not any(watchdog.look(starting, 1) for _ in range(101))
-    assert watchdog.look(starting, 1), "a first step may take long, but not forever"
-    stepping = LoopProgress(num_passes=4, num_steps=1)
-    assert not any(watchdog.look(stepping, 1) for _ in range(11))
-    assert watchdog.look(stepping, 1)
+def test_watchdog_ignores_suspended_machines() -> None:
+    watchdog = Watchdog(step_timeout_s=10, max_gap_s=2)
+    assert not any(watchdog.look(4, 1) for _ in range(11))
+    assert watchdog.look(4, 1)
     for num_passes in range(5, 100):
-        assert not watchdog.look(LoopProgress(num_passes=num_passes, num_steps=1), 9)
+        assert not watchdog.look(num_passes, 9)
     # The machine slept for an hour, which must not count against the engine.
-    assert not watchdog.look(LoopProgress(num_passes=99, num_steps=1), 3600)
+    assert not watchdog.look(99, 3600)
     assert watchdog.stalled_s == 2
 
 
@@ -241,11 +237,11 @@ def test_step_record_is_shared_and_never_truncates_an_id() -> None:
     fd = StepRecord.new_file(max_sequences=3)
     written, read = StepRecord(fd), StepRecord(fd)
     os.close(fd)
-    assert (read.progress(), read.running()) == (LoopProgress(0, 0), frozenset())
-    written.note_pass(False)
-    written.note_pass(True)
+    assert (read.num_passes(), read.running()) == (0, frozenset())
+    written.note_pass()
+    written.note_pass()
     written.note_running(["a", "b"])
-    assert (read.progress(), read.running()) == (LoopProgress(2, 1), {"a", "b"})
+    assert (read.num_passes(), read.running()) == (2, {"a", "b"})
     written.note_running([name * (ID_BYTES - 1) for name in "abc"])
     assert len(read.running()) == 3
     written.note_running([name * ID_BYTES for name in "abcd"])

@@ -38,7 +38,7 @@ def main() -> None:
         if socket in events:
             owner, _ = socket.recv_multipart()
             socket.send_multipart([owner, msgspec.msgpack.encode(ready)])
-        record.note_pass(True)
+        record.note_pass()
     context.destroy(linger=0)
 
 
