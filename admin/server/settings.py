@@ -127,6 +127,18 @@ def _size(given: Any) -> Any:
     return given
 
 
+def _database_url(given: str | None) -> str | None:
+    if given is not None:
+        # A server with the embedded database starts its engine before it imports SQLAlchemy.
+        from loramux.migrations.database import DatabaseError, check_url
+
+        try:
+            check_url(given)
+        except DatabaseError as error:
+            raise ValueError(str(error)) from None
+    return given
+
+
 def _host_of(address: str) -> str:
     found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]{1,253}):([0-9]{1,5})", address)
     if found is None or int(found[2]) > 65535:
@@ -175,6 +187,8 @@ class DataSettings(BaseSettings):
     config: Path | None = None
     data_dir: Path = Path("loramux-data")
     database_url: str | None = None
+
+    _is_a_database = field_validator("database_url")(_database_url)
 
     @property
     def is_database_embedded(self) -> bool:
@@ -765,6 +779,13 @@ def _unknown_variables(variables: Iterable[str]) -> Iterable[str]:
             yield f"the variable {variable} is not a setting{did_you_mean(variable, known)}"
 
 
+def _expected(fault: Any) -> str:
+    if fault["type"].startswith("byte_size"):
+        return "a size, such as 8GiB or 500MB"
+    # Pydantic goes on with what its parser could not do.
+    return str(fault["msg"].removeprefix("Input should be ").partition(", unable to ")[0])
+
+
 def _sentence(fault: Any) -> str:
     name = ".".join(str(part) for part in fault["loc"])
     flag = f"--{name.replace('_', '-')}, " if name in FLAGS else ""
@@ -777,5 +798,5 @@ def _sentence(fault: Any) -> str:
         reason = fault["msg"].removeprefix("Value error, ")
     else:
         shown = "" if name in SECRETS else f", not {fault['input']!r}"
-        reason = f"it should be {fault['msg'].removeprefix('Input should be ')}{shown}"
+        reason = f"it should be {_expected(fault)}{shown}"
     return f"the setting {name} is invalid: {reason}; change {places}"
