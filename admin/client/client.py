@@ -176,6 +176,14 @@ class AdminClient:
         except httpx.TransportError:
             return False
 
+    def why_not_ready(self) -> str | None:
+        """Return the reason that the server reports, or None if it is ready or reports none. No key is needed."""
+        try:
+            reason = self._http.get(f"{self.url}/health/ready").json()["reason"]
+        except (httpx.TransportError, ValueError, KeyError, TypeError):
+            return None
+        return str(reason)
+
     def is_ready(self) -> bool:
         """Return True if the server can run requests. No key is needed."""
         try:

@@ -127,18 +127,6 @@ def _size(given: Any) -> Any:
     return given
 
 
-def _database_url(given: str | None) -> str | None:
-    if given is not None:
-        # A server with the embedded database starts its engine before it imports SQLAlchemy.
-        from loramux.migrations.database import DatabaseError, check_url
-
-        try:
-            check_url(given)
-        except DatabaseError as error:
-            raise ValueError(str(error)) from None
-    return given
-
-
 def _host_of(address: str) -> str:
     found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]{1,253}):([0-9]{1,5})", address)
     if found is None or int(found[2]) > 65535:
@@ -187,8 +175,6 @@ class DataSettings(BaseSettings):
     config: Path | None = None
     data_dir: Path = Path("loramux-data")
     database_url: str | None = None
-
-    _is_a_database = field_validator("database_url")(_database_url)
 
     @property
     def is_database_embedded(self) -> bool:
@@ -524,6 +510,19 @@ class Settings(ModelSettings):
         if secret is not None and len(secret.get_secret_value()) < least:
             raise ValueError(f"a {what} must have at least {least} characters")
         return secret
+
+    @field_validator("database_url")
+    @classmethod
+    def _is_a_database_url(cls, given: str | None) -> str | None:
+        if given is not None:
+            # A server with the embedded database starts its engine before it imports SQLAlchemy.
+            from loramux.migrations.database import DatabaseError, check_url
+
+            try:
+                check_url(given)
+            except DatabaseError as error:
+                raise ValueError(str(error)) from None
+        return given
 
     @field_validator("blob_url")
     @classmethod

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.cli import app
-from loramux.admin.client.client import AdminClient
+from loramux.admin.client.client import AdminClient, ServerUnreachable
 from loramux.admin.doctor import checks, doctor
 from loramux.admin.doctor.doctor import HostSettings, check_host, check_server
 from loramux.admin.doctor.findings import Finding, Grade
@@ -87,6 +87,24 @@ def test_failed_parts_are_distinguished_from_an_unreachable_server(
     monkeypatch.setenv("LORAMUX_ADMIN_URL", "http://127.0.0.1:9")
     away = found(loramux("doctor", "--json"))
     assert (away["server"]["grade"], "engine" in away) == ("failed", False)
+
+
+def test_server_that_answers_no_calls_says_why_it_is_not_ready(
+    admin_side: AdminSide, admin_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(*_: object) -> None:
+        raise ServerUnreachable("the server took too long to answer")
+
+    admin_side.engine.die()
+    with AdminClient(admin_url, ADMIN_KEY) as client:
+        monkeypatch.setattr(client, "get", hang)
+        (finding,) = check_server(client)
+        assert finding.grade is Grade.FAILED
+        assert finding.message.startswith("the server took too long to answer, and is not ready: ")
+        assert finding.mend is not None
+        assert not finding.mend.startswith("start the server")
+    with AdminClient("http://127.0.0.1:9", ADMIN_KEY) as client:
+        assert client.why_not_ready() is None
 
 
 def test_unsuitable_key_is_reported(loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:
