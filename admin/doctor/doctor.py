@@ -80,7 +80,16 @@ def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) ->
     try:
         server = client.get("server")
     except ServerUnreachable as error:
-        yield _unreachable(error, client.why_not_ready())
+        # The error already gives the reason.
+        is_there = client.why_not_ready() is not None
+        yield Finding(
+            check="server",
+            grade=Grade.FAILED,
+            message=str(error),
+            mend="repair what is named here; the server's log says more"
+            if is_there
+            else "start the server, fix the network, or choose another server: loramux profiles use NAME",
+        )
         return
     except AdminError as error:
         yield _refusal(error)
@@ -123,17 +132,6 @@ def _check_bandwidth(client: AdminClient) -> Iterator[Finding]:
     if used is not None:
         message = f"decode steps have used {100 * used:.0f} % of the GPU's memory bandwidth"
         yield Finding(check="bandwidth", grade=Grade.OK, message=message)
-
-
-def _unreachable(error: ServerUnreachable, reason: str | None) -> Finding:
-    """`reason` says why the server is not ready, if it answers at all."""
-    if reason is not None:
-        message = f"{error}, and is not ready: {reason}"
-        mend = "repair what is named here; the server's log says more"
-    else:
-        message = str(error)
-        mend = "start the server, fix the network, or choose another server: loramux profiles use NAME"
-    return Finding(check="server", grade=Grade.FAILED, message=message, mend=mend)
 
 
 def _refusal(error: AdminError) -> Finding:

@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 import tempfile
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.cli import app
-from loramux.admin.client.client import AdminClient, ServerUnreachable
+from loramux.admin.client.client import AdminClient
 from loramux.admin.doctor import checks, doctor
 from loramux.admin.doctor.doctor import HostSettings, check_host, check_server
 from loramux.admin.doctor.findings import Finding, Grade
@@ -92,19 +94,23 @@ def test_failed_parts_are_distinguished_from_an_unreachable_server(
 def test_server_that_answers_no_calls_says_why_it_is_not_ready(
     admin_side: AdminSide, admin_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hang(*_: object) -> None:
-        raise ServerUnreachable("the server took too long to answer")
+    def hang(*_: object, **__: object) -> None:
+        raise httpx.ReadTimeout("timed out")
 
     admin_side.engine.die()
     with AdminClient(admin_url, ADMIN_KEY) as client:
-        monkeypatch.setattr(client, "get", hang)
+        monkeypatch.setattr(client._http, "request", hang)
+        monkeypatch.setattr(client._http, "get", partial(httpx.get, trust_env=False))
         (finding,) = check_server(client)
         assert finding.grade is Grade.FAILED
-        assert finding.message.startswith("the server took too long to answer, and is not ready: ")
+        assert finding.message.startswith(f"{admin_url} took too long to answer, and it is not ready: ")
         assert finding.mend is not None
         assert not finding.mend.startswith("start the server")
-    with AdminClient("http://127.0.0.1:9", ADMIN_KEY) as client:
-        assert client.why_not_ready() is None
+        monkeypatch.setattr(client._http, "get", hang)
+        (finding,) = check_server(client)
+        assert finding.message == f"{admin_url} took too long to answer"
+        assert finding.mend is not None
+        assert finding.mend.startswith("start the server")
 
 
 def test_unsuitable_key_is_reported(loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:
