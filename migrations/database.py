@@ -332,7 +332,9 @@ def _malformed_as_database_error() -> Iterator[None]:
         yield
     except (ArgumentError, ValueError):
         # A stray character can make part of a password parse as a port or host, so show no part of the URL.
-        raise DatabaseError("the database URL is malformed: use sqlite:///FILE or postgresql://USER@HOST/NAME") from None
+        raise DatabaseError(
+            "the database URL is malformed: use sqlite:///FILE or postgresql://USER@HOST/NAME"
+        ) from None
 
 
 def _parse_url(url: str) -> URL:

@@ -54,7 +54,7 @@ def configure_logs(log_format: LogFormat = "console") -> None:
         # JSON escapes these characters itself.
         shared.append(replace_control_characters)
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    processors = [*shared[:2], RepeatedTrouble(), *shared[2:], renderer]
+    processors: list[structlog.typing.Processor] = [*shared[:2], RepeatedTrouble(), *shared[2:], renderer]
     structlog.configure(processors=processors, logger_factory=_LossyLogger)
     # Libraries log through the standard logging module. Their warnings go to the same stream in the same format.
     handler = logging.StreamHandler(sys.stderr)

@@ -172,9 +172,7 @@ def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> No
         ),
     ],
 )
-def test_a_wrong_value_gets_a_sentence_that_says_what_to_write(
-    model: Path, setting: dict[str, str], said: str
-) -> None:
+def test_a_wrong_value_gets_a_sentence_that_says_what_to_write(model: Path, setting: dict[str, str], said: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(said)):
         load_settings(Settings, {"model": model, **setting})
 
