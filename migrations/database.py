@@ -130,14 +130,9 @@ class Database:
         """When PostgreSQL last told its time, since the host started."""
         # The lock is reentrant, so that a nested writer waits only once: for SQLite's lock, until SQLite rejects it.
         self._writing = threading.RLock()
-        try:
+        with _malformed_as_database_error():
             self._url = _parse_url(url)
             self._engine = _create_engine(self._url)
-        except (ArgumentError, ValueError):
-            # A stray character can make part of a password parse as a port or host, so show no part of the URL.
-            raise DatabaseError(
-                "the database URL is malformed: use sqlite:///FILE or postgresql://USER@HOST/NAME"
-            ) from None
 
     @property
     def is_sqlite(self) -> bool:
@@ -325,6 +320,23 @@ class Database:
         return config
 
 
+def check_url(url: str) -> None:
+    """Raise DatabaseError unless this is the URL of a database of a supported kind. Connects to nothing."""
+    with _malformed_as_database_error():
+        _parse_url(url)
+
+
+@contextmanager
+def _malformed_as_database_error() -> Iterator[None]:
+    try:
+        yield
+    except (ArgumentError, ValueError):
+        # A stray character can make part of a password parse as a port or host, so show no part of the URL.
+        raise DatabaseError(
+            "the database URL is malformed: use sqlite:///FILE or postgresql://USER@HOST/NAME"
+        ) from None
+
+
 def _parse_url(url: str) -> URL:
     parsed = make_url(url)
     if "@" in (parsed.host or ""):
@@ -452,5 +464,6 @@ def _as_database_error(url: URL) -> Iterator[None]:
         ) from error
     except SQLAlchemyError as error:
         reason = str(getattr(error, "orig", None) or error).splitlines()[0]
-        shown = url.render_as_string(hide_password=True)
+        # Show the URL as the settings have it, without the driver.
+        shown = url.set(drivername=url.get_backend_name()).render_as_string(hide_password=True)
         raise DatabaseError(f"the database {shown} cannot be used: {reason}") from error

@@ -29,8 +29,11 @@ class S3Probe:
         calls = self._calls
         try:
             calls.send("access objects", lambda: calls.client.head_bucket(Bucket=calls.bucket))
-        except BlobNotFound as error:
-            raise BlobStoreUnavailable(f"the bucket {calls.bucket} does not exist") from error
+        except (BlobNotFound, BlobStoreUnavailable) as error:
+            is_missing = isinstance(error, BlobNotFound)
+            reason = f"the bucket {calls.bucket} does not exist" if is_missing else str(error)
+            # The cause can be a wrong AWS_ENDPOINT_URL.
+            raise BlobStoreUnavailable(f"{reason} (endpoint {calls.client.meta.endpoint_url})") from error
         key = self._new_key()
         try:
             # Ignore a refusal: the first attempt may have succeeded although its response was lost.

@@ -15,6 +15,7 @@ from loramux.admin.client.server_address import NoServerNamed, find_server
 Document = dict[str, Any]
 
 PAGE_SIZE = 100
+HEALTH_TIMEOUT_S = 5.0
 MAX_VERSIONS = 8
 """Largest number of versions that an alias can name."""
 
@@ -176,6 +177,14 @@ class AdminClient:
         except httpx.TransportError:
             return False
 
+    def why_not_ready(self) -> str | None:
+        """Return the reason that the server reports, or None if it is ready or reports none. No key is needed."""
+        try:
+            reason = self._http.get(f"{self.url}/health/ready", timeout=HEALTH_TIMEOUT_S).json()["reason"]
+        except (httpx.TransportError, ValueError, KeyError, TypeError):
+            return None
+        return str(reason)
+
     def is_ready(self) -> bool:
         """Return True if the server can run requests. No key is needed."""
         try:
@@ -187,7 +196,9 @@ class AdminClient:
         try:
             response = self._http.request(method, path, **arguments)
         except httpx.TimeoutException:
-            raise ServerUnreachable(f"{self.url} took too long to answer") from None
+            reason = self.why_not_ready()
+            because = "" if reason is None else f", and it is not ready: {reason}"
+            raise ServerUnreachable(f"{self.url} took too long to answer{because}") from None
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(

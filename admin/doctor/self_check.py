@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,17 +27,26 @@ class SelfCheck:
     is_sandbox_required: bool = False
     engines: Mapping[str, EngineClient] = field(default_factory=dict)
     """The engines behind `engine` by name, if it has several."""
+    trouble: Callable[[], str | None] = lambda: None
+    """Returns why the gateway cannot use the database, if it cannot. `check_database` only reads."""
 
     def findings(self) -> tuple[Finding, ...]:
         """Check every component once. A failing component yields a finding, never an exception."""
         return (
             *self._engines(),
-            *check_database(self.database),
+            *self._database(),
             check_store(self.blobs),
             check_data_directory(self.data_dir),
             check_disk(self.data_dir),
             check_sandbox(self.is_sandbox_required),
         )
+
+    def _database(self) -> list[Finding]:
+        trouble = self.trouble()
+        if trouble is None:
+            return check_database(self.database)
+        mend = "start the database, fix the network, or free space on its disk; until then, new requests are refused"
+        return [Finding(check="database", grade=Grade.FAILED, message=trouble, mend=mend)]
 
     def _engines(self) -> Iterator[Finding]:
         if not self.engines:

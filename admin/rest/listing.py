@@ -92,7 +92,8 @@ def whole_list(data: Sequence[D], has_more: bool = False) -> ListDocument[D]:
 def check_identifier(value: str, what: str) -> str:
     """Raise NotFound for text that cannot be an identifier, so that it never reaches the database."""
     if re.fullmatch(IDENTIFIER[1:-1], value) is None:
-        raise NotFound(f"there is no such {what}", code=f"{what}_not_found")
+        named = what.replace("api_key", "API key").replace("_", " ")
+        raise NotFound(f"there is no such {named}", code=f"{what}_not_found")
     return value
 
 

@@ -511,6 +511,19 @@ class Settings(ModelSettings):
             raise ValueError(f"a {what} must have at least {least} characters")
         return secret
 
+    @field_validator("database_url")
+    @classmethod
+    def _is_a_database_url(cls, given: str | None) -> str | None:
+        if given is not None:
+            # A server with the embedded database starts its engine before it imports SQLAlchemy.
+            from loramux.migrations.database import DatabaseError, check_url
+
+            try:
+                check_url(given)
+            except DatabaseError as error:
+                raise ValueError(str(error)) from None
+        return given
+
     @field_validator("blob_url")
     @classmethod
     def _is_a_blob_url(cls, blob_url: str | None) -> str | None:
@@ -765,6 +778,13 @@ def _unknown_variables(variables: Iterable[str]) -> Iterable[str]:
             yield f"the variable {variable} is not a setting{did_you_mean(variable, known)}"
 
 
+def _expected(fault: Any) -> str:
+    if fault["type"].startswith("byte_size"):
+        return "a size, such as 8GiB or 500MB"
+    # Pydantic goes on with what its parser could not do.
+    return str(fault["msg"].removeprefix("Input should be ").partition(", unable to ")[0])
+
+
 def _sentence(fault: Any) -> str:
     name = ".".join(str(part) for part in fault["loc"])
     flag = f"--{name.replace('_', '-')}, " if name in FLAGS else ""
@@ -777,5 +797,5 @@ def _sentence(fault: Any) -> str:
         reason = fault["msg"].removeprefix("Value error, ")
     else:
         shown = "" if name in SECRETS else f", not {fault['input']!r}"
-        reason = f"it should be {fault['msg'].removeprefix('Input should be ')}{shown}"
+        reason = f"it should be {_expected(fault)}{shown}"
     return f"the setting {name} is invalid: {reason}; change {places}"

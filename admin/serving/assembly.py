@@ -337,6 +337,7 @@ def open_admin(
                 served_name=settings.resolved_served_name,
                 model_source=settings.model_source,
                 is_sandbox_required=settings.sandbox == "required",
+                trouble=gateway.trouble,
             ),
             fleet=sharing,
             disk_tier=Path(config.cache_dir),

@@ -106,6 +106,9 @@ def _case(line: bytes, number: int) -> Case:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part)[:40] for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            fields = (field.alias or name for name, field in Case.model_fields.items() if name != "line")
+            raise InvalidJson(f"{place} is not a field of a line: use {', '.join(fields)}") from None
         raise InvalidJson(f"{place}: {first['msg']}") from None
     if (case.prompt is None) == (case.messages is None):
         raise InvalidJson("specify either prompt or messages")

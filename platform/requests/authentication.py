@@ -36,6 +36,7 @@ async def _authenticate(request: Request, services: Services) -> Principal:
     if principal is None:
         # The message starts like OpenAI's, because litellm recognises a refused key only by these words.
         raise Unauthenticated("Incorrect API key provided: it is unknown, expired or revoked")
+    request.state.tenant, request.state.key_id = principal.tenant_slug, principal.key_id
     return principal
 
 

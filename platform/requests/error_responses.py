@@ -43,7 +43,7 @@ def engine_unavailable(_: Exception | None = None) -> ApiError:
 
 def quota_unavailable(_: Exception | None = None) -> ApiError:
     return Unavailable(
-        "the database cannot be reached; try again", code="quota_unavailable", retry_after_s=DATABASE_RETRY_S
+        "the database cannot be used now; try again", code="quota_unavailable", retry_after_s=DATABASE_RETRY_S
     )
 
 

@@ -122,6 +122,7 @@ async def _serve_as(
     if target is None:
         _refuse_early(services, caller, body)
         target = await resolve(services, caller, body.model, body.user)
+    request.state.model = target.model.name
     if isinstance(body, GenerationRequest):
         services.run.gate.check(target.share_in(target.tiers.tier(body.service_tier)))
     plan, shape = await planned(services, caller, endpoint, received, target)

@@ -13,6 +13,9 @@ from loramux.platform.telemetry.package_metrics import AdminMetrics, ApiMetrics
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
 
+CALLER = ("tenant", "key_id", "model")
+"""Attributes of a request's state that say who has sent it, and for which model."""
+
 log = structlog.get_logger()
 
 
@@ -25,6 +28,8 @@ class AnsweredCall:
     status: int
     """The status that was sent. 500 if no response was sent."""
     error_code: str | None
+    caller: Mapping[str, str | None]
+    """The caller's tenant, its key, and the model that its name selects, as far as they became known."""
     has_raised: bool
     seconds: float
     """Time from the call to the last byte of its response."""
@@ -62,12 +67,14 @@ class HttpMetrics:
             has_raised = True
             raise
         finally:
+            state = scope.get("state", {})
             self._count(
                 AnsweredCall(
                     method=scope["method"],
                     path=scope["path"],
                     status=status,
-                    error_code=scope.get("state", {}).get("error_code"),
+                    error_code=state.get("error_code"),
+                    caller={name: state.get(name) for name in CALLER},
                     has_raised=has_raised,
                     seconds=time.monotonic() - started_s,
                 )
@@ -87,7 +94,14 @@ def counting_endpoints(metrics: ApiMetrics, endpoints: Mapping[str, str], logs_a
         metrics.request_seconds.labels(endpoint).observe(call.seconds)
         if logs_answers:
             seconds = round(call.seconds, 4)
-            log.info("answered", endpoint=endpoint, status=call.status, code=call.error_code, seconds=seconds)
+            log.info(
+                "answered",
+                endpoint=endpoint,
+                status=call.status,
+                code=call.error_code,
+                seconds=seconds,
+                **call.caller,
+            )
 
     return count
 

@@ -118,6 +118,16 @@ def test_every_line_of_the_log_is_json_and_a_requests_lines_name_it(seen: Seen) 
     assert len({line["request_id"] for line in answers}) == 6
 
 
+def test_the_log_says_whose_request_was_answered_with_which_model(seen: Seen) -> None:
+    lines = [json.loads(line) for line in seen.logs.splitlines()]
+    answers = [line for line in lines if line["event"] == "answered" and line["endpoint"] == "completions"]
+    assert [line["tenant"] for line in answers] == ["harbour", None, *["harbour"] * 4]
+    assert [line["model"] for line in answers[:3]] == ["harbour/pirate@1", None, None]
+    assert seen.key.split("-")[2] not in answers[0]["key_id"]
+    assert answers[0]["key_id"].startswith("key_")
+    assert answers[1]["key_id"] is None
+
+
 def test_nothing_that_is_written_repeats_prompts_or_keys(seen: Seen) -> None:
     written = [seen.logs.encode(), seen.metrics.encode()]
     written += [path.read_bytes() for path in seen.made.data_dir.rglob("*") if path.is_file()]

@@ -336,7 +336,7 @@ def test_push_of_invalid_directory_sends_nothing(
             "there is no tenant 'nobody': loramux tenants list shows all tenants, and loramux tenants create adds one",
             id="unknown tenant",
         ),
-        pytest.param(("keys", "revoke", "key_1"), 1, "no such api_key", id="unknown key"),
+        pytest.param(("keys", "revoke", "key_1"), 1, "no such API key", id="unknown key"),
         pytest.param(("tenants", "create", "A"), 1, "slug", id="bad slug"),
         pytest.param(("adapters", "push", "/nowhere", "--tenant", "a", "--name", "b"), 2, "nowhere", id="no directory"),
         pytest.param(("usage", "--format", "xml"), 2, "xml", id="bad format"),

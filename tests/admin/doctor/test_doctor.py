@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 import tempfile
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from typer.testing import CliRunner
@@ -87,6 +89,28 @@ def test_failed_parts_are_distinguished_from_an_unreachable_server(
     monkeypatch.setenv("LORAMUX_ADMIN_URL", "http://127.0.0.1:9")
     away = found(loramux("doctor", "--json"))
     assert (away["server"]["grade"], "engine" in away) == ("failed", False)
+
+
+def test_server_that_answers_no_calls_says_why_it_is_not_ready(
+    admin_side: AdminSide, admin_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(*_: object, **__: object) -> None:
+        raise httpx.ReadTimeout("timed out")
+
+    admin_side.engine.die()
+    with AdminClient(admin_url, ADMIN_KEY) as client:
+        monkeypatch.setattr(client._http, "request", hang)
+        monkeypatch.setattr(client._http, "get", partial(httpx.get, trust_env=False))
+        (finding,) = check_server(client)
+        assert finding.grade is Grade.FAILED
+        assert finding.message.startswith(f"{admin_url} took too long to answer, and it is not ready: ")
+        assert finding.mend is not None
+        assert not finding.mend.startswith("start the server")
+        monkeypatch.setattr(client._http, "get", hang)
+        (finding,) = check_server(client)
+        assert finding.message == f"{admin_url} took too long to answer"
+        assert finding.mend is not None
+        assert finding.mend.startswith("start the server")
 
 
 def test_unsuitable_key_is_reported(loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:

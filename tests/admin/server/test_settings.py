@@ -137,6 +137,7 @@ def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> No
         "port": 70_000,
         "dtype": "int3",
         "blob_url": "ftp://x",
+        "database_url": "mysql://root:hunter2@db/loramux",
         "served_name": "a b",
         "max_pinned_share": 0.95,
     }
@@ -149,13 +150,31 @@ def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> No
         "port is invalid: it should be less than or equal to 65535, not 70000",
         "'auto', 'float32' or 'bfloat16', not 'int3'",
         "file://DIRECTORY or s3://BUCKET/PREFIX",
+        "database_url is invalid: databases of kind 'mysql' are not supported: use SQLite or PostgreSQL",
         "'a b' is not a model name",
         "max_pinned_share is invalid: it should be less than or equal to 0.9",
         "32 characters",
     ):
         assert [line for line in lines if said in line], said
-    assert len(lines) == 8
+    assert len(lines) == 9
     assert "too-short-and-secret" not in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        pytest.param({"port": "eight"}, "port is invalid: it should be a valid integer, not 'eight'; ", id="number"),
+        pytest.param(
+            {"pool_bytes": "8 gigs"},
+            "pool_bytes is invalid: it should be a size, such as 8GiB or 500MB, not '8 gigs'; ",
+            id="unit",
+        ),
+    ],
+)
+def test_a_wrong_value_gets_a_sentence_that_says_what_to_write(model: Path, setting: dict[str, str], said: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        load_settings(Settings, {"model": model, **setting})
 
 
 @pytest.mark.parametrize(

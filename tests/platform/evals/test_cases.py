@@ -36,7 +36,10 @@ def test_line_with_only_a_reference_needs_no_answer() -> None:
         (b'{"prompt": "a", "prompt": "b", "equal": "c"}', "twice"),
         (b'{"prompt": "a", "equal": "\\ud800"}', "surrogate"),
         (b"\xff\xfe", "UTF-8"),
-        (lines({**GOOD, "regex": "(a+)+$"}), "regex: Extra inputs"),
+        (
+            lines({**GOOD, "regex": "(a+)+$"}),
+            "regex is not a field of a line: use prompt, messages, max_tokens, equal, contains, fields, schema,",
+        ),
         (lines({**GOOD, "line": 7}), "line is not a field"),
         (lines({"prompt": "a"}), "specify equal"),
         (lines({"equal": "a"}), "either prompt or messages"),
