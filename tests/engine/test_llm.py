@@ -501,6 +501,11 @@ def test_an_adapters_own_template_renders_its_conversations(llm: LLM, tmp_path: 
     assert llm.generate(PROMPT, adapter="own", max_tokens=1)
     with pytest.raises(TemplateRefused, match=r"^conversations\[1\]: the adapter's chat template is malformed: "):
         llm.chat([QUESTION] * 2, adapter=[None, "own"])
+    (directory / "chat_template.jinja").unlink()
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": source}))
+    llm.add_adapter("own", directory)
+    [earlier] = llm.chat([QUESTION], adapter="own", chat_template_kwargs=mood, max_tokens=1)
+    assert earlier.prompt_token_ids == own.prompt_token_ids
     llm.remove_adapter("own")
 
 

@@ -16,6 +16,8 @@ EARLIER_TEMPLATE_FILE = "chat_template.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SMALL_TOKENIZER_FILES = (TOKENIZER_CONFIG_FILE, EARLIER_TEMPLATE_FILE)
+"""The tokenizer's files that are also read from a bucket or a hub."""
 PARSERS_FILE = "parsers.json"
 VOCABULARY_FILE = "added_vocabulary.json"
 POOLING_FILE = "pooling.json"

@@ -97,9 +97,10 @@ def test_files_are_read_at_the_pinned_commit(hub: LocalHub, sources: AdapterSour
 
 
 def test_optional_files_are_found(hub: LocalHub, sources: AdapterSources, tmp_path: Path) -> None:
-    hub.push("acme/support", {**FILES, "chat_template.jinja": b"{{ messages }}"}, "v1")
+    hub.push("acme/support", {**FILES, "chat_template.jinja": b"{{ messages }}", "chat_template.json": b"{}"}, "v1")
     source = opened(sources, "hf://acme/support@v1")
     assert source.has("chat_template.jinja")
+    assert source.has("chat_template.json")
     source.fetch_file("chat_template.jinja", tmp_path / "template", 64)
     assert (tmp_path / "template").read_bytes() == b"{{ messages }}"
 
