@@ -10,6 +10,8 @@ CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 UPLOAD_FILES = (CONFIG_FILE, TENSORS_FILE)
 """The names of an upload's two required files."""
+MLX_FILE = "adapters.safetensors"
+"""The tensors file of mlx-lm, which `formats/mlx` converts."""
 TEMPLATE_FILE = "chat_template.jinja"
 EARLIER_TEMPLATE_FILE = "chat_template.json"
 """An object whose `chat_template` is the template. transformers before 4.50 wrote it beside processors."""
