@@ -33,8 +33,8 @@ from loramux.adapter_store.validation.validator import Accepted, SubprocessValid
 from loramux.admin.check.verdict import CheckVerdict, Problem
 from loramux.admin.client.gguf_source import converted_gguf
 from loramux.admin.client.given_files import has_tokenizer
-from loramux.admin.client.push import PushRefused, adapter_files
 from loramux.admin.client.peft_directory import peft_directory
+from loramux.admin.client.push import PushRefused, adapter_files
 from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.chat_templates.chat_template import ChatTemplate, read_special_tokens

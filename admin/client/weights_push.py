@@ -21,8 +21,8 @@ import httpx
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.admin.client.client import AdminError, Document, ServerUnreachable, document_of, is_loopback, refusal_of
 from loramux.admin.client.given_files import has_tokenizer
-from loramux.admin.client.push import FILE_NAMES, PushedVersion, PushRefused, version_files
 from loramux.admin.client.peft_directory import peft_directory
+from loramux.admin.client.push import FILE_NAMES, PushedVersion, PushRefused, version_files
 
 MAX_TRIES = 5
 """Maximum number of times that a push is sent while the server is busy with other pushes of the tenant."""

@@ -82,8 +82,8 @@ def _check_alpha(lora: Mapping[str, Any], scale: float) -> None:
         return
     hint = f", {scale * alpha / rank:g}" if _is_positive(alpha) and _is_positive(rank) else ""
     message = (
-        "releases of mlx-lm differ in whether the scale is multiplied by alpha / rank: remove alpha and, if the adapter "
-        f"was trained with a release that knows alpha, set scale to the product{hint}"
+        "releases of mlx-lm differ in whether the scale is multiplied by alpha / rank: remove alpha and, if the "
+        f"adapter was trained with a release that knows alpha, set scale to the product{hint}"
     )
     raise AdapterRejected("invalid_config", message, "lora_parameters.alpha")
 

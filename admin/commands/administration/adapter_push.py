@@ -115,8 +115,8 @@ def push(
     A chat template, a generation_config.json and a parsers.json in the directory become part of the version, and so do
     the facts in which the directory's tokenizer differs from the base's: added and renamed tokens, and special tokens.
     Files of sentence-transformers become a pooling.json. --tool-parser and --reasoning-parser take precedence over
-    parsers.json. On this machine, a .gguf file or a directory of mlx-lm is converted, and shards of the tensors are joined. The server itself
-    fetches all files of an s3://, hf:// or file:// source, which its operator must allow.
+    parsers.json. On this machine, a .gguf file or a directory of mlx-lm is converted, and shards of the tensors are
+    joined. The server itself fetches all files of an s3://, hf:// or file:// source, which its operator must allow.
     """
     from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
     from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
@@ -165,8 +165,8 @@ def push_source(options: PushOptions, as_json: bool) -> tuple[PushedVersion, Seq
     """
     from loramux.admin.client.gguf_source import converted_gguf
     from loramux.admin.client.named_adapter import find_named
-    from loramux.admin.client.push import num_bytes_of, push_adapter, register_source
     from loramux.admin.client.peft_directory import peft_directory
+    from loramux.admin.client.push import num_bytes_of, push_adapter, register_source
 
     tenant, name, timeout_s = options.tenant, options.name, options.timeout_s
     path = Path(options.source)
