@@ -43,7 +43,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         *(module for group in feed_forward if config.mlp_bias for module in group),
     }
     modules = config.modules
-    for index in sorted(itertools.chain.from_iterable((*groups, *config.input_groups))):
+    for index in sorted(itertools.chain.from_iterable((*groups, *config.input_groups[:2]))):
         module = modules[index]
         yield f"{module.name}.weight", (module.out_features, module.in_features)
         if index in biased:
