@@ -68,7 +68,7 @@ def _settings(text: bytes) -> tuple[float, bool]:
     if kind not in ("lora", "dora"):
         message = "mlx-lm has trained all weights, not an adapter: serve the model as a base"
         raise AdapterRejected("unsupported_config", message, "fine_tune_type")
-    scale = lora.get("scale")
+    scale: Any = lora.get("scale")
     if not _is_positive(scale):
         raise AdapterRejected("invalid_config", "the scale must be a positive number", "lora_parameters.scale")
     _check_alpha(lora, float(scale))
