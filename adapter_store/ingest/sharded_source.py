@@ -62,7 +62,7 @@ class JoinedSource:
 
     @cached_property
     def _is_mlx(self) -> bool:
-        return self._source.has(MLX_FILE) and not self._source.has(TENSORS_FILE)
+        return not self._source.has(TENSORS_FILE) and self._source.has(MLX_FILE)
 
     @cached_property
     def _index(self) -> ShardIndex | None:
