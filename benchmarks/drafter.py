@@ -190,7 +190,10 @@ def drafted(
             outputs = [one for said in engine.finish() if isinstance(said, StepOutput) for one in said.outputs]
             answers.append([token for output in outputs for token in output.token_ids])
         drafts = engine.stats().drafts
-    return {"drafted": drafts.head_tokens, "accepted": drafts.accepted_head_tokens}, answers
+    return {
+        "drafted": drafts.head_tokens + drafts.drafter_tokens,
+        "accepted": drafts.accepted_head_tokens + drafts.accepted_drafter_tokens,
+    }, answers
 
 
 def _examples(answers: Sequence[Answer]) -> list[tuple[torch.Tensor, int]]:

@@ -206,9 +206,10 @@ def measure(engine: RunningEngine, work: Work, rounds: int, kinds: Sequence[str]
 
 def counted(drafts: DraftCounts) -> tuple[int, int]:
     """The numbers of drafted and of accepted tokens, from all sources."""
-    drafted = drafts.text_tokens + drafts.prediction_tokens + drafts.head_tokens + drafts.grammar_tokens
+    drafted = drafts.text_tokens + drafts.prediction_tokens + drafts.head_tokens + drafts.drafter_tokens
     accepted = drafts.accepted_text_tokens + drafts.accepted_prediction_tokens + drafts.accepted_head_tokens
-    accepted += drafts.accepted_grammar_tokens
+    drafted += drafts.grammar_tokens
+    accepted += drafts.accepted_drafter_tokens + drafts.accepted_grammar_tokens
     return drafted, accepted
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.files.file_names import FURTHER_FILES, TOKENIZER_CONFIG_FILE, UPLOAD_FILES
+from loramux.adapter_store.formats.files.file_names import FURTHER_FILES, MLX_FILE, SMALL_TOKENIZER_FILES, UPLOAD_FILES
 from loramux.adapter_store.formats.packed.sharded_tensors import INDEX_FILE, is_shard
 from loramux.adapter_store.hub.hub_client import HubClient
 from loramux.adapter_store.hub.hub_files import HubFile
 
-_FILES = (*UPLOAD_FILES, *FURTHER_FILES, TOKENIZER_CONFIG_FILE, INDEX_FILE)
+_FILES = (*UPLOAD_FILES, *FURTHER_FILES, *SMALL_TOKENIZER_FILES, INDEX_FILE, MLX_FILE)
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _URL = re.compile(
     rf"hf://(?P<repository>{_NAME}/{_NAME})@(?P<revision>[A-Za-z0-9][A-Za-z0-9._/-]{{0,127}})(?:#(?P<commit>[0-9a-f]{{40}}))?"

@@ -1,4 +1,4 @@
-"""Presents a source whose tensors are divided into shards like a source with one tensors file."""
+"""Presents a source whose tensors are divided into shards, or in mlx-lm's format, like one with PEFT's two files."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.files.file_names import TENSORS_FILE
+from loramux.adapter_store.formats.files.file_names import MLX_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.mlx.conversion import convert_mlx
 from loramux.adapter_store.formats.packed.sharded_tensors import INDEX_FILE, MAX_INDEX_BYTES, ShardIndex, join_shards
 from loramux.adapter_store.ingest.sources import Source
 
 
 class JoinedSource:
-    """The files of `source`, with its shards joined in the directory `scratch`; see `Source`.
+    """The files of `source`, with its shards joined, or mlx-lm's files converted, in the directory `scratch`; see
+    `Source`.
 
-    A source that has the tensors file, or no index of shards, is left as it is.
+    A source that has the tensors file, or neither an index of shards nor mlx-lm's file, is left as it is. Of mlx-lm's
+    files, fetch the configuration first, and both into `scratch`: the tensors also replace the configuration by PEFT's.
     """
 
     def __init__(self, source: Source, scratch: Path) -> None:
@@ -31,8 +34,10 @@ class JoinedSource:
 
     def size(self, name: str, max_bytes: int) -> int:
         """Return the size of a file. For shards, it is their total size, which differs from the joined file's by the
-        headers.
+        headers, as the size of mlx-lm's file differs from that of the converted one.
         """
+        if name == TENSORS_FILE and self._is_mlx:
+            name = MLX_FILE
         if name != TENSORS_FILE or self._index is None:
             return self._source.size(name, max_bytes)
         total = sum(self._source.size(shard, max_bytes) for shard in self._index.shards)
@@ -41,6 +46,11 @@ class JoinedSource:
         return total
 
     def fetch_file(self, name: str, destination: Path, max_bytes: int) -> None:
+        if name == TENSORS_FILE and self._is_mlx:
+            self._source.fetch_file(MLX_FILE, self._scratch / MLX_FILE, max_bytes)
+            convert_mlx(self._scratch, self._scratch)
+            (self._scratch / MLX_FILE).unlink()
+            return
         if name != TENSORS_FILE or self._index is None:
             self._source.fetch_file(name, destination, max_bytes)
             return
@@ -49,6 +59,10 @@ class JoinedSource:
         join_shards(self._index, self._scratch, destination)
         for shard in self._index.shards:
             (self._scratch / shard).unlink()
+
+    @cached_property
+    def _is_mlx(self) -> bool:
+        return not self._source.has(TENSORS_FILE) and self._source.has(MLX_FILE)
 
     @cached_property
     def _index(self) -> ShardIndex | None:

@@ -22,8 +22,8 @@ from loramux.adapter_store.errors import (
 from loramux.adapter_store.formats.files.file_names import (
     CONFIG_FILE,
     FURTHER_FILES,
+    SMALL_TOKENIZER_FILES,
     TENSORS_FILE,
-    TOKENIZER_CONFIG_FILE,
     UPLOAD_FILES,
 )
 from loramux.adapter_store.formats.packed.canonical import digest_of
@@ -258,13 +258,15 @@ class VersionProcessor:
     def _fetch_tokenizer(self, source: Source, scratch: Path) -> tuple[str, ...]:
         """Write the optional files that follow from a source's tokenizer, and return their names.
 
-        Only the small file of the tokenizer is read, which lists templates and added tokens. The adapter's tensors are
-        not read here, so added tokens need an embedding that was not resized.
+        Only the tokenizer's small files are read, which list templates and added tokens. The adapter's tensors are not
+        read here, so added tokens need an embedding that was not resized.
         """
-        base, name = self._base_vocabulary, TOKENIZER_CONFIG_FILE
-        if base is None or not source.has(name):
+        base = self._base_vocabulary
+        names = [name for name in SMALL_TOKENIZER_FILES if source.has(name)]
+        if base is None or not names:
             return ()
-        source.fetch_file(name, scratch / name, source.size(name, MAX_BYTES[name]))
+        for name in names:
+            source.fetch_file(name, scratch / name, source.size(name, MAX_BYTES[name]))
         files = tokenizer_files(scratch, base, num_rows=base.vocab_size)
         for file_name, content in files.items():
             (scratch / file_name).write_bytes(content)

@@ -18,14 +18,13 @@ from loramux.adapter_store.validation.tensor_names import UNEMBEDDING, TensorNam
 from loramux.kernels.layout import MAX_RANK, ExpertModules
 
 _NOT_SERVED = (
-    "per_layer_model_projection",
     "modality_router",
     "correction_coefs",
     "prediction_coefs",
     "linear_left",
     "linear_right",
 )
-"""Linear layers of Gemma 3n and 4 that adapters cannot change. PEFT's `all-linear` includes them."""
+"""Linear layers of Gemma 3n that adapters cannot change. PEFT's `all-linear` includes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +215,8 @@ class _Targets:
                 return True
             if place.is_expert and "." not in name and place.kind not in self._kinds:
                 return False
-        return config.layers is None or place.layer in config.layers
+        # The linear layers with a full name are outside the decoder layers.
+        return config.layers is None or (place.layer in config.layers and place.key != place.shape.name)
 
 
 def parameters_of(place: ModulePlace, experts: ExpertModules | None) -> list[str]:

@@ -50,7 +50,10 @@ _NAME = re.compile(
     (?P<models>(?:model\.){{0,2}})
     (?P<inner>(?:language_model\.|text_model\.)?)
     (?:
-        (?P<place>(?:mtp_)?layers\.[0-9]{{1,4}}\.[a-z0-9_.]+|embed_tokens|unembed_tokens|lm_head)
+        (?P<place>
+            (?:mtp_)?layers\.[0-9]{{1,4}}\.[a-z0-9_.]+
+            |embed_tokens|unembed_tokens|lm_head|per_layer_model_projection
+        )
         \.(?P<half>lora_[AB]|lora_embedding_[AB]|lora_magnitude(?:_vector)?)
         (?P<adapter>(?:\.[A-Za-z0-9_-]{{1,64}})??)
         (?P<weight>(?:\.weight|\.bias)?)

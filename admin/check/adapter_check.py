@@ -33,8 +33,8 @@ from loramux.adapter_store.validation.validator import Accepted, SubprocessValid
 from loramux.admin.check.verdict import CheckVerdict, Problem
 from loramux.admin.client.gguf_source import converted_gguf
 from loramux.admin.client.given_files import has_tokenizer
+from loramux.admin.client.peft_directory import peft_directory
 from loramux.admin.client.push import PushRefused, adapter_files
-from loramux.admin.client.sharded_source import joined_directory
 from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.chat_templates.chat_template import ChatTemplate, read_special_tokens
@@ -90,7 +90,7 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> CheckVerd
 def check_directory(path: Path, base: Path, dtype: str = "auto") -> CheckVerdict:
     """Check an adapter whose tensors may be divided into shards. Raises the same errors as `check_adapter`."""
     try:
-        with joined_directory(path) as directory:
+        with peft_directory(path) as directory:
             return replace(check_adapter(directory, base, dtype), path=str(path))
     except AdapterRejected as error:
         return _refused(path, Problem.of(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from loramux.adapter_store.formats.files.file_names import SMALL_TOKENIZER_FILES, TOKENIZER_FILE
 from loramux.adapter_store.formats.version_files import tokenizer_files
 
 
@@ -23,6 +23,6 @@ def is_given(path: Path) -> bool:
 
 def has_tokenizer(directory: Path) -> bool:
     """Return whether a directory has a tokenizer or named templates. Raises OSError if a file is not a regular file."""
-    for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
+    for name in (TOKENIZER_FILE, *SMALL_TOKENIZER_FILES):
         is_given(directory / name)
     return tokenizer_files.has_tokenizer(directory)

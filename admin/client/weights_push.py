@@ -21,8 +21,8 @@ import httpx
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.admin.client.client import AdminError, Document, ServerUnreachable, document_of, is_loopback, refusal_of
 from loramux.admin.client.given_files import has_tokenizer
+from loramux.admin.client.peft_directory import peft_directory
 from loramux.admin.client.push import FILE_NAMES, PushedVersion, PushRefused, version_files
-from loramux.admin.client.sharded_source import joined_directory
 
 MAX_TRIES = 5
 """Maximum number of times that a push is sent while the server is busy with other pushes of the tenant."""
@@ -96,7 +96,7 @@ class _Pusher:
         if has_tokenizer(directory):
             facts = _document((yield {"method": "GET", "url": "server/vocabulary"}))
         try:
-            with joined_directory(directory) as joined, version_files(joined, lambda: facts, without) as paths:
+            with peft_directory(directory) as joined, version_files(joined, lambda: facts, without) as paths:
                 return _files({path.name: path.read_bytes() for path in paths})
         except AdapterRejected as error:
             raise PushRefused(error.message, error.code, error.param) from None

@@ -148,6 +148,11 @@ class SlotTables:
         """Highest rank of the drafters of the adapters in `slots`, where -1 is the base, or 0 if there are none."""
         return int(self._max_draft_ranks[slots[slots >= 0]].max(initial=0))
 
+    def have_drafters(self, slots: npt.NDArray[np.int32]) -> list[bool]:
+        """Whether each of `slots`, where -1 is the base, has an adapter with a drafter."""
+        found: list[bool] = ((slots >= 0) & (self._max_draft_ranks[slots] > 0)).tolist()
+        return found
+
     def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
         """For each row, the slot of the adapter that changes its embedding or logits, or -1.
 

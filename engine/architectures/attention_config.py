@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from loramux.engine.architectures.config_fields import has_bias, optional_float, positive, positive_float, refuse_field
-from loramux.engine.architectures.family import HEAD_WIDE, PROJECTION_WIDE, WEIGHTLESS, Family
+from loramux.engine.architectures.family import HEAD_WIDE, PROJECTION_WIDE, ROTATED, WEIGHTLESS, Family
 from loramux.engine.architectures.layer_heads import LayerHeads, heads_by_layer, kv_sources, usual_heads
 from loramux.engine.architectures.layer_kinds import FULL, LINEAR, OLDER_NAMES, SLIDING
 from loramux.engine.architectures.rope_config import QueryScaling, RopeConfig, parse_ropes
 from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.kernels.layout import NormShape
+
+ROTATED_NORMS = ("query_layernorm", "key_layernorm")
+"""Names of the norms of q and k whose weights apply after the rotation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class AttentionConfig:
     """
     has_l2_norms: bool
     """True if q and k of rotated layers are normalised without weights."""
+    has_rotated_norms: bool
+    """True if the channels of each head of q and k, normalised without weights, have weights after the rotation."""
     has_value_norm: bool
     """True if V is normalised without a weight."""
     query_scaling: QueryScaling | None
@@ -136,8 +141,9 @@ def parse_attention(raw: Mapping[str, Any], architecture: str, family: Family, k
         windows=windows,
         ropes=parse_ropes(raw, architecture, family, windows, heads.head_dim),
         interleaved_rotary=family.rotary.is_interleaved,
-        qk_norm=None if qk_norm == WEIGHTLESS else qk_norm,
-        has_l2_norms=qk_norm == WEIGHTLESS,
+        qk_norm=None if qk_norm in (WEIGHTLESS, ROTATED) else qk_norm,
+        has_l2_norms=qk_norm in (WEIGHTLESS, ROTATED),
+        has_rotated_norms=qk_norm == ROTATED,
         has_value_norm=traits.has_value_norm,
         query_scaling=_query_scaling(raw) if traits.scales_unrotated else None,
         fused_qkv=traits.fused_qkv,

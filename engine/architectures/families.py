@@ -13,6 +13,7 @@ from loramux.engine.architectures.family import (
     PARALLEL,
     PARALLEL_NORMS,
     PROJECTION_WIDE,
+    ROTATED,
     AttentionTraits,
     Family,
     FeedForwardTraits,
@@ -220,6 +221,17 @@ FAMILIES: dict[str, Family] = {
                 "original_max_position_embeddings": 8192,
             },
         },
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        layers=LayerTraits(without_windows),
+        assumed={"rms_norm_eps": 1e-5},
+        # Published configurations say that there is one expert.
+        reads=("attention_bias", "num_experts", *QK_NORM),
+        attention=AttentionTraits(qk_norm=ROTATED),
+        rotary=RotaryTraits(
+            kinds=("default", "dynamic"), fields=("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        ),
+        feed_forward=FeedForwardTraits(bias=False),
     ),
     "SeedOssForCausalLM": Family(
         layers=LayerTraits(without_windows),

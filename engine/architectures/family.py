@@ -20,9 +20,9 @@ SEQUENTIAL, PARALLEL, SCALED, STREAMS = "sequential", "parallel", "scaled", "str
 - `streams`: the layer has several residuals (AltUp).
 """
 
-HEAD_WIDE, PROJECTION_WIDE, WEIGHTLESS = "head", "projection", "weightless"
-"""The norms of q and k: with weights for each head or for all heads together, or without weights, which only rotated
-layers have.
+HEAD_WIDE, PROJECTION_WIDE, WEIGHTLESS, ROTATED = "head", "projection", "weightless", "rotated"
+"""The norms of q and k: with weights for each head or for all heads together, without weights, which only rotated
+layers have, or with weights for each head that apply after the rotation.
 """
 
 

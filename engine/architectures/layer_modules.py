@@ -21,6 +21,7 @@ class Group(IntEnum):
     ROUTER = 4
     INPUT_GATE = 5
     INPUT_PROJECTION = 6
+    ALL_INPUTS = 7
 
 
 def attention_modules(

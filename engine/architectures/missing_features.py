@@ -58,7 +58,7 @@ _BY_FEATURE: dict[str, str] = {
     """,
     "GPT-J's names of tensors and configuration fields": "CodeGenForCausalLM GPTJForCausalLM",
     "layer norms of q and k": "ChameleonForConditionalGeneration",
-    "norms of q and k after the rotation": "HunYuanDenseV1ForCausalLM HunYuanVLForConditionalGeneration",
+    "rotary embeddings with an axis for images": "HunYuanVLForConditionalGeneration",
     "K and V that another model computes": "Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM",
     "block diffusion": "DiffusionGemmaForBlockDiffusion",
     "differential attention": "DiffLlamaForCausalLM",

@@ -166,6 +166,9 @@ class ModelConfig:
         if self.layer_input_size:
             found.append((Group.INPUT_GATE, LinearShape("per_layer_input_gate", hidden, self.layer_input_size)))
             found.append((Group.INPUT_PROJECTION, LinearShape("per_layer_projection", self.layer_input_size, hidden)))
+            # One linear layer computes the inputs of all layers, before the first one.
+            size = self.num_layers * self.layer_input_size
+            found.append((Group.ALL_INPUTS, LinearShape(INPUT_PROJECTION, hidden, size, layers=(0,))))
         return found
 
     def has_attention(self, layer: int) -> bool:
@@ -264,8 +267,10 @@ class ModelConfig:
 
     @property
     def input_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the `modules` that apply a layer's own input embedding: the gate and the projection."""
-        return self._groups(Group.INPUT_GATE, Group.INPUT_PROJECTION)
+        """Indices of the `modules` of the layers' own input embeddings: a layer's gate and projection, and the linear
+        layer that computes the inputs of all layers.
+        """
+        return self._groups(Group.INPUT_GATE, Group.INPUT_PROJECTION, Group.ALL_INPUTS)
 
     def _groups(self, *groups: Group) -> tuple[tuple[int, ...], ...]:
         modules = self._grouped_modules

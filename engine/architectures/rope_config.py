@@ -149,6 +149,11 @@ def _parse_rope(
         return RopeConfig(theta=theta, rotary_fraction=fraction)
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, rotary_fraction=fraction, factor=positive_float(given, "factor"))
+    if kind == "dynamic" and given.get("alpha") and "alpha" in family.rotary.fields:
+        # NTK scaling for one length, which no other field changes.
+        rotary_dim = head_dim * fraction
+        stretch = positive_float(given, "alpha") ** (rotary_dim / (rotary_dim - 2))
+        return RopeConfig(theta=theta * stretch, rotary_fraction=fraction)
     if kind == "dynamic":
         # As in transformers, theta depends on max_position_embeddings, and original_max_position_embeddings is ignored.
         if int(head_dim * fraction) <= 2:

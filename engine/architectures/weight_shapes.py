@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import astuple, replace
 
 from loramux.adapter_store.formats.files.float_formats import STORAGE
+from loramux.engine.architectures.attention_config import ROTATED_NORMS
 from loramux.engine.architectures.feed_forward_config import XIELU, XIELU_PREFIX, XIELU_SHAPES
 from loramux.engine.architectures.model_config import INPUT_NORM, LAYER_SCALAR, SINKS, ModelConfig, input_shapes
 from loramux.engine.architectures.stacked_experts import StackedPlace, stacked_place
@@ -42,7 +43,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         *(module for group in feed_forward if config.mlp_bias for module in group),
     }
     modules = config.modules
-    for index in sorted(itertools.chain.from_iterable((*groups, *config.input_groups))):
+    for index in sorted(itertools.chain.from_iterable((*groups, *config.input_groups[:2]))):
         module = modules[index]
         yield f"{module.name}.weight", (module.out_features, module.in_features)
         if index in biased:
@@ -52,6 +53,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
             yield f"{norm}.{part}", (config.hidden_size,)
     for norm, size in config.attention.norm_sizes(layer) if has_attention else ():
         yield f"self_attn.{norm}.weight", (size,)
+    if config.attention.has_rotated_norms:
+        yield from ((f"self_attn.{norm}.weight", (config.attention.head_dim,)) for norm in ROTATED_NORMS)
     if config.delta is not None and not has_attention:
         yield from config.delta.weight_shapes()
     if config.activation == XIELU:

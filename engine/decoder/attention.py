@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loramux.engine.architectures.attention_config import ROTATED_NORMS
 from loramux.engine.architectures.model_config import SINKS, ModelConfig
 from loramux.engine.architectures.rope_config import NO_ROPE
 from loramux.engine.decoder.decoder_step import DecoderStep
@@ -26,7 +27,8 @@ class Attention:
     `DecoderStep.angles`. With `interleaves`, each pair of adjacent channels is rotated. Without `stores_kv`, the layer
     reads the K and V of another layer. `cache_group` and `cache_layer` are the `CacheLayout.place` of the layer whose K
     and V are read. Without `has_v`, the projection of K, before its norm, is also V. Without `scales_query`, the step's
-    query scale does not apply. `clip` limits the magnitude of the projections' outputs.
+    query scale does not apply. `clip` limits the magnitude of the projections' outputs. `weight` `[head_dim]`
+    multiplies q after the rotation.
     """
 
     spec: AttentionSpec
@@ -42,6 +44,7 @@ class Attention:
     sinks: torch.Tensor | None
     scales_query: bool
     clip: float | None
+    weight: torch.Tensor | None
 
     def __call__(self, qkv: torch.Tensor, step: DecoderStep, adapters: LayerAdapters) -> torch.Tensor:
         """The input of the output projection. `qkv` `[num_tokens, ...]` is the output of the fused projections."""
@@ -86,6 +89,8 @@ class Attention:
             q = in_halves(q, num_pairs)
             k = None if k is None else in_halves(k, num_pairs)
         kernels.rotate_and_store(q, k, v, *angles, self.cache_layer, step.attention[self.cache_group])
+        if self.weight is not None:
+            q = q * self.weight
         return q, None if k is None or v is None else (k, v), gate
 
     def _normed(self, index: int, x: torch.Tensor, adapters: LayerAdapters) -> torch.Tensor:
@@ -114,6 +119,12 @@ def load_attention(
     is_rotated = attention.ropes[layer] is not NO_ROPE
     norms: tuple[tuple[AdaptableNorm, int], ...]
     unweighted = RmsNorm(torch.ones(heads.head_dim, device=place.backend.device), config.norm_eps)
+    weight = None
+    if attention.has_rotated_norms:
+        # The products of q and k are the same if q has the weights of both, so K need not be weighted before it is
+        # stored.
+        of_q, of_k = (place.finite(f"{prefix}.{name}.weight", (heads.head_dim,)) for name in ROTATED_NORMS)
+        weight = (of_q * of_k).to(place.backend.activation_dtype or place.dtype)
     if attention.has_l2_norms and is_rotated:
         # transformers normalises after the rotation, but a rotation does not change the length of a head's vector.
         norms = ((AdaptableNorm(unweighted, None), heads.head_dim),) * 2
@@ -141,6 +152,7 @@ def load_attention(
         cache_group=cache_group,
         cache_layer=cache_layer,
         clip=attention.clip,
+        weight=weight,
         scales_query=attention.query_scaling is None or not is_rotated,
         sinks=place.finite(f"{prefix}.{SINKS}", (attention.num_heads,)) if attention.has_sinks else None,
     )

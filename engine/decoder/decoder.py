@@ -116,8 +116,11 @@ class Decoder:
     def shapes(self) -> KernelShapes:
         """The shapes that the kernels must support."""
         mixers = [layer.attention.mixer for layer in self._layers]
+        groups = [group for layer in self._layers for group in layer.groups]
+        if self._layer_inputs is not None:
+            groups.append(self._layer_inputs.group)
         return KernelShapes(
-            groups=tuple(dict.fromkeys(group for layer in self._layers for group in layer.groups)),
+            groups=tuple(dict.fromkeys(groups)),
             attention=tuple(mixer.spec for mixer in mixers if isinstance(mixer, Attention)),
             outer_groups=(self._embedding_group, self._head_group),
             delta=None if self.config.delta is None else self.config.delta.spec,
@@ -212,7 +215,11 @@ class Decoder:
     def begin(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> tuple[Residual, DecoderStep]:
         """What the first layer reads."""
         residual = self._first_residual(inputs, kernels, tables)
-        return residual, self.step(inputs, residual.total, kernels)
+        step = self.step(inputs, residual.total, kernels)
+        if self._layer_inputs is not None:
+            adapters = _layer_adapters(inputs, kernels, tables)(0)
+            step = replace(step, layer_inputs=self._layer_inputs(inputs.tokens, residual.total, adapters))
+        return residual, step
 
     def run_layers(
         self,
@@ -227,18 +234,7 @@ class Decoder:
         """The normalised output of the last layer at `rows`. `note_layer` is called before each layer and at the end,
         before the final norm.
         """
-        # The module groups that this step's adapters modify.
-        groups = int(inputs.groups) if inputs.segments.num_segments else 0
-        in_layer = partial(
-            LayerAdapters,
-            kernels,
-            tables,
-            inputs.slots,
-            inputs.segments,
-            groups,
-            _replaces_norms(inputs),
-            inputs.expands_first,
-        )
+        in_layer = _layer_adapters(inputs, kernels, tables)
         for index, layer in enumerate(self._layers):
             note_layer(index)
             layer(residual, step, in_layer(index))
@@ -265,7 +261,9 @@ class Decoder:
     def step(
         self, inputs: StepInputs, embedded: torch.Tensor, kernels: Kernels, *, has_outputs: bool = True
     ) -> DecoderStep:
-        """What all layers read of a step, besides its adapters. A step that only stores K and V needs no outputs."""
+        """What all layers read of a step, besides its adapters and the layers' own input embeddings. A step that only
+        stores K and V needs no outputs.
+        """
         num_heads, num_tokens = self.config.attention.num_heads, inputs.tokens.shape[0]
         return DecoderStep(
             activate=activation_of(self.config, kernels),
@@ -278,7 +276,7 @@ class Decoder:
             },
             states=inputs.states,
             delta_inputs=inputs.delta_inputs,
-            layer_inputs=None if self._layer_inputs is None else self._layer_inputs(inputs.tokens, embedded, kernels),
+            layer_inputs=None,
         )
 
     @torch.inference_mode()
@@ -338,6 +336,16 @@ class Decoder:
         segments = replace(adapters.segments, max_rank=adapters.max_rows)
         call = LoraCall(0, self._head_group, adapters.tables.trained_rows, segments)
         adapters.kernels.outer.replace_columns(hidden, call, logits)
+
+
+def _layer_adapters(inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> Callable[[int], LayerAdapters]:
+    """Makes the adapters of a step in a layer, given the layer's index."""
+    # The module groups that this step's adapters modify.
+    groups = int(inputs.groups) if inputs.segments.num_segments else 0
+    replaces_norms = _replaces_norms(inputs)
+    return partial(
+        LayerAdapters, kernels, tables, inputs.slots, inputs.segments, groups, replaces_norms, inputs.expands_first
+    )
 
 
 def _replaces_norms(inputs: StepInputs) -> bool:

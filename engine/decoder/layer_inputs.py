@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from loramux.engine.architectures.model_config import (
     INPUT_EMBEDDING,
-    INPUT_PROJECTION,
     INPUT_PROJECTION_NORM,
     ModelConfig,
     input_shapes,
@@ -18,8 +17,8 @@ from loramux.engine.decoder.decoder_step import DecoderStep
 from loramux.engine.decoder.layer_adapters import AdaptableLinear, LayerAdapters
 from loramux.engine.decoder.norms import Norm
 from loramux.engine.decoder.placement import Placement
-from loramux.kernels.dispatch import Kernels
-from loramux.kernels.layout import LinearShape
+from loramux.engine.device.backend import AddingLinear
+from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.tables import ModuleGroup
 
 
@@ -33,9 +32,12 @@ class LayerInputs:
         self._is_smaller = config.layer_input_vocab_size < config.vocab_size
         # Round the scale to the dtype of the weights before multiplying, as transformers does.
         self._embedding_scale = torch.tensor(self._size**0.5, dtype=place.dtype).item()
-        prefix, _, name = INPUT_PROJECTION.rpartition(".")
-        shape = LinearShape(name, config.hidden_size, config.num_layers * self._size)
-        self._projection = place.linear(prefix, [shape], has_bias=False)
+        *_, (module,) = config.input_groups
+        shape = config.modules[module]
+        linear = place.linear("", [shape], has_bias=False)
+        adding = linear if isinstance(linear, AddingLinear) else None
+        group = ModuleGroup((module,), shape.in_features, (shape.out_features,), (0,))
+        self._projection = AdaptableLinear(linear, group, int(LayerGroups.ALL_INPUTS), adding)
         self._projection_scale = config.hidden_size**-0.5
         self._norm = place.norm(INPUT_PROJECTION_NORM, self._size)
 
@@ -43,13 +45,21 @@ class LayerInputs:
     def embedding_bytes(self) -> int:
         return self._embedding.nbytes
 
-    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        """The inputs of all layers, `[num_tokens, num_layers, size]`. `embedded` is `[num_tokens, hidden_size]`."""
+    @property
+    def group(self) -> ModuleGroup:
+        return self._projection.group
+
+    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, adapters: LayerAdapters) -> torch.Tensor:
+        """The inputs of all layers, `[num_tokens, num_layers, size]`. `embedded` is `[num_tokens, hidden_size]`, and
+        `adapters` are those of the first layer.
+        """
         if self._is_smaller:
             tokens = tokens.masked_fill(tokens >= self._embedding.shape[0], 0)
         own = functional.embedding(tokens, self._embedding) * self._embedding_scale
-        projected = (self._projection(embedded) * self._projection_scale).view(-1, self._num_layers, self._size)
-        return (self._norm(kernels, projected) + own.to(embedded.dtype).view_as(projected)) * 2**-0.5
+        projected = (self._projection(embedded, adapters) * self._projection_scale).view(
+            -1, self._num_layers, self._size
+        )
+        return (self._norm(adapters.kernels, projected) + own.to(embedded.dtype).view_as(projected)) * 2**-0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -155,7 +155,7 @@ class LayerLoader:
         config = self._config
         if not config.layer_input_size:
             return None
-        gate, projection = config.input_groups
+        gate, projection, _ = config.input_groups
         return LayerInput(
             gate=self._linear(gate, LayerGroups.INPUT_GATE),
             projection=self._linear(projection, LayerGroups.INPUT_PROJECTION),

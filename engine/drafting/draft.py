@@ -8,7 +8,10 @@ from typing import Literal, Protocol
 
 from loramux.engine.sequences.sequence import Sequence
 
-DraftSource = Literal["text", "prediction", "head", "grammar"]
+DraftSource = Literal["text", "prediction", "head", "drafter", "grammar"]
+"""Where a draft comes from. `head` is the base's own head as it was trained, and `drafter` is the head with the drafter
+of the sequence's adapter.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from loramux.engine.drafting.draft import DraftSource
 from loramux.engine.drafting.drafter import STEP_OF_RATE, Proposal
 
 FIRST_RATE = 0.6
@@ -28,6 +29,7 @@ class HeadDrafter:
         # The position of the last draft, or None once it has been compared.
         self._place: int | None = None
         self._drafted: int | None = None
+        self._source: DraftSource = "head"
 
     @property
     def rate(self) -> float:
@@ -35,19 +37,19 @@ class HeadDrafter:
         self._read()
         return self._rate
 
-    def note(self, drafted: int | None) -> None:
+    def note(self, drafted: int | None, source: DraftSource) -> None:
         """The head drafts this token as the one after the sequence's newest token. None means that its logits were not
         finite, which counts as a wrong draft and is not proposed.
         """
         self._read()
-        self._place, self._drafted = len(self._tokens), drafted
+        self._place, self._drafted, self._source = len(self._tokens), drafted, source
 
     def propose(self) -> Proposal | None:
         """The draft of the next token, or None if the head has not seen the newest token or has no draft."""
         self._read()
         if self._place is None or self._drafted is None:
             return None
-        return Proposal((self._drafted,), self._rate, "head")
+        return Proposal((self._drafted,), self._rate, self._source)
 
     def _read(self) -> None:
         if self._place is not None and self._place < len(self._tokens):

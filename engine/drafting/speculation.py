@@ -249,11 +249,11 @@ class Speculation:
             found = self._heads[sequence] = HeadDrafter(sequence.tokens)
         return found
 
-    def note_head(self, sequence: Sequence, drafted: int | None) -> None:
+    def note_head(self, sequence: Sequence, drafted: int | None, source: DraftSource) -> None:
         """The head has drafted this token as the one after the sequence's newest, which is committed. None means that
         its logits were not finite.
         """
-        self._head_of(sequence).note(drafted)
+        self._head_of(sequence).note(drafted, source)
 
     def note_verified(self, draft: Draft, num_accepted: int) -> None:
         self._num_drafted[draft.source] += len(draft.tokens)
@@ -302,6 +302,8 @@ class Speculation:
             accepted_prediction_tokens=accepted["prediction"],
             head_tokens=drafted["head"],
             accepted_head_tokens=accepted["head"],
+            drafter_tokens=drafted["drafter"],
+            accepted_drafter_tokens=accepted["drafter"],
             grammar_tokens=drafted["grammar"],
             accepted_grammar_tokens=accepted["grammar"],
             wasted_s=self._wasted_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -131,8 +131,8 @@ class DirectExecutor:
             started_s = time.perf_counter()
             chosen = torch.tensor([-1 if one.token_id is None else one.token_id for one in sampled], dtype=torch.int32)
             submitted = head.submit(batch, inputs, states, chosen)
-            tokens = None if submitted is None else submitted.drafts().tokens
-            return HeadDrafts(tokens, time.perf_counter() - started_s)
+            found = HeadDrafts(None, [], 0.0) if submitted is None else submitted.drafts()
+            return replace(found, seconds=time.perf_counter() - started_s)
 
         return run_head
 

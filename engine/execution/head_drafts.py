@@ -22,10 +22,11 @@ from loramux.kernels.tables import AdapterTables
 class SubmittedHead:
     """Drafts on their way to the host, int32 `[num_samples]`. A draft is -1 if its logits are not finite.
 
-    On a CPU, they are complete.
+    On a CPU, they are complete. `from_drafters` is as in `HeadDrafts`.
     """
 
     tokens: torch.Tensor
+    from_drafters: list[bool]
     fence: Fence
     found: HeadDrafts | None = None
     """The drafts once they have reached the host."""
@@ -39,7 +40,7 @@ class SubmittedHead:
             started_s = time.perf_counter()
             self.fence.wait()
             tokens = [None if token < 0 else token for token in self.tokens.tolist()]
-            self.found = HeadDrafts(tokens, time.perf_counter() - started_s)
+            self.found = HeadDrafts(tokens, self.from_drafters, time.perf_counter() - started_s)
         return self.found
 
 
@@ -77,7 +78,8 @@ class HeadRunner:
         # The maximum of a row with NaN is NaN.
         tokens = best.indices.masked_fill(~best.values.isfinite(), -1).int()
         on_host = self.accelerator.download(tokens)
-        return SubmittedHead(on_host, self.accelerator.fence())
+        from_drafters = self.slots.have_drafters(batch.slots[batch.sample_rows])
+        return SubmittedHead(on_host, from_drafters, self.accelerator.fence())
 
     @torch.inference_mode()
     def warm_up(self, inputs: StepInputs, states: torch.Tensor, *, drafts: bool) -> None:

@@ -49,10 +49,12 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 class HeadDrafts:
     """The token that the base's own head drafts after each sampled token, or None where its logits are not finite.
 
-    `tokens` is None if the head has only stored its K and V. `seconds` is the time for which the step waited for it.
+    `tokens` is None if the head has only stored its K and V. Otherwise, `from_drafters` says for each token whether an
+    adapter's drafter changed the head. `seconds` is the time for which the step waited for it.
     """
 
     tokens: list[int | None] | None
+    from_drafters: list[bool]
     seconds: float
 
 

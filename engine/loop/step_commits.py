@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from loramux.engine.drafting.draft import Draft
+from loramux.engine.drafting.draft import Draft, DraftSource
 from loramux.engine.drafting.speculation import Speculation
 from loramux.engine.execution.executor import SubmittedStep
 from loramux.engine.execution.sampler import SampledToken
@@ -54,7 +54,6 @@ class StepCommits:
         finished, traces, drafts = SequenceState.FINISHED, self._traces, step.drafts
         tokens = step.result.tokens()
         head = step.result.head_drafts()
-        drafted = None if head is None else head.tokens
         repeated: list[RepeatedRows] = []
         broken_prompts = self._take_scores(step, outputs) if step.scoring else set()
         if step.pooling:
@@ -94,9 +93,11 @@ class StepCommits:
                     repeated.append(RepeatedRows(row, 1 + num_accepted, sequence.num_computed, pages))
             if reason is not None:
                 ended.append((sequence, reason))
-            elif drafted is not None:
+            elif head is not None and head.tokens is not None:
                 # The row after which the last committed token was sampled.
-                self._speculation.note_head(sequence, drafted[row + num_accepted])
+                last = row + num_accepted
+                source: DraftSource = "drafter" if head.from_drafters[last] else "head"
+                self._speculation.note_head(sequence, head.tokens[last], source)
         if repeated:
             repeat = step.result.repeat_rows()
             assert repeat is not None

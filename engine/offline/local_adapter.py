@@ -11,10 +11,12 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.file_names import (
     CONFIG_FILE,
     FURTHER_FILES,
+    MLX_FILE,
     TEMPLATE_FILE,
     TENSORS_FILE,
 )
 from loramux.adapter_store.formats.files.missing_files import missing_file
+from loramux.adapter_store.formats.mlx.conversion import convert_mlx
 from loramux.adapter_store.formats.packed.canonical import write_canonical
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
@@ -58,7 +60,7 @@ def read_adapter(
     tokenizer: TextTokenizer | None,
     special_tokens: Mapping[str, str],
 ) -> LocalAdapter:
-    """Validate and pack the adapter in a PEFT directory. Raises AdapterRejected.
+    """Validate and pack the adapter in a directory of PEFT or mlx-lm. Raises AdapterRejected.
 
     `tokenizer` and `special_tokens`, by role, are the base's. Without a tokenizer, that of the directory is not read.
     """
@@ -68,7 +70,7 @@ def read_adapter(
     if not config.is_file():
         raise AdapterRejected(*missing_file(directory, CONFIG_FILE))
     with tempfile.TemporaryDirectory() as scratch:
-        tensors = _tensors_file(directory, Path(scratch))
+        config, tensors = _peft_files(directory, Path(scratch))
         report = validate_files(config.read_bytes(), tensors, target, needs_effect=False)
         contents = {name: (directory / name).read_bytes() for name in FURTHER_FILES if (directory / name).is_file()}
         contents |= pooling_file(directory)
@@ -102,14 +104,19 @@ def read_adapter(
     return LocalAdapter(packed, report, ends, own, template, further.pooling)
 
 
-def _tensors_file(directory: Path, scratch: Path) -> Path:
-    """Return the path of the adapter's tensors. Shards are joined in the directory `scratch`."""
-    path = directory / TENSORS_FILE
-    if path.is_file():
+def _peft_files(directory: Path, scratch: Path) -> tuple[Path, Path]:
+    """Return the paths of the adapter's configuration and of its tensors. Shards are joined, and mlx-lm's files
+    converted, in the directory `scratch`.
+    """
+    config, tensors = directory / CONFIG_FILE, directory / TENSORS_FILE
+    if tensors.is_file():
         # Validation refuses links, which are common in the cache of a hub.
-        return path.resolve()
+        return config, tensors.resolve()
+    if (directory / MLX_FILE).is_file():
+        convert_mlx(directory, scratch)
+        return scratch / CONFIG_FILE, scratch / TENSORS_FILE
     index = ShardIndex.of_names([found.name for found in directory.iterdir()])
     if index is None:
         raise AdapterRejected(*missing_file(directory, TENSORS_FILE))
     join_shards(index, directory, scratch / TENSORS_FILE)
-    return scratch / TENSORS_FILE
+    return config, scratch / TENSORS_FILE

@@ -404,7 +404,7 @@ class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 class DraftCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Drafted tokens that steps have verified since startup, by their source: the sequence's own text, the prediction
-    of its request, the base's own head, or its grammar.
+    of its request, the base's own head, the head with a drafter of the sequence's adapter, or its grammar.
     """
 
     text_tokens: int = 0
@@ -413,6 +413,8 @@ class DraftCounts(msgspec.Struct, frozen=True, kw_only=True):
     accepted_prediction_tokens: int = 0
     head_tokens: int = 0
     accepted_head_tokens: int = 0
+    drafter_tokens: int = 0
+    accepted_drafter_tokens: int = 0
     grammar_tokens: int = 0
     accepted_grammar_tokens: int = 0
     """A token that a grammar forces is accepted unless the sequence ends before it."""

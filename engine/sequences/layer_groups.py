@@ -21,7 +21,8 @@ class LayerGroups(IntFlag):
     EXPERTS_DOWN = 64
     INPUT_GATE = 128
     INPUT_PROJECTION = 256
-    NORMS = 512
+    ALL_INPUTS = 512
+    NORMS = 1024
 
     @staticmethod
     def holding(modules: npt.NDArray[np.bool_], module_groups: Sequence[npt.NDArray[np.intp]]) -> LayerGroups:
@@ -48,4 +49,5 @@ ALL_GROUPS = (
     | LayerGroups.EXPERTS_DOWN
     | LayerGroups.INPUT_GATE
     | LayerGroups.INPUT_PROJECTION
+    | LayerGroups.ALL_INPUTS
 )

@@ -80,6 +80,7 @@ def _steps(stats: Stats) -> Iterator[Metric]:
         ("text", drafts.text_tokens, drafts.accepted_text_tokens),
         ("prediction", drafts.prediction_tokens, drafts.accepted_prediction_tokens),
         ("head", drafts.head_tokens, drafts.accepted_head_tokens),
+        ("drafter", drafts.drafter_tokens, drafts.accepted_drafter_tokens),
         ("grammar", drafts.grammar_tokens, drafts.accepted_grammar_tokens),
     ):
         drafted.add_metric((source, "accepted"), accepted)

@@ -32,6 +32,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     HyperCLOVAXConfig,
     HyperCLOVAXForCausalLM,
     Jais2Config,
@@ -184,6 +186,12 @@ def _helium(shape: dict[str, Any], _: int) -> PreTrainedModel:
     return HeliumForCausalLM(HeliumConfig(**shape, head_dim=shape["hidden_size"] // shape["num_attention_heads"]))
 
 
+def _hunyuan(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    """A HunYuan whose rotary embedding has been scaled for longer contexts, as those that were published."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
+    return HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(**shape, head_dim=24, rope_parameters=rope))
+
+
 def _ernie(shape: dict[str, Any], _: int) -> PreTrainedModel:
     return Ernie4_5ForCausalLM(Ernie4_5Config(**shape, head_dim=24, use_bias=True, pad_token_id=0))
 
@@ -292,6 +300,7 @@ FURTHER_FAMILIES: dict[str, MakeModel] = {
     "vaultgemma": _vaultgemma,
     "helium": _helium,
     "mimo": _mimo,
+    "hunyuan": _hunyuan,
     "ernie4_5": _ernie,
     "glm": _glm,
     "glm4": _glm4,

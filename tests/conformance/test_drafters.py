@@ -23,7 +23,7 @@ from loramux.engine.drafting.step_times import StepTimes
 from loramux.engine.loop.config import pack_target
 from loramux.engine.parallel.sharded_adapters import AdapterDivider
 from loramux.engine.parallel.sharding import module_shards, worker_config
-from loramux.engine.protocol.messages import Add, StatsRequest
+from loramux.engine.protocol.messages import Add, DraftCounts, StatsRequest
 from loramux.engine.sequences.batch import StepInputs
 from tests.conformance.draft_heads import Tensors, add_head, head_tensors
 from tests.conformance.drafters import add_drafter, drafter_names, random_drafter
@@ -210,12 +210,13 @@ def plain_answers(made: Made, adds: list[Add]) -> dict[str, Answer]:
 def test_answers_are_the_same_with_drafters(made: Made, adds: list[Add], plain_answers: dict[str, Answer]) -> None:
     found, drafts, _ = run(made.subject, adds, None, "head", 60)
     check(adds, found, plain_answers)
-    assert drafts.head_tokens > drafts.accepted_head_tokens > 0
+    assert drafts.head_tokens > drafts.accepted_head_tokens
+    assert drafts.drafter_tokens > drafts.accepted_drafter_tokens > 0
     # They are also the same where the base's head is not used, which ignores drafters.
     check(adds, run(made.subject, adds, None, "text", 60)[0], plain_answers)
 
 
-def counts_of(made: Made, names: list[str | None], **settings: Any) -> tuple[int, int]:
+def counts_of(made: Made, names: list[str | None], **settings: Any) -> DraftCounts:
     assembled = made.subject.assemble(speculate="head", **settings)
     adds = [
         Add(
@@ -230,19 +231,21 @@ def counts_of(made: Made, names: list[str | None], **settings: Any) -> tuple[int
     answers_of(assembled.engine, adds)
     drafts = assembled.engine.stats(StatsRequest(call_id="")).drafts
     assembled.close()
-    return drafts.head_tokens, drafts.accepted_head_tokens
+    return drafts
 
 
 @pytest.mark.parametrize("path", ["cpu", "gpu"])
 def test_a_right_drafter_makes_drafts_right_for_its_version_only(made: Made, path: str) -> None:
     settings: dict[str, Any] = {} if path == "cpu" else {"backend": plain_backend(HostAccelerator())}
-    drafted, accepted = counts_of(made, [None, "r1"], **settings)
-    assert drafted > accepted == 0
-    drafted, accepted = counts_of(made, ["r1+right"], **settings)
-    assert drafted == accepted > 15
+    without = counts_of(made, [None, "r1"], **settings)
+    assert without.head_tokens > without.accepted_head_tokens == without.drafter_tokens == 0
+    alone = counts_of(made, ["r1+right"], **settings)
+    assert alone.drafter_tokens == alone.accepted_drafter_tokens > 15
+    assert alone.head_tokens == 0
     # In one batch, only the drafts of its version become right.
-    drafted, together = counts_of(made, ["r1+right", None, "r1"], **settings)
-    assert drafted > together >= accepted - 1
+    together = counts_of(made, ["r1+right", None, "r1"], **settings)
+    assert together.head_tokens > together.accepted_head_tokens == 0
+    assert together.drafter_tokens == together.accepted_drafter_tokens >= alone.drafter_tokens - 1
 
 
 def test_a_drafter_can_be_stored_in_fp8(made: Made) -> None:
@@ -250,14 +253,15 @@ def test_a_drafter_can_be_stored_in_fp8(made: Made) -> None:
     target = pack_target(ModelConfig.load(made.subject.directory), "float32", "fp8")
     packed = pack_peft_directory(folder, target, made.subject.directory)
     subject = replace(made.subject, adapters={packed.digest: packed}, digests={"r1+right": packed.digest})
-    drafted, accepted = counts_of(replace(made, subject=subject), ["r1+right"], adapter_dtype="fp8")
-    assert drafted == accepted > 15
+    drafts = counts_of(replace(made, subject=subject), ["r1+right"], adapter_dtype="fp8")
+    assert drafts.drafter_tokens == drafts.accepted_drafter_tokens > 15
 
 
 def test_a_drafter_whose_logits_are_not_finite_only_ends_its_drafts(
     made: Made, plain_answers: dict[str, Answer], adds: list[Add]
 ) -> None:
-    assert counts_of(made, ["r1+NaN"]) == (0, 0)
+    drafts = counts_of(made, ["r1+NaN"])
+    assert drafts.head_tokens == drafts.drafter_tokens == 0
     digest = made.subject.digests["r1+NaN"]
     own = [add for add in adds if add.digest == digest]
     assembled = made.subject.assemble(speculate="head")

@@ -214,10 +214,15 @@ _DELTA_MODULES = {
     "v_proj": ["in_proj_z", "in_proj_b"],
     "o_proj": ["out_proj"],
 }
+_INPUT_MODULES = {
+    "gate_proj": ["per_layer_input_gate"],
+    "up_proj": ["per_layer_model_projection"],
+    "down_proj": ["per_layer_projection"],
+}
 ADDED_MODULES = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _DELTA_MODULES),
-    "gemma3n": {"gate_proj": ["per_layer_input_gate"], "down_proj": ["per_layer_projection"]},
-    "gemma4": {"gate_proj": ["per_layer_input_gate"], "down_proj": ["per_layer_projection"]},
+    "gemma3n": _INPUT_MODULES,
+    "gemma4": _INPUT_MODULES,
 }
 """Linears that are targeted in addition to Llama's, by the family's name up to a hyphen."""
 

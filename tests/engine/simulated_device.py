@@ -168,7 +168,7 @@ class SimulatedExecutor:
             salt, size = _salt(self._adapter_pages.digest_of_slot(slot)), self._vocab_size_of(slot)
             following = _next_state(state, next_tokens[row], position + 1, salt)
             drafted.append((following + salt + (following % 5 == 0)) % size)
-        return HeadDrafts(drafted, 0.0)
+        return HeadDrafts(drafted, [False] * len(drafted), 0.0)
 
     def _check_head(self, batch: Batch, row: int, position: int) -> None:
         """Assert that each position before the first row of a sequence has the token after it."""

@@ -35,6 +35,8 @@ from loramux.engine.llm import (
 from loramux.engine.offline.engine_thread import EngineThread
 from loramux.engine.offline.local_template import LocalTemplate
 from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
+from tests.adapter_store.adapter_files import AdapterFiles
+from tests.adapter_store.formats.mlx.mlx_files import write_mlx
 from tests.conformance.demo_adapters import DEMO, changed_adapter
 from tests.demo_base import DEMO_BASE
 from tests.docs.write import DOCS
@@ -501,7 +503,22 @@ def test_an_adapters_own_template_renders_its_conversations(llm: LLM, tmp_path: 
     assert llm.generate(PROMPT, adapter="own", max_tokens=1)
     with pytest.raises(TemplateRefused, match=r"^conversations\[1\]: the adapter's chat template is malformed: "):
         llm.chat([QUESTION] * 2, adapter=[None, "own"])
+    (directory / "chat_template.jinja").unlink()
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": source}))
+    llm.add_adapter("own", directory)
+    [earlier] = llm.chat([QUESTION], adapter="own", chat_template_kwargs=mood, max_tokens=1)
+    assert earlier.prompt_token_ids == own.prompt_token_ids
     llm.remove_adapter("own")
+
+
+def test_an_adapter_of_mlx_is_converted(llm: LLM, tmp_path: Path) -> None:
+    config = json.loads((ADAPTERS["pirate"] / "adapter_config.json").read_text())
+    tensors = load_file(ADAPTERS["pirate"] / "adapter_model.safetensors")
+    files = AdapterFiles(config, {name: values.float().numpy() for name, values in tensors.items()})
+    llm.add_adapter("mlx", write_mlx(tmp_path / "mlx", files))
+    own, converted = llm.generate([PROMPT] * 2, adapter=["pirate", "mlx"], max_tokens=8, sampling=GREEDY)
+    assert converted.token_ids == own.token_ids
+    llm.remove_adapter("mlx")
 
 
 def test_an_adapters_template_for_tools_renders_their_conversations(llm: LLM, tmp_path: Path) -> None:

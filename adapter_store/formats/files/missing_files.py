@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
 
-from loramux.adapter_store.formats.files.file_names import CONFIG_FILE
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, MLX_FILE
 
 _PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 _WEIGHTS = ("adapter_model", "adapter", "pytorch_model")
 """Prefixes of the names that training programs give to pickles with an adapter's weights, PEFT's first."""
 _MODELS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_MLX = "adapters.safetensors"
 _MAX_NAMED = 4
 """Most folders that a message names."""
 
@@ -53,8 +52,8 @@ def missing_file(directory: Path, file_name: str) -> tuple[str, str, str]:
         if file_name == CONFIG_FILE:
             return "pickle_refused", f"{missing}, and {message}: save the adapter in PEFT's format", pickles[0]
         return "pickle_refused", f"{message}: save the adapter again with safe_serialization=True", pickles[0]
-    if _MLX in names:
-        return "file_missing", f"{missing}: {_MLX} is in MLX's format, so save the adapter in PEFT's format", _MLX
+    if file_name == CONFIG_FILE and MLX_FILE in names:
+        return "file_missing", f"{missing}, which mlx-lm writes beside {MLX_FILE}", MLX_FILE
     return "file_missing", f"{missing}: choose a directory saved by PEFT", file_name
 
 

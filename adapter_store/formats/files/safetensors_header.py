@@ -99,7 +99,7 @@ def parse_header(header: bytes, file_size: int) -> SafetensorsHeader:
         raise AdapterRejected("invalid_header", f"the header is not JSON: {error}", TENSORS_FILE) from None
     if not isinstance(document, dict):
         raise AdapterRejected("invalid_header", "the header is not an object", TENSORS_FILE)
-    metadata = _metadata(document.pop("__metadata__", {}))
+    metadata = _metadata(document.pop("__metadata__", None))
     tensors = {name: _entry(name, value) for name, value in document.items()}
     data_start = LENGTH_BYTES + len(header)
     _check_ranges(tensors, file_size - data_start)
@@ -122,6 +122,9 @@ def mistaken_format(start: bytes) -> str | None:
 
 
 def _metadata(value: Any) -> dict[str, str]:
+    # MLX writes null if there are none.
+    if value is None:
+        return {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise AdapterRejected("invalid_header", "__metadata__ must be an object of strings", TENSORS_FILE)
     return value
@@ -151,7 +154,10 @@ def _entry(name: str, value: Any) -> TensorEntry:
 
 def _may_be_vector(name: str) -> bool:
     module, _, part = name.rpartition(".")
-    return ".lora_magnitude" in name or part == "bias" or (part == "weight" and "norm" in module.rpartition(".")[2])
+    # mlx-lm calls the magnitudes of a DoRA `m`.
+    return (
+        ".lora_magnitude" in name or part in ("bias", "m") or (part == "weight" and "norm" in module.rpartition(".")[2])
+    )
 
 
 def _may_have_any_shape(name: str, shape: list[int]) -> bool:

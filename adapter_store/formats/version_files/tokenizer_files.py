@@ -19,6 +19,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.file_names import (
     CONFIG_FILE,
     EARLIER_TEMPLATE_FILE,
+    SMALL_TOKENIZER_FILES,
     TEMPLATE_FILE,
     TENSORS_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -99,7 +100,7 @@ def vocabulary_sha256(contents: Mapping[int, str]) -> str:
 
 def has_tokenizer(directory: Path) -> bool:
     """Return whether a directory has a tokenizer or named templates, which `tokenizer_files` reads."""
-    has_file = any((directory / name).is_file() for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE))
+    has_file = any((directory / name).is_file() for name in (TOKENIZER_FILE, *SMALL_TOKENIZER_FILES))
     return has_file or (directory / NAMED_TEMPLATES).is_dir()
 
 

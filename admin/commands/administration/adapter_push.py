@@ -115,8 +115,8 @@ def push(
     A chat template, a generation_config.json and a parsers.json in the directory become part of the version, and so do
     the facts in which the directory's tokenizer differs from the base's: added and renamed tokens, and special tokens.
     Files of sentence-transformers become a pooling.json. --tool-parser and --reasoning-parser take precedence over
-    parsers.json. On this machine, a .gguf file is converted, and shards of the tensors are joined. The server itself
-    fetches all files of an s3://, hf:// or file:// source, which its operator must allow.
+    parsers.json. On this machine, a .gguf file or a directory of mlx-lm is converted, and shards of the tensors are
+    joined. The server itself fetches all files of an s3://, hf:// or file:// source, which its operator must allow.
     """
     from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
     from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
@@ -165,16 +165,16 @@ def push_source(options: PushOptions, as_json: bool) -> tuple[PushedVersion, Seq
     """
     from loramux.admin.client.gguf_source import converted_gguf
     from loramux.admin.client.named_adapter import find_named
+    from loramux.admin.client.peft_directory import peft_directory
     from loramux.admin.client.push import num_bytes_of, push_adapter, register_source
-    from loramux.admin.client.sharded_source import joined_directory
 
     tenant, name, timeout_s = options.tenant, options.name, options.timeout_s
     path = Path(options.source)
     with ExitStack() as stack:
         num_bytes = None
         if not options.is_remote and path.is_dir():
-            # The progress bar shows the size of the joined tensors, so join them first.
-            path = stack.enter_context(joined_directory(path))
+            # The progress bar shows the size of the joined or converted tensors, so make them first.
+            path = stack.enter_context(peft_directory(path))
             num_bytes = num_bytes_of(path, options.without)
         client = stack.enter_context(connected(as_json))
         progress = stack.enter_context(transfer_progress(num_bytes, as_json))

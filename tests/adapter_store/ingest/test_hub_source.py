@@ -19,7 +19,10 @@ from loramux.adapter_store.hub import hub_client
 from loramux.adapter_store.hub.hub_client import HubClient
 from loramux.adapter_store.ingest.sharded_source import JoinedSource
 from loramux.adapter_store.ingest.sources import AdapterSources, Source
+from tests.adapter_store.adapter_files import AdapterMaker
+from tests.adapter_store.formats.mlx.mlx_files import write_mlx
 from tests.adapter_store.hub.local_hub import TOKEN, Answer, LocalHub, running_hub
+from tests.adapter_store.small_base import make_target
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FILES = {CONFIG: b'{"r": 8}', TENSORS: bytes(range(256)) * 40, "README.md": b"# A model", "optimizer.pt": b"\x80"}
@@ -97,9 +100,10 @@ def test_files_are_read_at_the_pinned_commit(hub: LocalHub, sources: AdapterSour
 
 
 def test_optional_files_are_found(hub: LocalHub, sources: AdapterSources, tmp_path: Path) -> None:
-    hub.push("acme/support", {**FILES, "chat_template.jinja": b"{{ messages }}"}, "v1")
+    hub.push("acme/support", {**FILES, "chat_template.jinja": b"{{ messages }}", "chat_template.json": b"{}"}, "v1")
     source = opened(sources, "hf://acme/support@v1")
     assert source.has("chat_template.jinja")
+    assert source.has("chat_template.json")
     source.fetch_file("chat_template.jinja", tmp_path / "template", 64)
     assert (tmp_path / "template").read_bytes() == b"{{ messages }}"
 
@@ -122,6 +126,23 @@ def test_shards_are_fetched_and_joined(hub: LocalHub, sources: AdapterSources, t
         "tensor1": (2, 2),
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG, TENSORS]
+
+
+def test_an_adapter_of_mlx_is_converted(hub: LocalHub, sources: AdapterSources, tmp_path: Path) -> None:
+    files = AdapterMaker(make_target())(rank=3)
+    directory = write_mlx(tmp_path / "mlx", files)
+    hub.push("acme/support", {path.name: path.read_bytes() for path in directory.iterdir()})
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    source = JoinedSource(opened(sources), scratch)
+    for name in (CONFIG, TENSORS):
+        source.fetch_file(name, scratch / name, source.size(name, 1 << 20))
+    found = load((scratch / TENSORS).read_bytes())
+    assert {name: values.tolist() for name, values in found.items()} == {
+        name: values.tolist() for name, values in files.tensors.items()
+    }
+    assert json.loads((scratch / CONFIG).read_text())["r"] == 3
+    assert sorted(path.name for path in scratch.iterdir()) == [CONFIG, TENSORS]
 
 
 def test_a_missing_or_foreign_shard_is_refused(hub: LocalHub, sources: AdapterSources, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ JSON_TRICKS = [
     _file("shape given twice", "duplicate_key", _raw(_GOOD_ENTRY[:-1] + ', "shape": [32, 4]}')),
     _file("metadata given twice", "duplicate_key", header_file(b'{"__metadata__": {}, "__metadata__": {}}')),
     _file("metadata are a list", "invalid_header", header_file({"__metadata__": [MARK]})),
-    _file("metadata are null", "invalid_header", header_file({"__metadata__": None})),
+    _file("metadata are text", "invalid_header", header_file({"__metadata__": MARK})),
     _file("metadata hold a number", "invalid_header", header_file({"__metadata__": {"format": 1}})),
     _file("metadata hold NaN", "invalid_header", header_file(b'{"__metadata__": {"format": NaN}}')),
     _file("metadata hold an object", "invalid_header", header_file({"__metadata__": {MARK: {"a": "b"}}})),

@@ -67,6 +67,12 @@ def test_magnitudes_have_one_current_name(name: str) -> None:
     assert not names.are_current
 
 
+@pytest.mark.parametrize("part", ["embed_tokens.lora_embedding_A", "per_layer_model_projection.lora_A.weight"])
+def test_modules_outside_the_decoder_layers_have_one_current_name(part: str) -> None:
+    original = f"{PREFIX}model.language_model.{part}"
+    assert current_names([original]).originals == {f"{PREFIX}model.{part}": original}
+
+
 def digest(files: Any, path: Path, names: Callable[[str], str] = lambda name: name) -> str:
     tensors = save({names(name): tensor for name, tensor in files.tensors.items()})
     report = validate_files(files.config_bytes, tensors, TARGET)

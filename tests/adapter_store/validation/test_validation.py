@@ -767,7 +767,7 @@ def test_a_part_of_a_fused_linear_without_tensors_is_reported(
 @pytest.mark.parametrize(
     ("is_gemma", "strange", "message"),
     [
-        (True, [], "may not change per_layer_model_projection: train the adapter with exclude_modules"),
+        (True, [], "may not change modality_router: train the adapter with exclude_modules"),
         (True, ["c_attn"], "no module of this name; adapters may change qkv_proj"),
         (False, [], "no module of this name; adapters may change qkv_proj"),
     ],
@@ -780,11 +780,11 @@ def test_linear_layers_of_the_base_that_adapters_cannot_change_are_named(
     strange: list[str],
     message: str,
 ) -> None:
-    """PEFT's `all-linear` includes them on Gemma 3n and on the small Gemma 4."""
+    """PEFT's `all-linear` includes them on Gemma 3n."""
     base = fused_target
     if is_gemma:
         base = replace(base, modules=(*base.modules, LinearShape("per_layer_input_gate", 64, 24)))
-    unknown = [*strange, "per_layer_model_projection"]
+    unknown = [*strange, "modality_router"]
     files = adapter_maker(base)(modules=("self_attn.o_proj",), target_modules=["o_proj", *unknown])
     lora = {name: tensor for name, tensor in files.tensors.items() if ".layers.0." in name}
     others = {
@@ -794,6 +794,38 @@ def test_linear_layers_of_the_base_that_adapters_cannot_change_are_named(
     with pytest.raises(AdapterRejected, match=message):
         validate_files(files.config_bytes, tensors, base)
     assert_refused(files.config_bytes, tensors, base, "unknown_module", "target_modules[1]")
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_targeted"),
+    [
+        ({"target_modules": "all-linear"}, True),
+        ({"target_modules": ["o_proj", "per_layer_model_projection"]}, True),
+        ({"target_modules": ["o_proj", "per_layer_model_projection"], "layers_to_transform": [0]}, False),
+        ({"target_modules": ["o_proj", "model.per_layer_model_projection"], "layers_to_transform": [0]}, True),
+    ],
+    ids=["all linears", "named", "layers", "named in full with layers"],
+)
+def test_a_linear_layer_outside_the_decoder_layers_is_targeted_as_in_peft(
+    fused_target: PackTarget,
+    adapter_maker: Callable[[PackTarget], Any],
+    settings: dict[str, Any],
+    is_targeted: bool,
+) -> None:
+    outside = LinearShape("model.per_layer_model_projection", 64, 48, layers=(0,))
+    base = replace(fused_target, modules=(*fused_target.modules, outside))
+    modules = (
+        tuple(module.name for module in fused_target.modules) if settings["target_modules"] == "all-linear" else ()
+    )
+    files = adapter_maker(base)(modules=modules or ("self_attn.o_proj",), layers=settings.get("layers_to_transform"))
+    files.config |= settings
+    a, b = np.ones((4, 64), np.float32), np.ones((48, 4), np.float32)
+    prefix = "base_model.model.model.per_layer_model_projection"
+    files.tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+    if is_targeted:
+        assert validate_files(files.config_bytes, files.tensor_bytes, base).scales[outside.name] == 2
+    else:
+        assert_refused(files.config_bytes, files.tensor_bytes, base, "unexpected_tensor", f"{prefix}.lora_A.weight")
 
 
 def test_an_adapter_of_another_architecture_names_the_bases_modules(

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from loramux.admin.cli import app
+from tests.adapter_store.adapter_files import AdapterFiles
 from tests.adapter_store.expert_base import stacked_files
+from tests.adapter_store.formats.mlx.mlx_files import write_mlx
 from tests.demo_base import DEMO_BASE
 from tests.shared_forks import shared_forks
 
@@ -221,6 +223,19 @@ def test_files_of_a_download_cache_are_links(adapter: Path, tmp_path: Path) -> N
     for path in adapter.iterdir():
         (linked / path.name).symlink_to(path)
     assert checked(linked, "--model", DEMO_BASE)["served"]
+
+
+def test_an_adapter_of_mlx_is_converted(tmp_path: Path) -> None:
+    tensors = load_file(PIRATE / "adapter_model.safetensors")
+    files = AdapterFiles(json.loads((PIRATE / "adapter_config.json").read_text()))
+    files.tensors = {name: values.float().numpy() for name, values in tensors.items()}
+    directory = write_mlx(tmp_path / "mlx", files)
+    shutil.copy(TOOLS / "adapters/concierge/chat_template.jinja", directory)
+    facts = checked(directory, "--model", DEMO_BASE)["facts"]
+    assert (facts["max_rank"], facts["chat_template"] is not None) == (files.config["r"], True)
+    (directory / "adapters.safetensors").write_bytes(b"")
+    [problem] = checked(directory, "--model", DEMO_BASE)["problems"]
+    assert problem["code"] == "truncated_file"
 
 
 def test_adapter_needs_a_base() -> None:

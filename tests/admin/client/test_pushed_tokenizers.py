@@ -56,6 +56,15 @@ def test_a_push_uploads_the_template_and_the_tokens_of_the_tokenizer(
     assert plain.version_digest == plain.digest
 
 
+def test_a_push_reads_the_template_of_earlier_processors(
+    client: AdminClient, make_adapter: Callable[..., Path]
+) -> None:
+    directory = make_adapter()
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    version = version_of(client, push_adapter(client, directory, "acme", "support"))
+    assert version["chat_template"] == hashlib.sha256(TEMPLATE.encode()).hexdigest()
+
+
 def test_a_tokenizer_that_is_not_the_bases_is_refused(client: AdminClient, make_adapter: Callable[..., Path]) -> None:
     directory = with_tokenizer(make_adapter(), ordinary={**ORDINARY, "other": 9})
     with pytest.raises(PushRefused) as refused:

@@ -36,6 +36,7 @@ def test_the_rank_of_a_drafter_does_not_count_for_the_base(tables: SlotTables) -
     assert [tables.max_rank(slots[[row]]) for row in range(3)] == [0, 8, 12]
     assert [tables.max_draft_rank(slots[[row]]) for row in range(3)] == [0, 64, 0]
     assert (tables.max_rank(slots), tables.max_draft_rank(slots)) == (12, 64)
+    assert tables.have_drafters(slots) == [False, True, False]
 
 
 def test_a_drafter_is_beside_outer_modules_and_trained_rows(tables: SlotTables) -> None:

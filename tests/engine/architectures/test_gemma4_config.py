@@ -72,7 +72,11 @@ def test_linears_that_differ_by_layer_have_the_same_name(tmp_path: Path) -> None
         LinearShape("self_attn.k_proj", 64, 32, layers=windowed),
         LinearShape("self_attn.k_proj", 64, 64, layers=(5,)),
     )
-    assert modules[-2:] == (LinearShape("per_layer_input_gate", 64, 24), LinearShape("per_layer_projection", 24, 64))
+    assert modules[-3:] == (
+        LinearShape("per_layer_input_gate", 64, 24),
+        LinearShape("per_layer_projection", 24, 64),
+        LinearShape("model.per_layer_model_projection", 64, 6 * 24, layers=(0,)),
+    )
 
 
 def test_k_is_also_v_in_layers_without_a_window(tmp_path: Path) -> None:

@@ -276,6 +276,18 @@ def test_olmo_3_scales_only_layers_that_see_the_whole_context(tmp_path: Path) ->
     assert (config.norms, config.attention.norm_sizes(0)) == (OUTPUT_NORMS, (("q_norm", 64), ("k_norm", 32)))
 
 
+def test_hunyuan_stretches_theta_once_and_weights_q_after_the_rotation(tmp_path: Path) -> None:
+    hunyuan = {"architectures": ["HunYuanDenseV1ForCausalLM"], "num_experts": 1, "use_qk_norm": True}
+    scaling = {"type": "dynamic", "alpha": 50.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0}
+    config = load(tmp_path, {**hunyuan, "rope_scaling": {**scaling, "mscale_all_dim": 1.0}, "rope_theta": 1e4})
+    assert set(config.attention.ropes) == {RopeConfig(theta=1e4 * 50 ** (16 / 14))}
+    assert (config.attention.has_l2_norms, config.attention.has_rotated_norms) == (True, True)
+    # Adapters cannot replace the norms of q and k.
+    assert not any("self_attn" in norm.name for norm in config.norm_shapes)
+    plain = load(tmp_path, {**hunyuan, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    assert plain.attention.ropes[0].kind == "dynamic"
+
+
 def test_cohere_2_runs_its_blocks_in_parallel(tmp_path: Path) -> None:
     config = load(tmp_path, {**COHERE2, "sliding_window_pattern": 2})
     assert (config.parallel_blocks, config.has_layer_norms, config.has_norm_biases) == (True, True, False)

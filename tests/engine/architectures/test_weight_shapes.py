@@ -75,6 +75,8 @@ UNSERVED_NORMS = {
     "model.layers.*.altup.router_norm.weight",
     "model.layers.*.laurel.post_laurel_norm.weight",
     "model.layers.*.post_per_layer_input_norm.weight",
+    "model.layers.*.self_attn.key_layernorm.weight",
+    "model.layers.*.self_attn.query_layernorm.weight",
 }
 """Norms that adapters cannot replace."""
 

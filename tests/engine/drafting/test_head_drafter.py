@@ -15,14 +15,14 @@ def test_a_draft_is_proposed_until_its_place_is_committed() -> None:
     tokens = [1, 2]
     head = HeadDrafter(tokens)
     assert head.propose() is None
-    head.note(7)
+    head.note(7, "head")
     proposal = head.propose()
     assert proposal is not None
     assert (proposal.tokens, proposal.source, proposal.rate) == ((7,), "head", FIRST_RATE)
     tokens.append(7)
     assert head.propose() is None
     assert head.rate > FIRST_RATE
-    head.note(8)
+    head.note(8, "head")
     tokens += [9, 10]
     assert head.propose() is None
     assert head.rate < FIRST_RATE
@@ -67,7 +67,7 @@ def test_a_head_that_is_wrong_is_tried_seldom() -> None:
         if wants(speculation, sequence):
             tried += 1
             speculation.note_time(1, 1, 1.05, 0.05, has_drafted=True)
-            speculation.note_head(sequence, 1000 + number)
+            speculation.note_head(sequence, 1000 + number, "head")
         sequence.tokens.append(number)
         sequence.num_tokens = len(sequence.tokens)
         sequence.num_computed = sequence.num_tokens - 1
@@ -78,11 +78,13 @@ def test_a_head_that_is_wrong_is_tried_seldom() -> None:
 def test_a_draft_of_the_head_is_verified_by_the_next_step() -> None:
     speculation, sequence = measured(0.0, 0.0), decoding(NEW)
     assert lengths(speculation, sequence) == [0]
-    speculation.note_head(sequence, 9)
+    speculation.note_head(sequence, 9, "head")
     assert lengths(speculation, sequence) == [1]
     speculation.note_verified(Draft((9,), "head"), 1)
+    speculation.note_verified(Draft((9,), "drafter"), 0)
     counts = speculation.counts()
     assert (counts.head_tokens, counts.accepted_head_tokens) == (1, 1)
+    assert (counts.drafter_tokens, counts.accepted_drafter_tokens) == (1, 0)
     assert lengths(speculation, sequence, others_wait=True) == [0]
     assert not speculation.wants_head
 
@@ -94,7 +96,7 @@ def test_a_head_whose_logits_are_not_finite_is_tried_seldom() -> None:
         if wants(speculation, sequence):
             tried += 1
             speculation.note_time(1, 1, 1.05, 0.05, has_drafted=True)
-            speculation.note_head(sequence, None)
+            speculation.note_head(sequence, None, "head")
             assert lengths(speculation, sequence) == [0]
         sequence.tokens.append(number)
         sequence.num_tokens = len(sequence.tokens)

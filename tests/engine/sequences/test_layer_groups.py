@@ -5,10 +5,10 @@ import pytest
 
 from loramux.engine.sequences.layer_groups import ALL_GROUPS, LayerGroups
 
-SPLIT = ((0, 1, 2), (3,), (4, 5), (6,), (), (), (), (), (), ())
-FUSED = ((0,), (1,), (2,), (3,), (), (), (), (), (), (4, 5))
-EXPERTS = ((0,), (1,), (), (), (2,), (3, 5), (4, 6), (), (), ())
-INPUTS = LayerGroups.INPUT_GATE | LayerGroups.INPUT_PROJECTION
+SPLIT = ((0, 1, 2), (3,), (4, 5), (6,), (), (), (), (), (), (), ())
+FUSED = ((0,), (1,), (2,), (3,), (), (), (), (), (), (), (4, 5))
+EXPERTS = ((0,), (1,), (), (), (2,), (3, 5), (4, 6), (), (), (), ())
+INPUTS = LayerGroups.INPUT_GATE | LayerGroups.INPUT_PROJECTION | LayerGroups.ALL_INPUTS
 """The groups that a base without per-layer inputs lacks."""
 WITHOUT_EXPERTS = LayerGroups.ROUTER | LayerGroups.EXPERTS_GATE_UP | LayerGroups.EXPERTS_DOWN | INPUTS
 """The groups that a base with neither experts nor per-layer inputs lacks."""

@@ -74,10 +74,10 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
             id="pickle without a configuration",
         ),
         pytest.param(
-            [CONFIG, "adapters.safetensors", "0000100_adapters.safetensors"],
-            TENSORS,
+            ["adapters.safetensors", "0000100_adapters.safetensors"],
+            CONFIG,
             "file_missing",
-            "adapters.safetensors is in MLX's format, so save the adapter in PEFT's",
+            "has no adapter_config.json, which mlx-lm writes beside adapters.safetensors",
             "adapters.safetensors",
             id="MLX",
         ),

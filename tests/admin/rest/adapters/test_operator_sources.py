@@ -126,6 +126,17 @@ async def test_facts_of_a_sources_tokenizer_become_files(
     assert (refused["error"]["code"], refused["error"]["param"]) == ("file_too_large", "tokenizer_config.json")
 
 
+async def test_a_sources_template_of_earlier_processors_is_read(
+    http: httpx.AsyncClient, bucket: Path, make_adapter: Callable[..., Path]
+) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    directory = make_adapter()
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    version = await register(http, await new_adapter(http), place(bucket, directory, "earlier"))
+    assert version["state"] == "ready", version
+    assert version["chat_template"] == hashlib.sha256(template.encode()).hexdigest()
+
+
 @pytest.mark.parametrize(
     ("name", "change", "code"),
     [

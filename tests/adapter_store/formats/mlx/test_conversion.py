@@ -1,0 +1,90 @@
+"""Converting an adapter of mlx-lm restores the PEFT adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.mlx.conversion import convert_mlx
+from loramux.adapter_store.validation.validation import validate_files
+from tests.adapter_store.adapter_files import AdapterMaker
+from tests.adapter_store.formats.mlx.mlx_files import write_mlx
+from tests.adapter_store.small_base import make_target
+
+TARGET = make_target()
+MODULES = ("self_attn.q_proj", "mlp.down_proj")
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_an_adapter_of_mlx_becomes_a_peft_adapter(tmp_path: Path, use_dora: bool, dtype: Any) -> None:
+    files = AdapterMaker(TARGET)(rank=3, modules=MODULES, lora_alpha=7.5, use_dora=use_dora, dtype=dtype)
+    convert_mlx(write_mlx(tmp_path / "mlx", files), tmp_path)
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    assert found.keys() == files.tensors.keys()
+    for name, values in files.tensors.items():
+        assert found[name].dtype == dtype
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    config = (tmp_path / "adapter_config.json").read_bytes()
+    report = validate_files(config, tmp_path / "adapter_model.safetensors", TARGET)
+    assert report.scales == pytest.approx(validate_files(files.config_bytes, files.tensor_bytes, TARGET).scales)
+    assert set(report.scales.values()) == {2.5}
+
+
+@pytest.mark.parametrize(
+    ("config", "param", "says"),
+    [
+        ({"r": 8}, "lora_parameters", "must be mlx-lm's"),
+        ([], "lora_parameters", "must be mlx-lm's"),
+        ({"fine_tune_type": "full", "lora_parameters": {"scale": 2.0}}, "fine_tune_type", "serve the model as a base"),
+        ({"lora_parameters": {"rank": 4}}, "lora_parameters.scale", "positive number"),
+        ({"lora_parameters": {"scale": True}}, "lora_parameters.scale", "positive number"),
+        (
+            {"lora_parameters": {"rank": 4, "alpha": 8, "scale": 10.0}},
+            "lora_parameters.alpha",
+            "releases of mlx-lm differ .* set scale to the product, 20$",
+        ),
+        ({"lora_parameters": {"alpha": 8, "scale": 10.0}}, "lora_parameters.alpha", "set scale to the product$"),
+    ],
+    ids=["PEFT's", "list", "full", "no scale", "no number", "alpha", "alpha without rank"],
+)
+def test_another_configuration_is_refused(tmp_path: Path, config: Any, param: str, says: str) -> None:
+    directory = write_mlx(tmp_path / "mlx", AdapterMaker(TARGET)())
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterRejected, match=says) as refused:
+        convert_mlx(directory, tmp_path)
+    assert refused.value.param == param
+
+
+def test_an_alpha_without_effect_is_accepted(tmp_path: Path) -> None:
+    convert_mlx(write_mlx(tmp_path / "mlx", AdapterMaker(TARGET)(rank=4), alpha=4), tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "code", "says"),
+    [
+        ("model.layers.0.mlp.switch_mlp.up_proj.lora_a", (8, 4, 64), "unexpected_tensor", "LoRAs of experts"),
+        ("model.embed_tokens.lora_a", (70, 4), "unexpected_tensor", "LoRAs of the embedding"),
+        ("model.layers.0.self_attn.q_proj.weight", (64, 64), "unexpected_tensor", "only lora_a, lora_b and m"),
+        ("model.layers.0.self_attn.k_proj.lora_a", (64, 5), "rank_mismatch", "ranks of the modules differ"),
+        ("model.layers.0.self_attn.k_proj.lora_a", (64, 5, 1), "tensor_not_2d", "must have two dimensions"),
+    ],
+    ids=["experts", "embedding", "weight", "rank", "dimensions"],
+)
+def test_tensors_that_cannot_be_served_are_named(
+    tmp_path: Path, name: str, shape: tuple[int, ...], code: str, says: str
+) -> None:
+    directory = write_mlx(tmp_path / "mlx", AdapterMaker(TARGET)())
+    path = directory / "adapters.safetensors"
+    save_file({**load_file(path), name: np.ones(shape, np.float32)}, path)
+    with pytest.raises(AdapterRejected, match=says) as refused:
+        convert_mlx(directory, tmp_path)
+    assert refused.value.code == code
+    assert not (tmp_path / "adapter_model.safetensors").exists()
