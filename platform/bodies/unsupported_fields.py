@@ -146,6 +146,16 @@ PAIRS: Neutral = {
 }
 """Fields of scores and rankings."""
 
+EMBED: Neutral = {
+    # Cohere
+    "images": ([],),
+    "inputs": ([],),
+    # vLLM
+    "cache_salt": (),
+    "request_id": (),
+}
+"""Fields of embeddings in Cohere's form."""
+
 FUNCTION: Neutral = {"defer_loading": (False,)}
 """Fields of a function and of a tool."""
 
@@ -216,6 +226,8 @@ REASONS: Mapping[str, str] = {
     "functions": "use `tools`, its newer form",
     "guided_whitespace_pattern": "the whitespace in JSON cannot be chosen",
     "image": "the server accepts text only",
+    "images": "the server accepts text only",
+    "inputs": "use `texts`",
     "kv_transfer_params": "prefill and decoding run in one engine",
     "length_penalty": "there is no beam search",
     "logits_processors": "requests cannot run code in the engine",

@@ -36,6 +36,44 @@ class EmbeddingsDocument(_Answer):
     data: list[EmbeddingDocument]
 
 
+class _ApiVersionDocument(TypedDict):
+    version: Literal["1", "2"]
+
+
+class _BilledUnitsDocument(TypedDict):
+    input_tokens: int
+
+
+class EmbedMetaDocument(TypedDict):
+    """The version of Cohere's API, and the tokens charged for the request."""
+
+    api_version: _ApiVersionDocument
+    billed_units: _BilledUnitsDocument
+
+
+class _Embed(TypedDict):
+    id: str
+    texts: list[str]
+    meta: EmbedMetaDocument
+
+
+class EmbedDocument(_Embed):
+    """A response of `/v1/embed` to a request without `embedding_types`."""
+
+    response_type: Literal["embeddings_floats"]
+    embeddings: list[list[float]]
+
+
+_VectorsByType = TypedDict("_VectorsByType", {"float": NotRequired[list[list[float]]], "base64": NotRequired[list[str]]})
+
+
+class TypedEmbedDocument(_Embed):
+    """A response of `/v2/embed`, or of `/v1/embed` to a request with `embedding_types`."""
+
+    response_type: Literal["embeddings_by_type"]
+    embeddings: _VectorsByType
+
+
 class ClassDocument(TypedDict):
     """The likeliest class of one input, and the probabilities of all, or their logits."""
 
