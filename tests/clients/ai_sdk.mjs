@@ -11,7 +11,9 @@ const { CLIENT_URL: baseURL, CLIENT_KEY: apiKey, CLIENT_LIMITED_KEY, CLIENT_TOOL
 const openai = createOpenAI({ baseURL, apiKey });
 const served = { name: "served", baseURL, includeUsage: true, supportsStructuredOutputs: true };
 const compatible = createOpenAICompatible({ ...served, apiKey });
-const chat = { temperature: 0, maxOutputTokens: 128, maxRetries: 0 };
+// Otherwise, follow-ups through the Responses API refer to stored items, and this tenant's are not stored.
+const providerOptions = { openai: { store: false } };
+const chat = { temperature: 0, maxOutputTokens: 128, maxRetries: 0, providerOptions };
 const given = [];
 const weather = tool({
   description: "Tell the weather in a city.",
