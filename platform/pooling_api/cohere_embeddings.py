@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -86,12 +86,14 @@ class EmbedAnswer(PooledAnswer):
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
         pooled = [delta.pooled for delta in in_order(deltas)]
-        embeddings = (
-            self._shown(pooled, "float") if self.types is None else {one: self._shown(pooled, one) for one in self.types}
-        )
+        embeddings: Any
+        if self.types is None:
+            kind, embeddings = "embeddings_floats", self._shown(pooled, "float")
+        else:
+            kind, embeddings = "embeddings_by_type", {one: self._shown(pooled, one) for one in self.types}
         return {
             "id": self.identifier("embd"),
-            "response_type": "embeddings_floats" if self.types is None else "embeddings_by_type",
+            "response_type": kind,
             "embeddings": embeddings,
             "texts": self.texts,
             "meta": {

@@ -69,9 +69,7 @@ async def embedding_plan(
     return plan, partial(embedding_of, dimensions=body.dimensions, is_normalized=is_normalized)
 
 
-def check_vectors(
-    services: GatewayServices, num_vectors: int, dimensions: int | None, params: tuple[str, str]
-) -> None:
+def check_vectors(services: GatewayServices, num_vectors: int, dimensions: int | None, params: tuple[str, str]) -> None:
     """Raise InvalidRequest unless the model has this many dimensions, and all vectors fit into one answer.
 
     `params` are the fields with the texts and with the dimensions.

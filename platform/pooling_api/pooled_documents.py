@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from typing import Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
+
+_Vector: TypeAlias = list[float]
 
 
 class PooledUsageDocument(TypedDict):
@@ -61,10 +63,12 @@ class EmbedDocument(_Embed):
     """A response of `/v1/embed` to a request without `embedding_types`."""
 
     response_type: Literal["embeddings_floats"]
-    embeddings: list[list[float]]
+    embeddings: list[_Vector]
 
 
-_VectorsByType = TypedDict("_VectorsByType", {"float": NotRequired[list[list[float]]], "base64": NotRequired[list[str]]})
+class _VectorsByType(TypedDict):
+    float: NotRequired[list[_Vector]]
+    base64: NotRequired[list[str]]
 
 
 class TypedEmbedDocument(_Embed):

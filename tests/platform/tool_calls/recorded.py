@@ -108,9 +108,7 @@ RECORDED = {
         "½",
         (("a", '{"c": "Zürich 東京 🙂"}'),),
     ),
-    "llama3: a brace too many": Recorded(
-        "llama3_json", f'{{"name": "a", "parameters": {ROME}}}}}', "", (("a", ROME),)
-    ),
+    "llama3: a brace too many": Recorded("llama3_json", f'{{"name": "a", "parameters": {ROME}}}}}', "", (("a", ROME),)),
     "llama3: one call": Recorded(
         "llama3_json", f'{{"name": "get_weather", "parameters": {ROME}}}', "", (("get_weather", ROME),)
     ),
