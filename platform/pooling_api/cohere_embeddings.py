@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -45,10 +45,10 @@ class EmbedRequest(PooledFields):
 
     NEUTRAL: ClassVar[Neutral] = unsupported_fields.EMBED
 
-    texts: list[str] = Field(min_length=1, max_length=MAX_PROMPTS)
+    texts: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     # The server adds no text to prompts, whatever they are for.
     input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = None
-    embedding_types: list[EmbeddingType] | None = None
+    embedding_types: Annotated[list[EmbeddingType], Field(fail_fast=True)] | None = None
     output_dimension: int | None = Field(None, ge=1, lt=INT64)
     truncate: Literal["NONE", "START", "END"] | None = None
     max_tokens: int | None = Field(None, ge=1, lt=INT64)
@@ -113,8 +113,9 @@ async def _plan(
     version: ApiVersion, services: GatewayServices, target: Target, received: Received[EmbedRequest]
 ) -> tuple[Plan, EmbedAnswer]:
     body, pooling = received.body, target.settings.pooling
-    types = body.embedding_types or (None if version == "1" else ["float"])
-    num_vectors = len(body.texts) * len(set(types or ["float"]))
+    # A repeated type needs no work of its own.
+    types = list(dict.fromkeys(body.embedding_types or ())) or (None if version == "1" else ["float"])
+    num_vectors = len(body.texts) * (1 if types is None else len(types))
     check_vectors(services, num_vectors, body.output_dimension, ("texts", "output_dimension"))
     plan = await pooled_plan(services, NAME, target, received, body.texts, pooling.kind, "texts")
     return plan, EmbedAnswer(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from loramux.platform.pooling_api import embeddings
+from loramux.engine.sequences.embedding import embedding_of
+from loramux.platform.pooling_api import cohere_embeddings, embeddings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway
 from tests.platform.scripted_engine import Script
@@ -48,6 +49,19 @@ async def test_version_1_returns_bare_vectors_unless_types_are_named(gateway: Ga
     assert (typed["response_type"], typed["embeddings"]) == ("embeddings_by_type", {"float": [VECTOR]})
     untyped = (await gateway.http.post("/v2/embed", json=body)).json()
     assert untyped["embeddings"] == {"float": [VECTOR]}
+
+
+async def test_a_repeated_type_is_made_once(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def counted(*args: Any, **fields: Any) -> Any:
+        made.append(args)
+        return embedding_of(*args, **fields)
+
+    monkeypatch.setattr(cohere_embeddings, "embedding_of", counted)
+    body = {"model": "base", "texts": ["Yes"], "embedding_types": ["float"] * 10_000}
+    assert (await gateway.http.post("/v2/embed", json=body)).json()["embeddings"] == {"float": [VECTOR]}
+    assert len(made) == 1
 
 
 async def test_an_adapters_vectors_keep_their_places_and_can_be_shorter(gateway: Gateway) -> None:
