@@ -33,7 +33,7 @@ class Environment:
 ENVIRONMENTS: Mapping[str, Environment] = {
     "clients": Environment(
         folder=".venv-clients",
-        requirements={".": "tests/clients/requirements.txt"},
+        requirements={".": "tests/clients/requirements.txt", "pydantic-ai": "tests/clients/pydantic-ai.txt"},
         packages="tests/clients/package.json",
     ),
     "sentences": Environment(

@@ -17,8 +17,25 @@ from loramux.platform.bodies.text_fields import CalledName, encodable
 
 MAX_ID_CHARACTERS = 256
 
-PART_FIELDS = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"})
-"""Fields of a text part without effect: two from answers, and two that tell other servers where to cache the prompt."""
+PART_FIELDS = frozenset(
+    {
+        "annotations",
+        "logprobs",
+        # Hints where other servers cache the prompt.
+        "cache_control",
+        "prompt_cache_breakpoint",
+        # OpenAI's Agents SDK for JavaScript copies the other fields of an answer's message into its text.
+        "role",
+        "refusal",
+        "audio",
+        "function_call",
+        "reasoning",
+        "reasoning_content",
+        "reasoning_details",
+        "provider_specific_fields",
+    }
+)
+"""Fields of a text part without effect."""
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of supported content parts, each with the field that holds its text."""

@@ -41,9 +41,15 @@ class TextFormat(StrictModel):
 
 
 class JsonObjectFormat(StrictModel):
+    """An object, which follows a schema if it has one, as in LoRAX and llama.cpp (`schema`) or in TGI and its client,
+    `huggingface_hub` (`value`).
+    """
+
     NEUTRAL: ClassVar[Neutral] = RESPONSE_FORMAT
 
     type: Literal["json_object"]
+    schema_: Schema | None = Field(None, alias="schema")
+    value: Schema | None = None
 
 
 class JsonSchemaFormat(StrictModel):
@@ -73,8 +79,13 @@ def constraints(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None, guided: StructuredOutputs
 ) -> Iterator[Constraint]:
     match response_format:
-        case JsonObjectFormat():
+        case JsonObjectFormat(schema_=None, value=None):
             yield Constraint.of_json("json_schema", ANY_OBJECT, "response_format")
+        case JsonObjectFormat(schema_=schema, value=value):
+            if schema is not None:
+                yield Constraint.of_json("json_schema", schema, "response_format.schema")
+            if value is not None:
+                yield Constraint.of_json("json_schema", value, "response_format.value")
         case JsonSchemaFormat(json_schema=wanted):
             schema = ANY_OBJECT if wanted.schema_ is None else wanted.schema_
             yield Constraint.of_json("json_schema", schema, "response_format.json_schema.schema")

@@ -146,6 +146,16 @@ PAIRS: Neutral = {
 }
 """Fields of scores and rankings."""
 
+EMBED: Neutral = {
+    # Cohere
+    "images": ([],),
+    "inputs": ([],),
+    # vLLM
+    "cache_salt": (),
+    "request_id": (),
+}
+"""Fields of embeddings in Cohere's form."""
+
 FUNCTION: Neutral = {"defer_loading": (False,)}
 """Fields of a function and of a tool."""
 

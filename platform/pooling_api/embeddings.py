@@ -61,19 +61,29 @@ async def embedding_plan(
 
     Raises InvalidRequest, RateLimited or Unavailable.
     """
-    body, pooling, size = received.body, target.settings.pooling, services.model.hidden_size
-    if body.dimensions is not None and body.dimensions > size:
-        raise InvalidRequest(f"the model's embeddings have {size} dimensions, and no more", param="dimensions")
-    num_numbers = (len(body.input) if isinstance(body, InputFields) else 1) * (body.dimensions or size)
-    if num_numbers > MAX_NUMBERS:
-        raise InvalidRequest(
-            f"the answer would have {num_numbers} numbers, but at most {MAX_NUMBERS} are allowed: send fewer inputs at "
-            "a time, or set dimensions",
-            param="input",
-        )
+    body, pooling = received.body, target.settings.pooling
+    num_vectors = len(body.input) if isinstance(body, InputFields) else 1
+    check_vectors(services, num_vectors, body.dimensions, ("input", "dimensions"))
     plan = await prompts_plan(services, name, target, received, pooling.kind)
     is_normalized = pooling.is_normalized if body.normalizes is None else body.normalizes
     return plan, partial(embedding_of, dimensions=body.dimensions, is_normalized=is_normalized)
+
+
+def check_vectors(services: GatewayServices, num_vectors: int, dimensions: int | None, params: tuple[str, str]) -> None:
+    """Raise InvalidRequest unless the model has this many dimensions, and all vectors fit into one answer.
+
+    `params` are the fields with the texts and with the dimensions.
+    """
+    size, (texts, name) = services.model.hidden_size, params
+    if dimensions is not None and dimensions > size:
+        raise InvalidRequest(f"the model's embeddings have {size} dimensions, and no more", param=name)
+    num_numbers = num_vectors * (dimensions or size)
+    if num_numbers > MAX_NUMBERS:
+        raise InvalidRequest(
+            f"the answer would have {num_numbers} numbers, but at most {MAX_NUMBERS} are allowed: send fewer inputs at "
+            f"a time, or set {name}",
+            param=texts,
+        )
 
 
 async def _plan(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from typing import Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
+
+_Vector: TypeAlias = list[float]
 
 
 class PooledUsageDocument(TypedDict):
@@ -34,6 +36,46 @@ class EmbeddingsDocument(_Answer):
     """A response of `/v1/embeddings`."""
 
     data: list[EmbeddingDocument]
+
+
+class _ApiVersionDocument(TypedDict):
+    version: Literal["1", "2"]
+
+
+class _BilledUnitsDocument(TypedDict):
+    input_tokens: int
+
+
+class EmbedMetaDocument(TypedDict):
+    """The version of Cohere's API, and the tokens charged for the request."""
+
+    api_version: _ApiVersionDocument
+    billed_units: _BilledUnitsDocument
+
+
+class _Embed(TypedDict):
+    id: str
+    texts: list[str]
+    meta: EmbedMetaDocument
+
+
+class EmbedDocument(_Embed):
+    """A response of `/v1/embed` to a request without `embedding_types`."""
+
+    response_type: Literal["embeddings_floats"]
+    embeddings: list[_Vector]
+
+
+class _VectorsByType(TypedDict):
+    float: NotRequired[list[_Vector]]
+    base64: NotRequired[list[str]]
+
+
+class TypedEmbedDocument(_Embed):
+    """A response of `/v2/embed`, or of `/v1/embed` to a request with `embedding_types`."""
+
+    response_type: Literal["embeddings_by_type"]
+    embeddings: _VectorsByType
 
 
 class ClassDocument(TypedDict):

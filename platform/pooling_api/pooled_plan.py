@@ -10,10 +10,10 @@ from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.engine.protocol.messages import SamplingParams
 from loramux.platform.errors import InvalidRequest, context_exceeded
 from loramux.platform.generation.plan import Plan, Target, TextRules
-from loramux.platform.pooling_api.pooled_request import AnyPrompts, InputFields, PooledRequest
+from loramux.platform.pooling_api.pooled_request import AnyPrompts, InputFields, PooledFields, Truncation
 from loramux.platform.requests.chat_preparation import render_chat
 from loramux.platform.requests.endpoint import Prompts, Received
-from loramux.platform.requests.planning import check_generates, check_truncation, end_user_label
+from loramux.platform.requests.planning import check_generates, end_user_label
 from loramux.platform.requests.request_life import activated
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.tracing import traced
@@ -65,7 +65,7 @@ async def pooled_plan(
     services: GatewayServices,
     name: str,
     target: Target,
-    received: Received[PooledRequest],
+    received: Received[PooledFields],
     texts: Sequence[Text],
     pooling: str,
     param: str,
@@ -81,14 +81,14 @@ async def pooled_plan(
     if num_labels is None:
         check_generates(target)
     body = received.body
-    check_truncation(services.max_model_len, body.truncate_prompt_tokens)
+    truncation = body.truncation(services.max_model_len)
     if names is None:
         names = [param] if len(texts) == 1 else [f"{param}[{index}]" for index in range(len(texts))]
     check_text_sizes(services, texts, param)
     # A template can make a short body a long prompt.
     size = max(received.num_bytes, sum(map(_num_characters, texts)))
     with traced("tokenise"):
-        prompts = await services.compute_if_long(size, _encoded, services, target, body, texts, names)
+        prompts = await services.compute_if_long(size, _encoded, services, target, body, truncation, texts, names)
     _check(services, prompts, names, param)
     return Plan(
         request_id=received.request_id,
@@ -138,13 +138,15 @@ def classifier_of(target: Target) -> AdapterTask | None:
 def _encoded(
     services: GatewayServices,
     target: Target,
-    body: PooledRequest,
+    body: PooledFields,
+    truncation: Truncation | None,
     texts: Sequence[Text],
     names: Sequence[str],
 ) -> Prompts:
-    longest = services.max_model_len if body.truncate_prompt_tokens is None else None
+    longest = services.max_model_len if truncation is None else None
     named = zip(texts, names, strict=True)
-    return tuple(_kept(services, body, _ids(target, body, text, longest, _field(name))) for text, name in named)
+    prompts = (_ids(target, body, text, longest, _field(name)) for text, name in named)
+    return tuple(prompts if truncation is None else map(truncation.kept, prompts))
 
 
 def _field(name: str) -> str:
@@ -152,7 +154,7 @@ def _field(name: str) -> str:
     return name.partition("[")[0]
 
 
-def _ids(target: Target, body: PooledRequest, text: Text, longest: int | None, param: str) -> tuple[int, ...]:
+def _ids(target: Target, body: PooledFields, text: Text, longest: int | None, param: str) -> tuple[int, ...]:
     if isinstance(text, RenderedChat):
         # As in vLLM, the template writes the special tokens, unless the body asks for those of a plain prompt.
         return target.tokenizer.encode_rendered(text.text, longest, add_special_tokens=bool(body.add_special_tokens))
@@ -166,18 +168,6 @@ def _ids(target: Target, body: PooledRequest, text: Text, longest: int | None, p
     if not all(token < target.vocab_size for token in text):
         raise InvalidRequest(f"token ids must be from 0 to {target.vocab_size - 1}", param=param)
     return text
-
-
-def _kept(services: GatewayServices, body: PooledRequest, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first `truncate_prompt_tokens` tokens, or the last if `truncation_side` is `left`.
-
-    The value -1 stands for the length of the context.
-    """
-    limit = body.truncate_prompt_tokens
-    if limit is None:
-        return prompt
-    limit = services.max_model_len if limit == -1 else limit
-    return prompt[-limit:] if body.truncation_side == "left" else prompt[:limit]
 
 
 def _check(services: GatewayServices, prompts: Prompts, names: Sequence[str], param: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, Field
@@ -16,17 +17,27 @@ from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.bodies.unsupported_fields import Neutral
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.pooling_api.vector_bytes import ByteOrder, NumberFormat
+from loramux.platform.requests.planning import check_truncation
 
 
-class PooledRequest(StrictModel):
-    NEUTRAL: ClassVar[Neutral] = unsupported_fields.POOLING
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How many tokens of a longer prompt are kept: the first ones, or the last if `keeps_end`."""
+
+    num_tokens: int
+    keeps_end: bool
+
+    def kept(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        return prompt[-self.num_tokens :] if self.keeps_end else prompt[: self.num_tokens]
+
+
+class PooledFields(StrictModel):
+    """The fields of every body whose prompts are pooled."""
 
     model: str = Field(max_length=MAX_MODEL_NAME)
     user: str | None = None
 
     # vLLM's extensions.
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=INT64)
-    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
@@ -41,6 +52,29 @@ class PooledRequest(StrictModel):
 
     def shown_as(self, *, with_usage: bool, by_token_id: bool) -> Self:
         return self
+
+    def check(self) -> None:
+        """Check rules that concern several fields. Raises InvalidRequest."""
+
+    def truncation(self, max_model_len: int) -> Truncation | None:
+        """Return how longer prompts are truncated, or None if they are refused. Raises InvalidRequest."""
+        raise NotImplementedError
+
+
+class PooledRequest(PooledFields):
+    NEUTRAL: ClassVar[Neutral] = unsupported_fields.POOLING
+
+    # vLLM's extensions.
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=INT64)
+    truncation_side: Literal["left", "right"] | None = None
+
+    def truncation(self, max_model_len: int) -> Truncation | None:
+        limit = self.truncate_prompt_tokens
+        if limit is None:
+            return None
+        check_truncation(max_model_len, limit)
+        # -1 stands for the length of the context.
+        return Truncation(max_model_len if limit == -1 else limit, keeps_end=self.truncation_side == "left")
 
     def check(self) -> None:
         if self.truncate_prompt_tokens == 0:

@@ -15,4 +15,8 @@ class HermesParser(JsonCallParser):
         yield from reader.spaces()
         yield from self._call_object(is_marked=True)
         yield from reader.spaces()
+        # Some models write all their calls in one block.
+        while (yield from reader.peek()) == "{":
+            yield from self._call_object(is_marked=True)
+            yield from reader.spaces()
         yield from reader.literal(self.ends[0])

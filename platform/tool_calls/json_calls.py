@@ -60,6 +60,9 @@ class JsonCallParser(CallParser):
                 raise Malformed
             self._begin(name)
             self._argue("{}")
+        # Small models write more closing braces than opening ones.
+        while (yield from reader.literal("}")):
+            pass
 
     def _held_arguments(self) -> Steps[str]:
         """Read arguments that cannot be passed on yet: an object before the name, a string with JSON, or null.

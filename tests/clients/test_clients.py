@@ -6,6 +6,7 @@ compared with each other and with a plain HTTP call, and the final bill with the
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.conformance.served import Deployment, deployment
@@ -44,11 +46,17 @@ TOOL_CLIENTS = {
     "litellm": [str(ENVIRONMENT / "bin" / "python"), "litellm_tools.py"],
     "langchain-openai": [str(ENVIRONMENT / "bin" / "python"), "langchain_tools.py"],
 }
+AGENT_CLIENTS = {
+    "AI SDK": [shutil.which("node") or "node", "ai_sdk.mjs"],
+    "openai-agents (Node)": [shutil.which("node") or "node", "agents_node.cjs"],
+    "pydantic-ai": [str(ENVIRONMENT / "pydantic-ai" / "bin" / "python"), "pydantic_ai_python.py"],
+}
 DEMO = HERE.parents[1] / "admin" / "demo"
 PIRATE = DEMO / "adapters" / "pirate"
 MODEL = "harbour/pirate"
 TOOL_MODELS = ("harbour/sailor", "harbour/concierge")
 """One uses the base's chat template. The other has its own."""
+LIMIT = ("--metric", "requests_per_minute", "--limit", "12", "--burst", "1")
 
 
 @dataclass(frozen=True)
@@ -81,8 +89,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Iterator
         for slug in ("limited", "storing"):
             made.command("grants", "add", MODEL, "--tenant", slug)
         assert made.command("tenants", "set", "storing", "--response-days", "1").returncode == 0
-        limit = ("--metric", "requests_per_minute", "--limit", "12", "--burst", "1")
-        assert made.command("quotas", "set", "--tenant", "limited", *limit).returncode == 0
+        assert made.command("quotas", "set", "--tenant", "limited", *LIMIT).returncode == 0
         yield Stand(made, *keys)
 
 
@@ -90,14 +97,18 @@ def stand(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Iterator
 def tool_stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     made = deployment(DEMO / "tools" / "base", tmp_path_factory.mktemp("tool-clients"), ("--dtype", "float32"), {})
     with made.running():
-        made.json("tenants", "create", "harbour")
-        key = made.json("keys", "create", "--tenant", "harbour")["secret"]
+        keys = []
+        for slug in ("harbour", "limited"):
+            made.json("tenants", "create", slug)
+            keys.append(made.json("keys", "create", "--tenant", slug)["secret"])
+        assert made.command("quotas", "set", "--tenant", "limited", *LIMIT).returncode == 0
         for model in TOOL_MODELS:
             name = model.partition("/")[2]
             folder = DEMO / "tools" / "adapters" / name
             pushed = made.json("adapters", "push", str(folder), "--tenant", "harbour", "--name", name)
             assert pushed["model"] == model
-        yield Stand(made, key, key, key)
+            made.command("grants", "add", model, "--tenant", "limited")
+        yield Stand(made, *keys)
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +247,21 @@ def test_embeddings_are_those_of_a_plain_call(seen: dict[str, Any], stand: Stand
     assert found.get("dimensions", 4) == 4
 
 
+def test_coheres_clients_embed_and_rank(stand: Stand) -> None:
+    seen = output_of(stand, str(ENVIRONMENT / "bin" / "python"), "cohere_python.py")
+    body = {"model": MODEL, "input": ["What is the capital of France?", "Yes"]}
+    headers = {"authorization": f"Bearer {stand.key}"}
+    plain = httpx.post(f"{stand.url}/embeddings", json=body, headers=headers, timeout=60).json()
+    expected = [pytest.approx(one["embedding"], abs=1e-6) for one in plain["data"]]
+    assert seen["vectors"] == expected
+    assert [np.frombuffer(base64.b64decode(one), "<f4").tolist() for one in seen["base64"]] == expected
+    assert seen["vectors of version 1"] == expected * 50
+    assert seen["tokens"] == plain["usage"]["total_tokens"]
+    assert seen["dimensions"] == [4, 4]
+    assert seen["ranked"] == 1
+    assert seen["errors"] == [["NotFoundError", 404], ["UnauthorizedError", 401], ["TooManyRequestsError", 429]]
+
+
 def test_litellm_ranks_responds_and_runs_a_batch(stand: Stand, plain: dict[str, Any]) -> None:
     seen = output_of(stand, *CLIENTS["litellm"])
     text = plain["choices"][0]["message"]["content"]
@@ -325,6 +351,23 @@ def test_an_agent_calls_its_tool_and_ends(model: str, tool_stand: Stand) -> None
             assert seen[surface][way]["answer"] == seen["chat"]["whole"]["answer"]
         assert seen[surface]["streamed"]["is streamed"]
     assert "It is sunny in Rome" in seen["chat"]["whole"]["answer"]
+
+
+@pytest.mark.parametrize("model", TOOL_MODELS)
+@pytest.mark.parametrize("client", AGENT_CLIENTS)
+def test_a_framework_calls_its_tool_continues_and_reads_errors(client: str, model: str, tool_stand: Stand) -> None:
+    seen = output_of(tool_stand, *AGENT_CLIENTS[client], model)
+    surfaces = {name: seen[name] for name in ("chat", "responses", "compatible") if name in seen}
+    # Whether a follow-up calls the tool again is up to the model.
+    assert set(seen["given"]) == {"Rome"}
+    assert len(seen["given"]) >= 2 * len(surfaces)
+    for found in surfaces.values():
+        assert "It is sunny in Rome" in found["whole"]["answer"]
+        assert found["streamed"] == {**found["whole"], "is streamed": True}
+        assert found["next"].strip()
+        assert found["structured"] in ("Paris", "Rome")
+    assert seen["errors"] == [404, 401]
+    assert seen["waited"]
 
 
 @pytest.mark.parametrize("model", TOOL_MODELS)

@@ -54,6 +54,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "missing_required_parameter",
         "response_format.json_schema",
     ),
+    (
+        {"response_format": {"type": "json_object", "schema": SCHEMA, "value": {"type": "object"}}},
+        "invalid_value",
+        "response_format.value",
+    ),
     ({"structured_outputs": {"yaml": "a: 1"}}, "unknown_parameter", "structured_outputs.yaml"),
     ({"structured_outputs": {"choice": []}}, "invalid_value", "structured_outputs.choice"),
     ({"structured_outputs": {"json": "{"}}, "invalid_value", "structured_outputs.json"),
@@ -79,6 +84,19 @@ async def test_each_form_reaches_the_engine_as_a_grammar(gateway: Gateway, form:
     assert len(gateway.engine.adds) == 3
     assert len({one.grammar for one in gateway.engine.adds}) == 1
     assert gateway.engine.adds[0].grammar
+
+
+@pytest.mark.parametrize("name", ["schema", "value"])
+async def test_an_object_can_have_a_schema_as_in_lorax_and_tgi(gateway: Gateway, name: str) -> None:
+    chat = {"model": "base", "messages": [{"role": "user", "content": "Hello"}]}
+    for wanted in (
+        {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
+        {"type": "json_object", name: SCHEMA},
+    ):
+        answer = await gateway.http.post(CHAT, json={**chat, "response_format": wanted})
+        assert answer.status_code == 200, answer.text
+    first, second = (add.grammar for add in gateway.engine.adds)
+    assert first == second
 
 
 async def test_text_format_has_no_grammar(gateway: Gateway) -> None:

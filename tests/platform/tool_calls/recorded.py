@@ -49,6 +49,25 @@ RECORDED = {
         "I will look.",
         (("a", ROME), ("b", "{}")),
     ),
+    "hermes: two calls in one block": Recorded(
+        "hermes",
+        f'<tool_call>\n{{"name": "a", "arguments": {ROME}}}\n{{"name": "b", "arguments": {{}}}}\n</tool_call>',
+        "",
+        (("a", ROME), ("b", "{}")),
+    ),
+    "hermes: a brace too many": Recorded(
+        "hermes",
+        f'<tool_call>\n{{"name": "a", "arguments": {ROME}}}}}\n</tool_call> Well.',
+        "Well.",
+        (("a", ROME),),
+    ),
+    "hermes: a malformed call before a call": Recorded(
+        "hermes",
+        f'<tool_call>\n{{"name": "a",", "arguments": {ROME}}}\n</tool_call>\n'
+        f'<tool_call>\n{{"name": "b", "arguments": {ROME}}}\n</tool_call>',
+        f'<tool_call>\n{{"name": "a",", "arguments": {ROME}}}\n</tool_call>',
+        (("b", ROME),),
+    ),
     "hermes: arguments before the name": Recorded(
         "hermes", f'<tool_call>{{"arguments": {ROME}, "name": "a"}}</tool_call>', "", (("a", ROME),)
     ),
@@ -89,6 +108,7 @@ RECORDED = {
         "½",
         (("a", '{"c": "Zürich 東京 🙂"}'),),
     ),
+    "llama3: a brace too many": Recorded("llama3_json", f'{{"name": "a", "parameters": {ROME}}}}}', "", (("a", ROME),)),
     "llama3: one call": Recorded(
         "llama3_json", f'{{"name": "get_weather", "parameters": {ROME}}}', "", (("get_weather", ROME),)
     ),
