@@ -9,13 +9,15 @@ import sys
 from typing import NoReturn
 
 from loramux.admin.exit_codes import INTERRUPTED, REFUSED
+from loramux.engine.server.gc_freeze import no_collections
 
 
 def main() -> None:
     _open_standard_files()
     try:
         # Imported here, because the import takes 0.3 s, in which Ctrl-C can come.
-        from loramux.admin.cli import main as run
+        with no_collections():
+            from loramux.admin.cli import main as run
 
         try:
             run()

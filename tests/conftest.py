@@ -51,14 +51,15 @@ importlib.metadata.version = cache(importlib.metadata.version)
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LoggedRecords())
-    if not (config.option.durations or config.option.xmlpath):
+    if not (config.option.durations or config.option.xmlpath or config.option.verbose > 0):
         send_few_reports(config.pluginmanager)
 
 
 def send_few_reports(plugins: pytest.PytestPluginManager) -> None:
-    """Let a process of pytest-xdist send no reports of setups and teardowns that have passed.
+    """Let a process of pytest-xdist send no starts and ends of tests, and no reports of setups and teardowns that have
+    passed.
 
-    They are two thirds of all reports. Only lists of durations and files of results contain them.
+    They are four of six messages of a test. Only lists of durations, files of results and verbose output contain them.
     """
     for sender in [one for one in plugins.get_plugins() if type(one).__name__ == "WorkerInteractor"]:
         send = sender.pytest_runtest_logreport
@@ -68,6 +69,7 @@ def send_few_reports(plugins: pytest.PytestPluginManager) -> None:
                 send(report=report)
 
         plugins.unregister(sender)
+        sender.pytest_runtest_logstart = sender.pytest_runtest_logfinish = None
         sender.pytest_runtest_logreport = pytest_runtest_logreport
         plugins.register(sender)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import uuid
@@ -34,21 +35,18 @@ _EMPTY = """
 DO $$
 DECLARE
     name text;
-    has_rows boolean;
-    used text[] := '{}';
+    size bigint;
 BEGIN
-    FOR name IN
-        SELECT format('%I', relname) FROM pg_class
+    -- Ignore foreign keys, so that tables can be emptied in any order.
+    SET LOCAL session_replication_role = replica;
+    FOR name, size IN
+        SELECT format('%I', relname), pg_relation_size(oid) FROM pg_class
         WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace AND relname <> 'alembic_version'
+            AND pg_relation_size(oid) > 0
     LOOP
-        EXECUTE 'SELECT EXISTS (SELECT FROM ' || name || ')' INTO has_rows;
-        IF has_rows THEN
-            used := used || name;
-        END IF;
+        -- TRUNCATE makes new files for the table and its indexes. Deleting a few rows takes a tenth of the time.
+        EXECUTE CASE WHEN size < 1048576 THEN 'DELETE FROM ' || name ELSE 'TRUNCATE ' || name || ' CASCADE' END;
     END LOOP;
-    IF used <> '{}' THEN
-        EXECUTE 'TRUNCATE ' || array_to_string(used, ', ') || ' CASCADE';
-    END IF;
 END $$
 """
 
@@ -57,7 +55,7 @@ END $$
 def running_server() -> Iterator[str]:
     """Start a PostgreSQL server, yield its URL, and stop the server at the end of the block."""
     # Do not use pytest's temporary directory: a parallel run makes it private, and the server's user loses access.
-    directory = tempfile.mkdtemp(prefix="loramux-postgres-")
+    directory = tempfile.mkdtemp(prefix="loramux-postgres-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
     with warnings.catch_warnings():
         # The package warns if no XDG runtime directory is set, but its fallback works.
         warnings.simplefilter("ignore")
@@ -67,6 +65,8 @@ def running_server() -> Iterator[str]:
     # These settings matter only if the machine itself crashes, and cost most of the time of creating a database.
     for setting in ("fsync", "full_page_writes"):
         _on_server(server.get_uri(), f"ALTER SYSTEM SET {setting} = off")
+    # The log may be in memory.
+    _on_server(server.get_uri(), "ALTER SYSTEM SET max_wal_size = '128MB'")
     _on_server(server.get_uri(), "SELECT pg_reload_conf()")
     yield server.get_uri()
     server.cleanup()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,9 @@ class ChatTemplate:
         """
         return check_template(self._render, self.sources.get(DEFAULT, ""))
 
+    @cached_property
     def known_features(self) -> TemplateFeatures | None:
-        """Return the features, or None if the templates do not render a plain conversation.
+        """The features, or None if the templates do not render a plain conversation.
 
         Such templates may render others. If not, each rendering fails with the reason.
         """

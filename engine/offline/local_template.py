@@ -45,7 +45,7 @@ class LocalTemplate:
     @cached_property
     def _loaded(self) -> tuple[ChatTemplate, TemplateFeatures | None]:
         template = self._load()
-        return template, template.known_features()
+        return template, template.known_features
 
     def render(
         self,

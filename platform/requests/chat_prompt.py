@@ -37,7 +37,7 @@ class ChatPrompts:
 
     def __init__(self, base: ChatTemplate | None, tenants: TenantTemplates) -> None:
         self._base = base
-        self._base_features = None if base is None else base.known_features()
+        self._base_features = None if base is None else base.known_features
         self._tenants = tenants
 
     def render(self, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from sqlalchemy import delete, text
 
 from loramux.migrations.database import Database
@@ -21,6 +23,17 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         self.now_us += round(seconds * 1_000_000)
+
+
+def with_shared_connections(database: Database, clock: FakeClock | None = None) -> Database:
+    """A database on another clock, with the connections of `database` and with event listeners of its own.
+
+    A new connection reads the whole schema, which takes longer than most tests.
+    """
+    shared = copy.copy(database)
+    shared._clock = clock
+    shared._engine = database._engine.execution_options()
+    return shared
 
 
 _USED = text(" UNION ALL ".join(f"SELECT '{name}' WHERE EXISTS (SELECT 1 FROM \"{name}\")" for name in metadata.tables))

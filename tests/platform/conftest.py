@@ -14,7 +14,7 @@ from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.migrated import migrate, migrated_sqlite
-from tests.platform.clocked_databases import FakeClock, empty
+from tests.platform.clocked_databases import FakeClock, empty, with_shared_connections
 from tests.platform.gateways import Gateway, listening, open_gateway
 from tests.platform.harmony_base import make_harmony_base
 from tests.platform.storing import KEY, allow, answers
@@ -39,21 +39,33 @@ def postgres_accounts_url(postgres_server: str) -> str:
     return url
 
 
+@pytest.fixture(scope="session")
+def sqlite_accounts(sqlite_accounts_url: str) -> Iterator[Database]:
+    database = Database(sqlite_accounts_url)
+    yield database
+    database.close()
+
+
+@pytest.fixture(scope="session")
+def postgres_accounts(postgres_accounts_url: str) -> Iterator[Database]:
+    database = Database(postgres_accounts_url)
+    yield database
+    database.close()
+
+
 @pytest.fixture(params=["sqlite", "postgres"])
 def clocked(request: pytest.FixtureRequest, clock: FakeClock) -> Iterator[Database]:
     """Yield an empty database of each kind. Each is migrated once and emptied after each test."""
-    database = Database(request.getfixturevalue(f"{request.param}_accounts_url"), clock)
+    database = with_shared_connections(request.getfixturevalue(f"{request.param}_accounts"), clock)
     yield database
     empty(database)
-    database.close()
 
 
 @pytest.fixture
-def accounts(sqlite_accounts_url: str) -> Iterator[Database]:
-    database = Database(sqlite_accounts_url)
+def accounts(sqlite_accounts: Database) -> Iterator[Database]:
+    database = with_shared_connections(sqlite_accounts)
     yield database
     empty(database)
-    database.close()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
 import re
@@ -113,3 +114,11 @@ def test_a_full_disk_of_another_file_is_not_called_that_of_the_output(
         program.main()
     said = "loramux: a file or the output cannot be written: No space left on device\n"
     assert (ended.value.code, capsys.readouterr().err) == (1, said)
+
+
+def test_commands_collect_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only their imports do not."""
+    found: list[bool] = []
+    monkeypatch.setattr("loramux.admin.cli.main", lambda: found.append(gc.isenabled()))
+    program.main()
+    assert found == [True]

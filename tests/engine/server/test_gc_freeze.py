@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+
+import pytest
+
+from loramux.engine.server.gc_freeze import no_collections
 
 # A process of its own has few objects, so that collections are quick.
 PROGRAM = """
@@ -38,3 +43,12 @@ assert is_there() is None
 def test_existing_objects_are_frozen_and_new_ones_are_collected() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_garbage_is_collected_during_imports() -> None:
+    with no_collections():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), no_collections():
+        raise ImportError
+    assert gc.isenabled()
