@@ -26,7 +26,6 @@ from loramux.admin.serving.local_engines import open_several
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.model_files import model_sha256
 from loramux.engine.protocol.errors import EngineError
-from loramux.engine.server.gc_freeze import no_collections
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.engine_link.followed_engine import JoinRefused
@@ -77,12 +76,11 @@ async def _serve(
         stack.enter_context(signals.caught())
         engine, several = await _joined(settings, stack)
         # Everything else is imported only now, so that a wrong engine is refused at once.
-        with no_collections():
-            from loramux.admin.server.background import in_background
-            from loramux.admin.server.connection_registry import ConnectionRegistry
-            from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
-            from loramux.admin.serving.gateway_assembly import assemble_gateway
-            from loramux.platform.listener.health import begin_drain
+        from loramux.admin.server.background import in_background
+        from loramux.admin.server.connection_registry import ConnectionRegistry
+        from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
+        from loramux.admin.serving.gateway_assembly import assemble_gateway
+        from loramux.platform.listener.health import begin_drain
 
         blocking = assemble_gateway(settings, directory, model, engine, is_loopback(admin_listener), several)
         assembled = await asyncio.to_thread(blocking.__enter__)

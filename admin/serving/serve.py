@@ -46,7 +46,6 @@ from loramux.engine.parallel.weight_parts import check_groups
 from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
 from loramux.engine.protocol.messages import EngineReady
 from loramux.engine.quantizing.quantize import shared_group
-from loramux.engine.server.gc_freeze import no_collections
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.engine_link.engine_process import ENGINE_COMMAND
@@ -188,12 +187,11 @@ async def _serve(
             stack.push_async_callback(engine.close)
             # The engine imports torch and loads the model while this process imports everything else.
             await engine.spawn()
-            with no_collections():
-                from loramux.admin.server.background import in_background
-                from loramux.admin.server.connection_registry import ConnectionRegistry
-                from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
-                from loramux.admin.serving.assembly import assemble
-                from loramux.platform.listener.health import begin_drain
+            from loramux.admin.server.background import in_background
+            from loramux.admin.server.connection_registry import ConnectionRegistry
+            from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
+            from loramux.admin.serving.assembly import assemble
+            from loramux.platform.listener.health import begin_drain
 
             local = engine if isinstance(engine, LocalEngine) else engine.client
             blocking = assemble(settings, directory, model, configs[0], local, is_loopback(admin_listener), share)

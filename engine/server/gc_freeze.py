@@ -1,10 +1,8 @@
-"""Keeps garbage collections short and rare in a serving process, and out of its imports."""
+"""Keeps garbage collections short and rare in a serving process."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 THRESHOLDS = (10_000, 20, 20)
 """For `gc.set_threshold` in a serving process. With Python's own thresholds, a busy server collects fully every few
@@ -17,21 +15,11 @@ def freeze_gc() -> None:
     process begins to serve.
 
     Modules, classes and routes account for some 200,000 objects. A full collection takes 0.1 s or more to scan them,
-    while every request waits. Objects created later are collected by THRESHOLDS.
+    while every request waits. Objects created later are collected by THRESHOLDS, even if the process has collected
+    none so far: collections take a sixth of the time of a server's imports, and an eighth of an engine's.
     https://docs.python.org/3/library/gc.html#gc.freeze
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Collect no garbage during the block, which imports. Imports create many objects and drop few, and collections
-    would take a sixth of their time.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    gc.enable()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if __name__ == "__main__":
-    # Imports create many objects and drop few. Collections would take an eighth of their time.
+    # Until `freeze_gc`, because imports create many objects and drop few.
     gc.disable()
 
 from loramux.engine.device.device_faults import device_fault
@@ -321,6 +321,5 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
 
 
 if __name__ == "__main__":
-    gc.enable()
     threading.current_thread().name = "engine"
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,6 @@ import typer
 from loramux.admin.commands.options import ConfigFile, DatabaseUrl, DataDir
 from loramux.admin.commands.output import fail
 from loramux.admin.exit_codes import WRONG_CALL
-from loramux.engine.server.gc_freeze import no_collections
 
 Port = Annotated[int | None, typer.Option(help="Port of the OpenAI API (default: 8000).")]
 AdminPort = Annotated[int | None, typer.Option(help="Port of the admin listener (default: 8001).")]
@@ -156,10 +156,11 @@ def serve(
 
     Every setting is also read from LORAMUX_<NAME> and from the TOML file. A flag takes precedence over both.
     """
-    with no_collections():
-        from loramux.admin.errors import StartRefused
-        from loramux.admin.server.settings import Settings, SettingsError, load_settings
-        from loramux.admin.serving.serve import run
+    # Until `freeze_gc`, because imports create many objects and drop few.
+    gc.disable()
+    from loramux.admin.errors import StartRefused
+    from loramux.admin.server.settings import Settings, SettingsError, load_settings
+    from loramux.admin.serving.serve import run
 
     try:
         # The parameters have the same names as the settings.
@@ -194,10 +195,11 @@ def gateway(
     Give the gateway the server's model, database and served name, but its own data directory and ports. Its admin port
     serves only metrics and health. Administer adapters and tenants on the server.
     """
-    with no_collections():
-        from loramux.admin.errors import StartRefused
-        from loramux.admin.server.settings import Settings, SettingsError, load_settings
-        from loramux.admin.serving.gateway import run
+    # Until `freeze_gc`, because imports create many objects and drop few.
+    gc.disable()
+    from loramux.admin.errors import StartRefused
+    from loramux.admin.server.settings import Settings, SettingsError, load_settings
+    from loramux.admin.serving.gateway import run
 
     try:
         run(load_settings(Settings, context.params))
