@@ -25,6 +25,9 @@ NUM_ERRORS = 32
 NUM_ROUNDS = 2
 """Rounds in which a forecast takes the requests into account that arrive while a request waits."""
 
+_COUNTING = [[other for other in range(BACKGROUND_RANK) if not makes_room(other, rank)] for rank in range(BACKGROUND_RANK)]
+"""For each rank, the ranks whose slots and waiting requests count for it."""
+
 _LAST = BACKGROUND_RANK - 1
 """The rank of the last tier."""
 
@@ -132,7 +135,7 @@ class FirstTokenForecast:
         num_waiting = [
             one.sequences + foreign.sequences for one, foreign in zip(self.queue.waiting, self._foreign, strict=True)
         ]
-        counting = [other for other in range(BACKGROUND_RANK) if not makes_room(other, rank)]
+        counting = _COUNTING[rank]
         num_held = sum([running[other] for other in counting])
         has_slot = num_held + sum([num_waiting[other] for other in counting]) < self._max_sequences
         own, own_held = self.queue.of_tenant(share)
