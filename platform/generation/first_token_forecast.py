@@ -25,7 +25,9 @@ NUM_ERRORS = 32
 NUM_ROUNDS = 2
 """Rounds in which a forecast takes the requests into account that arrive while a request waits."""
 
-_COUNTING = [[other for other in range(BACKGROUND_RANK) if not makes_room(other, rank)] for rank in range(BACKGROUND_RANK)]
+_COUNTING = [
+    [other for other in range(BACKGROUND_RANK) if not makes_room(other, rank)] for rank in range(BACKGROUND_RANK)
+]
 """For each rank, the ranks whose slots and waiting requests count for it."""
 
 _LAST = BACKGROUND_RANK - 1
@@ -161,10 +163,10 @@ class FirstTokenForecast:
         """
         ahead, own = self.queue.ahead_of(share), self.queue.waiting_of(share)
         own.add(new)
-        fixed = Amount(new.prompt_tokens, new.sequences)
+        fixed, own_rank = Amount(new.prompt_tokens, new.sequences), share.rank
         for rank, amount in enumerate(self._foreign):
             # The weights and counters of other gateways' tenants are not known.
-            is_first = rank <= share.rank
+            is_first = rank <= own_rank
             fixed.prompt_tokens += amount.prompt_tokens if is_first else min(amount.prompt_tokens, own.prompt_tokens)
             fixed.sequences += amount.sequences if is_first else min(amount.sequences, own.sequences)
         seconds = 0.0

@@ -129,9 +129,9 @@ class Ahead:
     """What begins before a request.
 
     `now` has what begins however long the request waits. `arrivals` are the requests of further shares that will arrive
-    per second. The arrays are about all shares: `asked` has their prompt tokens and sequences, those that wait and those
-    that arrive per second. `price` and `price_per_s` have the prices of the same. `most` has the price of all that a
-    share can begin if that is more than what waits now, and otherwise 0, because `now` then has all of it.
+    per second. The arrays are about all shares. `asked` has their prompt tokens and sequences: those that wait, then
+    those that arrive per second. `price` and `price_per_s` have the prices of the same. `most` has the price of all
+    that a share can begin, or 0 if that is no more than what waits now, which `now` then has.
     """
 
     now: Amount
@@ -303,12 +303,12 @@ class MirroredQueue:
 
     def of_tenant(self, share: Share) -> tuple[Amount, float]:
         """What a share's tenant waits for in the share's tier and better ones, and how many slots it holds."""
-        waiting, num_held = Amount(), 0.0
+        waiting, num_held, own_rank = Amount(), 0.0, share.rank
         for rank, tier in enumerate(SERVICE_TIERS):
             asking = self._shares.get(Share(share.tenant_id, tier, share.weight))
             if asking is not None:
-                num_held += 0.0 if makes_room(rank, share.rank) else asking.num_running
-                if rank <= share.rank:
+                num_held += 0.0 if makes_room(rank, own_rank) else asking.num_running
+                if rank <= own_rank:
                     waiting.add(asking.waiting)
         return waiting, num_held
 
