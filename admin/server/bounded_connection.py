@@ -13,6 +13,7 @@ from uvicorn.server import ServerState
 from loramux.admin.server.bounded_parser import MAX_HEAD_BYTES, BoundedParser
 from loramux.admin.server.client_addresses import origin_of
 from loramux.admin.server.connection_registry import ConnectionRegistry
+from loramux.platform.requests.sse import WRITE_CHUNK
 
 HEAD_TIMEOUT_S = 10.0
 """Maximum time, in seconds, from the opening of a connection to its first complete request head, or from the first byte
@@ -44,6 +45,36 @@ LONG_HEAD_REFUSAL = (
 )
 
 
+class JoinedWrites(asyncio.Transport):
+    """Writes to a connection. After `hold`, what is written waits for `flush`, and then takes one system call."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._transport = transport
+        self._held: list[bytes] | None = None
+
+    def hold(self) -> None:
+        self._held = []
+
+    def flush(self) -> None:
+        if self._held is not None:
+            data, self._held = b"".join(self._held), None
+            self._transport.write(data)
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        if self._held is None:
+            self._transport.write(data)
+        else:
+            self._held.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+
 class BoundedConnection(H11Protocol):
     """A uvicorn connection that its listener's ConnectionRegistry can refuse or close.
 
@@ -69,6 +100,8 @@ class BoundedConnection(H11Protocol):
         self.since_s = self.loop.time()
         self._num_unread_bytes = 0
         self._has_unread_answer = False
+        self._answer: JoinedWrites | None = None
+        """What writes the current response."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -107,6 +140,8 @@ class BoundedConnection(H11Protocol):
             super().send_400_response(msg)
 
     def on_response_complete(self) -> None:
+        if self._answer is not None:
+            self._answer.flush()
         self.since_s = self.loop.time()
         if self.flow.write_paused:
             # Do not start the next pipelined request until the client has read this response. A client that does not
@@ -130,26 +165,42 @@ class BoundedConnection(H11Protocol):
         """Call the app, but write the chunks of a streamed response directly, which is faster than through h11.
 
         h11 still reads requests and writes the head and the end of each response. Its state does not depend on the
-        chunks in between.
+        chunks in between. The head waits for the first part of the body until the end of the event loop's turn, so that
+        most responses are sent, and received, at once.
         """
         cycle = self.cycle
         is_chunked = False
+        cycle.transport = answer = self._answer = JoinedWrites(self.transport)
 
-        async def send_chunk(message: Message) -> None:
-            nonlocal is_chunked
-            if is_chunked and message["type"] == "http.response.body" and message.get("more_body"):
-                if self.flow.write_paused and not cycle.disconnected:
-                    await self.flow.drain()
-                body = message["body"]
-                # An empty chunk would end the response.
-                if body and not cycle.disconnected:
-                    self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        async def write_chunk(body: bytes) -> None:
+            if not is_chunked:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                answer.flush()
                 return
+            if self.flow.write_paused and not cycle.disconnected:
+                await self.flow.drain()
+            # An empty chunk would end the response.
+            if body and not cycle.disconnected:
+                answer.write(b"%x\r\n%b\r\n" % (len(body), body))
+                answer.flush()
+
+        async def send_bounded(message: Message) -> None:
+            nonlocal is_chunked
             if message["type"] == "http.response.start":
                 is_chunked = _is_chunked(scope, message)
+                answer.hold()
+                self.loop.call_soon(answer.flush)
+            elif message["type"] == "http.response.body" and message.get("more_body"):
+                await write_chunk(message.get("body", b""))
+                return
             await send(message)
 
-        await self._asked(scope, receive, send_chunk)
+        scope[WRITE_CHUNK] = write_chunk
+        try:
+            await self._asked(scope, receive, send_bounded)
+        finally:
+            # The function refers to the scope. Without the cycle, the request's memory is freed at once.
+            del scope[WRITE_CHUNK]
 
     @property
     def is_idle(self) -> bool:

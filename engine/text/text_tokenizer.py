@@ -230,7 +230,10 @@ class TokenBytes:
         return token.replace("\u2581", " ").encode()
 
     def in_text(self, token_id: int) -> bytes:
-        return b"" if self.is_hidden(token_id) else self.of(token_id)
+        if token_id in self._hidden:
+            return b""
+        known = self._known.get(token_id)
+        return self.of(token_id) if known is None else known
 
     def is_marker(self, token_id: int) -> bool:
         return token_id in self._markers

@@ -30,4 +30,4 @@ def listed_prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _is_ids(value: list[Any]) -> bool:
-    return all(type(item) is int and 0 <= item < INT64 for item in value)
+    return set(map(type, value)) <= {int} and (not value or (min(value) >= 0 and max(value) < INT64))

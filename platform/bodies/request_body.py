@@ -58,12 +58,19 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     try:
         async with asyncio.timeout(min(BODY_STALL_S, BODY_TIMEOUT_S)) as limit:
             end_s = loop.time() + BODY_TIMEOUT_S
-            async for chunk in request.stream():
+            is_whole = False
+            while not is_whole:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk, is_whole = message.get("body", b""), not message.get("more_body", False)
                 size += len(chunk)
                 if size > max_bytes:
                     raise too_large
                 chunks.append(chunk)
-                limit.reschedule(min(loop.time() + BODY_STALL_S, end_s))
+                # Most bodies arrive whole, and need no further timer.
+                if not is_whole:
+                    limit.reschedule(min(loop.time() + BODY_STALL_S, end_s))
     except TimeoutError:
         raise InvalidRequest(
             f"the body took more than {BODY_TIMEOUT_S:g} s, or stalled for {BODY_STALL_S:g} s", code="body_timeout"

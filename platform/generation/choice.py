@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from loramux.engine.protocol.messages import Add, Finished, PromptLogprob, SequenceOutput, TokenLogprobs
 from loramux.platform.generation.answer_text import PlainText, answer_text
 from loramux.platform.generation.plan import TextRules
@@ -22,8 +24,9 @@ class TextToken:
     logprobs: TokenLogprobs | None
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
+class ChoiceDelta(msgspec.Struct, frozen=True):
+    """New output of a choice. One is made for almost every token, and a dataclass takes several times as long."""
+
     index: int
     text: str
     logprobs: tuple[TokenLogprobs, ...]
@@ -44,6 +47,11 @@ class ChoiceDelta:
     """The tokens of `text`, which can be tokens of earlier deltas, if log-probabilities were requested. Unlike
     `logprobs`, they leave out the reasoning, markers, and a stop token that is not shown.
     """
+
+    @property
+    def is_text(self) -> bool:
+        """True if the delta adds only text to the choice's message, and does not end the choice."""
+        return bool(self.text) and not self.reasoning and not self.parts and self.finish_reason is None
 
 
 class Choice:
@@ -232,7 +240,7 @@ class Choice:
             token_ids,
             answer.reasoning,
             prompt_logprobs,
-            joined_parts(answer.parts),
+            joined_parts(answer.parts) if answer.parts else (),
             stop_reason,
             self._pooled,
             text_tokens,

@@ -25,6 +25,11 @@ NUM_ERRORS = 32
 NUM_ROUNDS = 2
 """Rounds in which a forecast takes the requests into account that arrive while a request waits."""
 
+_COUNTING = [
+    [other for other in range(BACKGROUND_RANK) if not makes_room(other, rank)] for rank in range(BACKGROUND_RANK)
+]
+"""For each rank, the ranks whose slots and waiting requests count for it."""
+
 _LAST = BACKGROUND_RANK - 1
 """The rank of the last tier."""
 
@@ -132,7 +137,7 @@ class FirstTokenForecast:
         num_waiting = [
             one.sequences + foreign.sequences for one, foreign in zip(self.queue.waiting, self._foreign, strict=True)
         ]
-        counting = [other for other in range(BACKGROUND_RANK) if not makes_room(other, rank)]
+        counting = _COUNTING[rank]
         num_held = sum([running[other] for other in counting])
         has_slot = num_held + sum([num_waiting[other] for other in counting]) < self._max_sequences
         own, own_held = self.queue.of_tenant(share)
@@ -158,10 +163,10 @@ class FirstTokenForecast:
         """
         ahead, own = self.queue.ahead_of(share), self.queue.waiting_of(share)
         own.add(new)
-        fixed = Amount(new.prompt_tokens, new.sequences)
+        fixed, own_rank = Amount(new.prompt_tokens, new.sequences), share.rank
         for rank, amount in enumerate(self._foreign):
             # The weights and counters of other gateways' tenants are not known.
-            is_first = rank <= share.rank
+            is_first = rank <= own_rank
             fixed.prompt_tokens += amount.prompt_tokens if is_first else min(amount.prompt_tokens, own.prompt_tokens)
             fixed.sequences += amount.sequences if is_first else min(amount.sequences, own.sequences)
         seconds = 0.0

@@ -34,7 +34,7 @@ _YIELDED_TO = [[other for other in _RANKS if makes_room(rank, other)] for rank i
 """For each rank, the ranks whose waiting requests all begin before its own."""
 
 _Array = NDArray[np.float64]
-# Rows of `MirroredQueue._columns`. `Ahead.asked` relies on the order of four of them.
+# Rows of `MirroredQueue._columns`. `_Standing.asked` relies on the order of four of them.
 _SERVED, _PART, _LEAD, _RANK, _RUNNING, _TOKENS, _SEQUENCES, _TOKENS_PER_S, _SEQUENCES_PER_S, _PROMPT_PRICE = range(10)
 _NUM_FIGURES = 10
 _LEAST_PRICE = 1e-9
@@ -129,22 +129,22 @@ class Ahead:
     """What begins before a request.
 
     `now` has what begins however long the request waits. `arrivals` are the requests of further shares that will arrive
-    per second. The arrays are about the shares that can begin more than what waits now: `asked` has their prompt tokens
-    and sequences, those that wait and those that arrive per second. `price` and `price_per_s` have the prices of the
-    same, and `most` has the price of all that a share can begin.
+    per second. The arrays are about all shares. `asked` has their prompt tokens and sequences: those that wait, then
+    those that arrive per second. `price` and `price_per_s` have the prices of the same. `most` has the price of all
+    that a share can begin, or 0 if that is no more than what waits now, which `now` then has.
     """
 
     now: Amount
     arrivals: Amount
-    asked: _Array  # [4, num_growing]
-    price: _Array  # [num_growing]
-    price_per_s: _Array  # [num_growing]
-    most: _Array  # [num_growing]
+    asked: _Array  # [4, num_active]
+    price: _Array  # [num_active]
+    price_per_s: _Array  # [num_active]
+    most: _Array  # [num_active]
 
     @property
     def grows(self) -> bool:
         """True if what begins before the request depends on how long it waits."""
-        return bool(self.most.size or self.arrivals.sequences)
+        return bool(self.most.any() or self.arrivals.sequences)
 
     def within(self, seconds: float) -> Amount:
         """What begins before the request if it waits for so long, and requests go on arriving meanwhile."""
@@ -155,6 +155,25 @@ class Ahead:
         ).tolist()
         found.add(Amount(tokens + seconds * tokens_per_s, sequences + seconds * sequences_per_s))
         return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Standing:
+    """What all forecasts between two changes of the queue have in common."""
+
+    least: float
+    """See `MirroredQueue._least_served`."""
+    counters: _Array  # [num_active]
+    """The counters, raised to the lowest one and without the leads."""
+    is_of_rank: list[NDArray[np.bool_]]  # [num_ranks][num_active]
+    asked: _Array  # [4, num_active]
+    """See `Ahead`, also for the prices."""
+    price: _Array  # [num_active]
+    price_per_s: _Array  # [num_active]
+    next_price: _Array  # [num_active]
+    """The mean price of a waiting request."""
+    is_asking: NDArray[np.bool_]  # [num_active]
+    """Whether more requests of the share arrive."""
 
 
 class MirroredQueue:
@@ -171,6 +190,8 @@ class MirroredQueue:
         self._active: list[_Asking] = []
         # The same shares as columns: see `_Asking.values`. There is room for more of them.
         self._columns: _Array = np.zeros((_NUM_FIGURES, 64))
+        # None after each change. Under overload, most requests are refused, and change nothing.
+        self._standing: _Standing | None = None
         self.running = [0.0] * BACKGROUND_RANK
         """Number of running sequences of each rank."""
         self.waiting = [Amount() for _ in _RANKS]
@@ -258,6 +279,7 @@ class MirroredQueue:
 
     def count_arrivals(self, seconds: float) -> None:
         """Count the requests that have arrived since the last call, which was this many seconds ago."""
+        self._standing = None
         self._new_arrivals, self._new_arrived = self._new_arrived.per(seconds), Amount()
         active, self._active = self._active, []
         for asking in active:
@@ -281,12 +303,12 @@ class MirroredQueue:
 
     def of_tenant(self, share: Share) -> tuple[Amount, float]:
         """What a share's tenant waits for in the share's tier and better ones, and how many slots it holds."""
-        waiting, num_held = Amount(), 0.0
+        waiting, num_held, own_rank = Amount(), 0.0, share.rank
         for rank, tier in enumerate(SERVICE_TIERS):
             asking = self._shares.get(Share(share.tenant_id, tier, share.weight))
             if asking is not None:
-                num_held += 0.0 if makes_room(rank, share.rank) else asking.num_running
-                if rank <= share.rank:
+                num_held += 0.0 if makes_room(rank, own_rank) else asking.num_running
+                if rank <= own_rank:
                     waiting.add(asking.waiting)
         return waiting, num_held
 
@@ -294,33 +316,49 @@ class MirroredQueue:
         """Return what begins before a new request of a share: what already waits in the share, and what other shares
         can begin until their counters reach the one that the share then has.
         """
-        rank, asking, least = share.rank, self._shares.get(share), self._least_served()
+        if self._standing is None:
+            self._standing = self._stand()
+        standing = self._standing
+        rank, part, asking, least = share.rank, share.part, self._shares.get(share), standing.least
         now, served, num_running, prompt_price = self.waiting_of(share), least, 0.0, INPUT_PRICE
         if asking is not None:
             served, num_running, prompt_price = max(asking.served, least), asking.num_running, asking.prompt_price
-        turn = served + self._price(now, prompt_price) / share.part - share.lead
+        turn = served + self._price(now, prompt_price) / part - share.lead
         # The counter of a share without requests is raised to the lowest one. It is then behind shares that wait there.
         arrivals = self._new_arrivals if turn > least else Amount()
-        columns = self._columns[:, : len(self._active)]
-        lead = turn - (np.maximum(columns[_SERVED], least) - columns[_LEAD])
+        lead = turn - standing.counters
         for other in _YIELDED_TO[rank]:
-            lead[columns[_RANK] == other] = np.inf
+            lead[standing.is_of_rank[other]] = np.inf
         for other in _YIELDING[rank]:
-            lead[columns[_RANK] == other] = -np.inf
-        lead[(lead == 0) & (columns[_RUNNING] > num_running)] = -np.inf
+            lead[standing.is_of_rank[other]] = -np.inf
+        columns = self._columns[:, : len(self._active)]
+        is_level = lead == 0
+        if is_level.any():
+            lead[is_level & (columns[_RUNNING] > num_running)] = -np.inf
         if asking is not None and asking.index is not None:
             lead[asking.index] = -np.inf
+        # The request with which the counter reaches the turn begins, too.
+        most = np.where(lead >= 0, lead * columns[_PART] + standing.next_price, 0)
+        grows = (most > standing.price) & standing.is_asking
+        begun = np.where(grows, 0, _part(most, standing.price))
+        now.add(Amount(*(standing.asked[:2] @ begun).tolist()))
+        most = np.where(grows, most, 0)
+        return Ahead(now, arrivals, standing.asked, standing.price, standing.price_per_s, most)
+
+    def _stand(self) -> _Standing:
+        columns, least = self._columns[:, : len(self._active)], self._least_served()
         prompt_prices, answer_price = columns[_PROMPT_PRICE], OUTPUT_PRICE * self._answer_tokens
         price = prompt_prices * columns[_TOKENS] + answer_price * columns[_SEQUENCES]
-        # The request with which the counter reaches the turn begins, too.
-        most = np.where(lead >= 0, lead * columns[_PART] + price / np.maximum(columns[_SEQUENCES], 1), 0)
-        grows = (most > price) & (columns[_SEQUENCES_PER_S] > 0)
-        part = np.where(grows, 0, _part(most, price))
-        now.add(Amount(*(columns[_TOKENS : _SEQUENCES + 1] @ part).tolist()))
-        growing = columns[:, grows]
-        price_per_s = growing[_PROMPT_PRICE] * growing[_TOKENS_PER_S] + answer_price * growing[_SEQUENCES_PER_S]
-        asked = growing[_TOKENS : _SEQUENCES_PER_S + 1]
-        return Ahead(now, arrivals, asked, price[grows], price_per_s, most[grows])
+        return _Standing(
+            least=least,
+            counters=np.maximum(columns[_SERVED], least) - columns[_LEAD],
+            is_of_rank=[columns[_RANK] == rank for rank in _RANKS],
+            asked=columns[_TOKENS : _SEQUENCES_PER_S + 1],
+            price=price,
+            price_per_s=prompt_prices * columns[_TOKENS_PER_S] + answer_price * columns[_SEQUENCES_PER_S],
+            next_price=price / np.maximum(columns[_SEQUENCES], 1),
+            is_asking=columns[_SEQUENCES_PER_S] > 0,
+        )
 
     def _least_served(self) -> float:
         """The counter to which that of a share is raised when it begins to wait, so that it saves up no credit."""
@@ -339,6 +377,7 @@ class MirroredQueue:
             self._num_awaited += sign * request.needs.sequences
 
     def _store(self, asking: _Asking) -> None:
+        self._standing = None
         self._columns[:, asking.index] = asking.values()
 
 

@@ -22,7 +22,9 @@ def operation_id(route: APIRoute) -> str:
 
 
 def listener_app(title: str) -> FastAPI:
-    """Return an app without routes. FastAPI's own routes for the document, which are public, are off."""
+    """Return an app without routes. FastAPI's own routes for the document, which are public, are off. So is its own
+    telemetry, which takes time for each call.
+    """
     return FastAPI(
         title=title,
         version=version("loramux"),
@@ -30,6 +32,7 @@ def listener_app(title: str) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         generate_unique_id_function=operation_id,
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
 
 

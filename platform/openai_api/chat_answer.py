@@ -57,6 +57,9 @@ class ChatAnswer:
     def chunks(self, delta: ChoiceDelta, so_far: UsageSoFar | None = None) -> list[Chunk]:
         chunks: list[Chunk] = []
         builder = self._builders.get(delta.index)
+        shows_only_text = not self.has_logprobs and not self._shows_token_ids and so_far is None
+        if shows_only_text and self.new_parser is None and builder is not None and delta.is_text:
+            return [self._templates.chunk(delta.index, delta.text, self._text_chunk)]
         if builder is None:
             builder = self._builders[delta.index] = self._builder(delta.index)
             before = None if so_far is None else so_far.body()
@@ -66,7 +69,6 @@ class ChatAnswer:
         if so_far is not None:
             so_far.add(delta)
             usage = so_far.body()
-        shows_only_text = not self.has_logprobs and not self._shows_token_ids and usage is None
         # Log-probabilities and token IDs are sent once, with the first chunk of their delta.
         logprobs, token_ids = delta.logprobs if self.has_logprobs else (), delta.token_ids
         for shown in builder.feed(delta):

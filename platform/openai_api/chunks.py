@@ -68,6 +68,10 @@ def fingerprint_field(fingerprint: str | None) -> Document:
     return {} if fingerprint is None else {"system_fingerprint": fingerprint}
 
 
+_MARK = secrets.token_hex(16)
+"""Stands for the text in a template. No client can know it."""
+
+
 class ChunkTemplates:
     """Encodes chunks that differ only in their text, which is faster than encoding whole documents."""
 
@@ -80,8 +84,7 @@ class ChunkTemplates:
         """
         parts = self._parts.get(index)
         if parts is None:
-            mark = secrets.token_hex(16)
-            before, after = msgspec.json.encode(make(index, mark)).split(msgspec.json.encode(mark))
+            before, after = msgspec.json.encode(make(index, _MARK)).split(msgspec.json.encode(_MARK))
             parts = self._parts[index] = (before, after)
         return msgspec.Raw(parts[0] + msgspec.json.encode(text) + parts[1])
 

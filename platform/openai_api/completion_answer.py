@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
+
+from msgspec.structs import replace
 
 from loramux.engine.protocol.messages import PromptLogprob, TokenLogprobs
 from loramux.engine.text.detokenizer import new_detokenizer

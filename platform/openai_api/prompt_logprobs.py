@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from loramux.engine.protocol.messages import PromptLogprob
 from loramux.platform.generation.choice import ChoiceDelta

@@ -27,8 +27,11 @@ async def prepare_chat(services: GatewayServices, target: Target, received: Rece
     def encoded() -> Prepared:
         limit, adds_special_tokens = longest_prompt(services, body), body.adds_special_tokens
         ids = target.tokenizer.encode_rendered(prompt.text, limit, add_special_tokens=adds_special_tokens)
+        read = _read_as(prompt, ids, target.tokenizer)
+        if not prediction:
+            return read
         predicted = target.tokenizer.encode(prediction, add_special_tokens=False)[:MAX_PREDICTION_TOKENS]
-        return replace(_read_as(prompt, ids, target.tokenizer), prediction=predicted)
+        return replace(read, prediction=predicted)
 
     prediction = "" if body.prediction is None else body.prediction.text
     return await services.compute_if_long(len(prompt.text) + len(prediction), encoded)

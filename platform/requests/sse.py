@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -11,6 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream of OpenAI's chunks."""
+
+WRITE_CHUNK = "loramux.write_chunk"
+"""Key in a scope of the function that writes a part of a started response's body. Middleware that reads only the start
+of responses does not see these parts.
+"""
 
 
 def event(document: Any, kind: str | None = None) -> bytes:
@@ -33,7 +38,11 @@ class EventStream(Response):
         self.init_headers({**headers, "cache-control": "no-store", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_part(data: bytes) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        write: Callable[[bytes], Awaitable[None]] = scope.get(WRITE_CHUNK, send_part)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for data in self._events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await write(data)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

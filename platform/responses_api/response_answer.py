@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from loramux.engine.protocol.messages import TokenLogprobs
 from loramux.platform.errors import ApiError

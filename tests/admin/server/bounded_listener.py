@@ -41,7 +41,7 @@ class Listener:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """`/` returns the client's address, `/wait` blocks until a test allows the response, and `/endless` never ends.
-        `/parts` sends PARTS as a stream.
+        `/parts` sends PARTS as a stream, and `/late` a stream whose only part a test allows.
 
         Request bodies are always read to the end.
         """
@@ -57,6 +57,9 @@ class Listener:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             for part in PARTS if scope["path"] == "/parts" else ():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
+            if scope["path"] == "/late":
+                await self.may_end.wait()
+                await send({"type": "http.response.body", "body": b"late", "more_body": True})
             while scope["path"] == "/endless" and not (message := await self._left(receive)):
                 await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
                 self.num_endless_bytes += 65536

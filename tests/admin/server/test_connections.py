@@ -5,15 +5,21 @@ import gc
 import json
 import logging
 import weakref
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn import Config
 
-from loramux.admin.server.bounded_connection import HEAD_TIMEOUT_S, READER_TIMEOUT_S, STALL_S
+from loramux.admin.server.bounded_connection import HEAD_TIMEOUT_S, READER_TIMEOUT_S, STALL_S, BoundedConnection
 from loramux.admin.server.connection_limits import KEEP_ALIVE_S, ConnectionLimits
+from loramux.admin.server.connection_registry import ConnectionRegistry
 from loramux.admin.server.listeners import MAX_UNSENT_BYTES
+from loramux.platform.requests.sse import EventStream
 from tests.admin.server.bounded_listener import HELLO, PARTS, answer, is_closed, is_open, listening
 from tests.adversary.socket_flood import Target, flood, idle, request, slow_body, slow_head
 
@@ -172,6 +178,69 @@ def test_streamed_parts_are_sent_as_the_request_allows(method: str, version: str
         received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
     head, _, sent_body = received.partition(b"\r\n\r\n")
     assert (head.startswith(b"HTTP/1.1 200 OK"), sent_body) == (True, body)
+
+
+def test_head_of_a_stream_does_not_wait_for_a_late_part() -> None:
+    with listening() as listener, listener.open(request("GET", "/late", {})) as connection:
+        received = connection.recv(65536)
+        assert received.startswith(b"HTTP/1.1 200 ")
+        assert received.endswith(b"\r\n\r\n")
+        listener.call(listener.may_end.set)
+        assert connection.recv(65536).startswith(b"4\r\nlate\r\n")
+
+
+class WrittenTo(asyncio.Transport):
+    """A transport that records each write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(bytes(data))
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        return
+
+    def resume_reading(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def send_whole(scope: Scope, receive: Receive, send: Send) -> None:
+    await PlainTextResponse("hello")(scope, receive, send)
+
+
+async def send_stream(scope: Scope, receive: Receive, send: Send) -> None:
+    async def events() -> AsyncIterator[bytes]:
+        yield b"one"
+        yield b"two"
+
+    await EventStream(events(), {})(scope, receive, send)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("app", "num_writes"), [pytest.param(send_whole, 1, id="whole"), pytest.param(send_stream, 3, id="stream")]
+)
+async def test_head_is_written_together_with_the_first_part_of_the_body(app: ASGIApp, num_writes: int) -> None:
+    config = Config(app, http=BoundedConnection, lifespan="off", ws="none", log_config=None, proxy_headers=False)
+    config.load()
+    registry, transport = ConnectionRegistry(), WrittenTo()
+    connection = BoundedConnection(config, registry, {})
+    connection.connection_made(transport)
+    connection.data_received(HELLO)
+    await asyncio.wait(registry.tasks)
+    connection.connection_lost(None)
+    writes = [data for data in transport.writes if data]
+    assert len(writes) == num_writes
+    assert writes[0].startswith(b"HTTP/1.1 200 ")
+    assert writes[0].endswith(b"hello" if num_writes == 1 else b"\r\n\r\n3\r\none\r\n")
 
 
 def test_streams_can_be_pipelined() -> None:

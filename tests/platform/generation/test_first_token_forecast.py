@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -329,6 +330,26 @@ def test_background_sequences_delay_nobody() -> None:
     lab = Lab(drain=0.1)
     lab.note(TierLoad(), TierLoad(), TierLoad(), TierLoad(num_running=MAX_SEQUENCES, num_waiting=50, prompt_tokens=500))
     assert lab.seconds(ACME) == pytest.approx(0.1)
+
+
+def test_forecast_between_two_changes_does_not_depend_on_earlier_forecasts() -> None:
+    asked, fresh = Lab(), Lab()
+    names = [f"{number}" for number in range(6)]
+    shares = [Share(name, tier) for name in names for tier in ("priority", "default", "flex")]
+    steps: list[Callable[[Lab], None]] = [
+        *(lambda lab, share=share: lab.forecast.queue.add(str(share), share, 30, 1) for share in shares),
+        *(lambda lab, share=share: lab.forecast.queue.begin(str(share)) for share in shares[::2]),
+        lambda lab: lab.forecast.queue.count_arrivals(2.0),
+        *(lambda lab, share=share: lab.forecast.queue.remove(str(share), 40, 10) for share in shares[::3]),
+        lambda lab: lab.forecast.queue.add("late", Share("late", "default"), 50, 2),
+    ]
+    for step in steps:
+        step(asked)
+        step(fresh)
+        fresh.forecast.queue._standing = None
+        assert [asked.seconds(share) for share in shares] == [fresh.seconds(share) for share in shares]
+        # Forecasts that follow a forecast, without a change, are the same.
+        assert [asked.seconds(share) for share in shares] == [fresh.seconds(share) for share in shares]
 
 
 def test_rates_follow_the_engine_and_outlast_its_restart() -> None:
