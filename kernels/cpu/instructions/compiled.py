@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from llvmlite import binding
+from llvmlite import binding  # type: ignore[import-untyped]
 from numba.core import codegen, extending
 
 from loramux.kernels.cpu.instructions import threads as _threads  # noqa: F401  the threading layer is chosen first
