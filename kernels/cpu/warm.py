@@ -5,9 +5,12 @@ The first engine on a machine does this when it starts. `python -m loramux.kerne
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import multiprocessing
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +22,7 @@ import numpy as np
 import torch
 
 from loramux.kernels.composed_linear import ReorderedLinear
-from loramux.kernels.cpu.instructions.compiled import FOLDER, completion_mark
+from loramux.kernels.cpu.instructions.compiled import completion_mark
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear.coded_experts import make_coded_experts
 from loramux.kernels.cpu.linear.experts import PackedExperts
@@ -38,6 +41,12 @@ from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec,
 HEADS, HEAD_DIM, RANK = 2, 8, 4
 WIDTH = HEADS * HEAD_DIM
 DTYPES = (torch.float32, torch.bfloat16)
+
+FOR_ENGINE = "--for-engine"
+"""The argument with which an engine compiles. The compilation then ends with the engine."""
+
+PR_SET_PDEATHSIG = 1
+"""See prctl(2)."""
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -220,20 +229,25 @@ def _tiny_pool(kv_dtype: torch.dtype, adapter_dtype: torch.dtype) -> _TinyPool:
 
 
 def compile_missing() -> None:
-    """Compile all kernels in a process of their own, unless they have been compiled for this CPU.
+    """Compile all kernels in processes of their own, unless they have been compiled for this CPU.
 
-    Without this, a kernel would be compiled when a step first calls it, and that step would take a minute. If the
-    process fails, its error is on standard error, and kernels are compiled when they are called.
+    Without this, a kernel would be compiled when a step first calls it, and that step would take a minute.
     """
     if completion_mark().exists():
         return
     print("compiling the CPU kernels, once for this machine, which takes one or two minutes ...", file=sys.stderr)
     sys.stderr.flush()
-    command = [sys.executable, "-P", "-m", "loramux.kernels.cpu.warm"]
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # noqa: S603 - our own program
+    command = [sys.executable, "-P", "-m", "loramux.kernels.cpu.warm", FOR_ENGINE]
+    none = subprocess.DEVNULL
+    if subprocess.run(command, stdin=none, stdout=none, check=False).returncode:  # noqa: S603 - our own program
+        # For example, there was no memory for two more processes.
+        for dtype in DTYPES:
+            warm(dtype)
 
 
 def main() -> None:
+    if FOR_ENGINE in sys.argv:
+        _end_with_parent()
     begin = time.perf_counter()
     # The sources can change while this runs. What is compiled goes into the directory that was chosen at the import.
     mark = completion_mark()
@@ -246,9 +260,10 @@ def main() -> None:
         print("compiling the CPU kernels, which takes one or two minutes ...", flush=True)
         _compile()
         mark.touch()
-    for path in (FOLDER / "__pycache__").glob("numba-*"):
-        if path.name != mark.parent.name:
-            shutil.rmtree(path, ignore_errors=True)
+    if "NUMBA_CACHE_DIR" not in os.environ:
+        for path in mark.parent.parent.glob("numba-*"):
+            if path != mark.parent:
+                shutil.rmtree(path, ignore_errors=True)
     print(f"the CPU kernels are compiled ({time.perf_counter() - begin:.1f} s)")
 
 
@@ -264,7 +279,13 @@ def _compile() -> None:
         sys.exit(f"the process that compiles the kernels of adapters ended with {other.exitcode}")
 
 
+def _end_with_parent() -> None:
+    """Have this process killed when the thread that started it ends, for example because of Ctrl-C."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def _warm_all_adapters() -> None:
+    _end_with_parent()
     for dtype in DTYPES:
         warm_adapters(dtype)
 

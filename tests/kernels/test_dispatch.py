@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing.dummy
 import os
 import re
 import subprocess
@@ -19,7 +18,6 @@ from loramux.kernels.cpu import delta as cpu_delta
 from loramux.kernels.cpu import fused as cpu_fused
 from loramux.kernels.cpu import kv as cpu_kv
 from loramux.kernels.cpu import routing as cpu_routing
-from loramux.kernels.cpu import warm as cpu_warm
 from loramux.kernels.cpu.instructions import amx, avx512_bf16, rounded_rows
 from loramux.kernels.cpu.instructions.compiled import cache_directory, code_directory
 from loramux.kernels.cpu.instructions.threads import set_num_threads
@@ -239,18 +237,6 @@ def test_nothing_compiles_after_warm(dtype: torch.dtype) -> None:
     before = [len(function.signatures) for function in COMPILED]
     call_every_kernel(dtype)
     assert [len(function.signatures) for function in COMPILED] == before
-
-
-def test_warm_reports_its_duration(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make venv` runs it whole. Here, a thread takes the place of the second process, and nothing is compiled."""
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: multiprocessing.dummy)
-    warmed: list[torch.dtype | str] = []
-    monkeypatch.setattr(cpu_warm, "warm_base", warmed.append)
-    monkeypatch.setattr(cpu_warm, "_warm_all_adapters", lambda: warmed.append("adapters"))
-    cpu_warm.main()
-    assert {*warmed} == {*cpu_warm.DTYPES, "adapters"}
-    said = r"compiling the CPU kernels, .* \.\.\.\nthe CPU kernels are compiled \(\d+\.\d s\)\n"
-    assert re.fullmatch(said, capsys.readouterr().out)
 
 
 def test_directory_of_compiled_code_is_always_named_after_the_sources(tmp_path: Path) -> None:

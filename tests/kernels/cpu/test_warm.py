@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.dummy
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from loramux.kernels.cpu import warm
 from loramux.kernels.cpu.instructions import compiled
@@ -19,13 +23,15 @@ from loramux.kernels.cpu.instructions import compiled
 def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """An empty cache directory, into which `main` compiles nothing. Returns the list of compilations."""
     made: list[str] = []
-    monkeypatch.setattr(compiled, "_config", SimpleNamespace(CACHE_DIR=str(tmp_path), CPU_NAME=None, CPU_FEATURES=None))
+    monkeypatch.setattr(
+        compiled, "_config", SimpleNamespace(CACHE_DIR=str(tmp_path / "numba-1f"), CPU_NAME=None, CPU_FEATURES=None)
+    )
     monkeypatch.setattr(warm, "_compile", lambda: made.append("compiled"))
-    monkeypatch.setattr(warm, "FOLDER", tmp_path)
 
-    def run(command: list[str], **_options: object) -> None:
-        assert command == [sys.executable, "-P", "-m", "loramux.kernels.cpu.warm"]
+    def run(command: list[str], **_options: object) -> SimpleNamespace:
+        assert command == [sys.executable, "-P", "-m", "loramux.kernels.cpu.warm", "--for-engine"]
         warm.main()
+        return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
     return made
@@ -81,9 +87,43 @@ def test_a_failed_compilation_is_repeated(compilations: list[str], monkeypatch: 
     assert len(compilations) == 1
 
 
-def test_compiled_code_of_other_sources_is_deleted(compilations: list[str], tmp_path: Path) -> None:
-    old = tmp_path / "__pycache__" / "numba-0f"
-    old.mkdir(parents=True)
+@pytest.mark.usefixtures("compilations")
+def test_an_engine_compiles_what_no_other_process_could(monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[torch.dtype] = []
+    monkeypatch.setattr(warm, "warm", warmed.append)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=-9))
+    warm.compile_missing()
+    assert warmed == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_code_of_other_sources_is_deleted_unless_the_directory_was_chosen(
+    compilations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_chosen: bool
+) -> None:
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    if is_chosen:
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    old = tmp_path / "numba-0f"
+    old.mkdir()
     warm.main()
     assert len(compilations) == 1
-    assert not old.exists()
+    assert old.exists() == is_chosen
+
+
+def test_the_command_says_how_long_it_took(compilations: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    warm.main()
+    said = r"compiling the CPU kernels, .* \.\.\.\nthe CPU kernels are compiled \(\d+\.\d s\)\n"
+    assert re.fullmatch(said, capsys.readouterr().out)
+    warm.main()
+    assert capsys.readouterr().out == "the CPU kernels have been compiled\n"
+    assert len(compilations) == 1
+
+
+def test_two_processes_compile_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, a thread takes the place of the second process."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: multiprocessing.dummy)
+    warmed: list[torch.dtype | str] = []
+    monkeypatch.setattr(warm, "warm_base", warmed.append)
+    monkeypatch.setattr(warm, "_warm_all_adapters", lambda: warmed.append("adapters"))
+    warm._compile()
+    assert {*warmed} == {*warm.DTYPES, "adapters"}
