@@ -26,6 +26,8 @@ MAX_BUFFERED_BYTES = 16 * 1024
 """Number of bytes in a connection's write buffer above which the app must wait before it writes more of a response. The
 kernel buffers up to MAX_UNSENT_BYTES in addition.
 """
+MAX_JOINED_BYTES = 64 * 1024
+"""Largest part of a response that is copied to be sent together with the parts before it, in bytes."""
 STALL_S = 1.0
 """A connection whose client has made no progress for this many seconds can be closed to make room for a new one."""
 
@@ -59,9 +61,13 @@ class JoinedWrites(asyncio.Transport):
     def flush(self) -> None:
         if self._held is not None:
             data, self._held = b"".join(self._held), None
-            self._transport.write(data)
+            # uvloop logs an error for each write, even of nothing, after the client has left.
+            if data and not self._transport.is_closing():
+                self._transport.write(data)
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        if len(data) > MAX_JOINED_BYTES:
+            self.flush()
         if self._held is None:
             self._transport.write(data)
         else:

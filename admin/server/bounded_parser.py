@@ -27,12 +27,13 @@ class BoundedParser(h11.Connection):
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         if self.their_state is h11.IDLE or self.their_state is h11.DONE:
-            received, is_closed = self.trailing_data
-            if not received and not is_closed:
+            # Not `trailing_data`, which copies the buffer.
+            buffer = self._receive_buffer
+            if not buffer and not self._receive_buffer_closed:
                 # uvicorn also asks after the end of each request and of each response. h11 takes many steps for this.
                 return h11.NEED_DATA
-            is_head = self.their_state is h11.IDLE and len(received) > MAX_HEAD_BYTES
-            if is_head and _END_OF_HEAD.search(received, 0, MAX_HEAD_BYTES) is None:
+            is_long = self.their_state is h11.IDLE and len(buffer) > MAX_HEAD_BYTES
+            if is_long and _END_OF_HEAD.search(bytes(buffer), 0, MAX_HEAD_BYTES) is None:
                 self.is_head_too_long = True
                 raise h11.RemoteProtocolError("the request head is too long", error_status_hint=431)
         return super().next_event()

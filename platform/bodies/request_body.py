@@ -42,7 +42,7 @@ _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_p
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the whole body. A body with the content coding gzip is decompressed.
+    """Read the whole body, once per request. A body with the content coding gzip is decompressed.
 
     Raises UnsupportedEncoding for other content codings, PayloadTooLarge as soon as the body exceeds the limit before
     or after it is decompressed, or InvalidRequest if it arrives too slowly, is incomplete or is not gzip.

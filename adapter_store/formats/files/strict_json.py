@@ -9,15 +9,19 @@ from __future__ import annotations
 import codecs
 import json
 import math
+import re
+import sys
 from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected
 
 _MAX_DIGITS = 4300
 """Longest integer that Python converts by default, in digits."""
+_TOO_LARGE = "a number is too large"
 
-_ONLY_DIGITS = bytes(ord("0" if chr(byte).isdecimal() else " ") for byte in range(256))
-"""Translates digits to `0`, and other bytes to spaces."""
+# In ordinary text, a pattern is found in half the time of `in`.
+_MINUS_ZERO = re.compile(rb"-0")
+_SURROGATE = re.compile(rb"\\u[dD]")
 
 
 class InvalidJson(ValueError):
@@ -42,7 +46,8 @@ def parse_strict_json(text: bytes, *, are_keys_unique: bool = True) -> Any:
         raise InvalidJson("it begins with a byte order mark: save it as UTF-8 without one")
     try:
         # A prompt of token ids has thousands of integers. Calling a function for each takes most of the time.
-        decoder = _DECODERS[are_keys_unique, _has_plain_integers(text)]
+        has_plain_integers = _refuses_long_integers() and _MINUS_ZERO.search(text) is None
+        decoder = _DECODERS[are_keys_unique, has_plain_integers]
         document = decoder.decode(text.decode("utf-8"))
         _check_characters(text, document)
     except InvalidJson:
@@ -53,6 +58,9 @@ def parse_strict_json(text: bytes, *, are_keys_unique: bool = True) -> Any:
         raise InvalidJson("nesting is too deep") from None
     except json.JSONDecodeError as error:
         raise InvalidJson(f"it is malformed at character {error.pos}") from None
+    except ValueError:
+        # Python itself refuses to convert an integer beyond its limit.
+        raise InvalidJson(_TOO_LARGE) from None
     return document
 
 
@@ -77,7 +85,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_characters(text: bytes, document: Any) -> None:
     """Raise InvalidJson for an unpaired surrogate, which JSON can express as an escape but UTF-8 cannot encode."""
-    if b"\\ud" not in text.lower():
+    if _SURROGATE.search(text) is None:
         return
     try:
         json.dumps(document, ensure_ascii=False).encode()
@@ -92,24 +100,23 @@ def _refuse_constant(name: str) -> Any:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise InvalidJson("a number is too large")
+        raise InvalidJson(_TOO_LARGE)
     return value
 
 
-def _has_plain_integers(text: bytes) -> bool:
-    """Return whether Python's own conversion is right for all integers in the text: see `_integer`."""
-    has_long = len(text) > _MAX_DIGITS and b"0" * (_MAX_DIGITS + 1) in text.translate(_ONLY_DIGITS)
-    return not has_long and b"-0" not in text
+def _refuses_long_integers() -> bool:
+    """Return whether Python itself refuses integers of more than _MAX_DIGITS. PYTHONINTMAXSTRDIGITS can change it."""
+    return 0 < sys.get_int_max_str_digits() <= _MAX_DIGITS
 
 
 def _integer(text: str) -> int | float:
-    if len(text) > _MAX_DIGITS:
-        raise InvalidJson("a number is too large")
+    if len(text.removeprefix("-")) > _MAX_DIGITS:
+        raise InvalidJson(_TOO_LARGE)
     # Python's integers have no negative zero, so return a float, as other readers such as the safetensors library do.
     return -0.0 if text == "-0" else int(text)
 
 
-# By `are_keys_unique` and `_has_plain_integers`.
+# By `are_keys_unique` and `has_plain_integers`: whether Python's own conversion of integers is right.
 _DECODERS = {
     (are_keys_unique, has_plain_integers): json.JSONDecoder(
         object_pairs_hook=_unique if are_keys_unique else None,

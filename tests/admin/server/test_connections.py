@@ -15,7 +15,14 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn import Config
 
-from loramux.admin.server.bounded_connection import HEAD_TIMEOUT_S, READER_TIMEOUT_S, STALL_S, BoundedConnection
+from loramux.admin.server.bounded_connection import (
+    HEAD_TIMEOUT_S,
+    MAX_JOINED_BYTES,
+    READER_TIMEOUT_S,
+    STALL_S,
+    BoundedConnection,
+    JoinedWrites,
+)
 from loramux.admin.server.connection_limits import KEEP_ALIVE_S, ConnectionLimits
 from loramux.admin.server.connection_registry import ConnectionRegistry
 from loramux.admin.server.listeners import MAX_UNSENT_BYTES
@@ -241,6 +248,31 @@ async def test_head_is_written_together_with_the_first_part_of_the_body(app: ASG
     assert len(writes) == num_writes
     assert writes[0].startswith(b"HTTP/1.1 200 ")
     assert writes[0].endswith(b"hello" if num_writes == 1 else b"\r\n\r\n3\r\none\r\n")
+
+
+def test_large_part_is_not_copied_to_join_it() -> None:
+    transport, large = WrittenTo(), b"x" * (MAX_JOINED_BYTES + 1)
+    answer = JoinedWrites(transport)
+    answer.hold()
+    for part in (b"head", b"body", large, b"end"):
+        answer.write(part)
+    answer.flush()
+    assert transport.writes == [b"headbody", large, b"end"]
+    assert transport.writes[1] is large
+
+
+def test_answer_to_a_client_that_has_left_logs_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("asyncio"), "error", lambda message, **_: said.append(message))
+    with listening() as listener:
+        with listener.open(request("GET", "/wait", {})):
+            listener.wait_until(lambda: listener.num_waiting == 1)
+        listener.wait_until(lambda: not listener.book.connections)
+        listener.call(listener.may_end.set)
+        listener.wait_until(lambda: listener.num_waiting == 0)
+        # What the answer left for the event loop's next turn runs before this.
+        listener.call(lambda: None)
+    assert said == []
 
 
 def test_streams_can_be_pipelined() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,7 +25,41 @@ def test_negative_zero_is_a_float() -> None:
     assert isinstance(one, int)
 
 
-@pytest.mark.parametrize("sign", [b"", b"-"])
-def test_integer_of_too_many_digits_is_refused(sign: bytes) -> None:
+BESIDE = [pytest.param(b'""', id="alone"), pytest.param(b'"-0"', id="beside a minus zero")]
+"""Texts beside an integer that decide which function converts it."""
+
+
+@pytest.fixture
+def python_limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Sets Python's own limit, as PYTHONINTMAXSTRDIGITS does."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(request.param)
+    yield
+    sys.set_int_max_str_digits(before)
+
+
+@pytest.mark.parametrize("python_limit", [4300, 0, 5000], indirect=True)
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.usefixtures("python_limit")
+def test_integer_has_at_most_4300_digits(beside: bytes, sign: int) -> None:
+    longest = b"-" * (sign < 0) + b"9" * 4300
+    [_, integer] = parse_strict_json(b"[%b, %b]" % (beside, longest))
+    assert integer == sign * (10**4300 - 1)
     with pytest.raises(InvalidJson, match="a number is too large"):
-        parse_strict_json(b"[1, " + sign + b"9" * 4301 + b"]")
+        parse_strict_json(b"[%b, %b9]" % (beside, longest))
+
+
+@pytest.mark.parametrize("python_limit", [640], indirect=True)
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.usefixtures("python_limit")
+def test_lower_limit_of_python_applies(beside: bytes) -> None:
+    with pytest.raises(InvalidJson, match="a number is too large"):
+        parse_strict_json(b"[%b, %b]" % (beside, b"9" * 641))
+
+
+@pytest.mark.parametrize("escape", [b"\\ud83d", b"\\uD83D"])
+def test_unpaired_surrogate_is_refused(escape: bytes) -> None:
+    assert parse_strict_json(b'"%b\\ude42"' % escape) == "\U0001f642"
+    with pytest.raises(InvalidJson, match="unpaired surrogate"):
+        parse_strict_json(b'"%b"' % escape)
