@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import structlog
+from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key, upload_key
 from loramux.adapter_store.errors import (
@@ -17,12 +18,15 @@ from loramux.adapter_store.errors import (
     BlobTooLarge,
     ClaimLost,
     SourceUnavailable,
+    StoreError,
     UploadRefused,
 )
 from loramux.adapter_store.formats.files.file_names import (
     CONFIG_FILE,
+    EARLIER_TEMPLATE_FILE,
     FURTHER_FILES,
     SMALL_TOKENIZER_FILES,
+    TEMPLATE_FILE,
     TENSORS_FILE,
     UPLOAD_FILES,
 )
@@ -163,7 +167,13 @@ class VersionProcessor:
         if source_url is None:
             self._fetch(claimed, scratch)
         else:
-            facts = self._fetch_source(claimed, source_url, scratch)
+            try:
+                facts = self._fetch_source(claimed, source_url, scratch)
+            except (StoreError, SQLAlchemyError, OSError):
+                raise
+            except Exception as error:
+                # Malformed files may fail each time, and each attempt copies the source again.
+                raise SourceUnavailable(f"reading it failed: {type(error).__name__}: {error}") from error
         self._at_failpoint(Failpoint.FILES_FETCHED)
         self._validate_and_put(claimed, scratch, facts, needs_effect=source_url is None)
 
@@ -266,7 +276,17 @@ class VersionProcessor:
         if base is None or not names:
             return ()
         for name in names:
-            source.fetch_file(name, scratch / name, source.size(name, MAX_BYTES[name]))
+            # Its template counts only if there is no other. It is ignored if it cannot be read, as in a push.
+            is_optional = name == EARLIER_TEMPLATE_FILE
+            if is_optional and source.has(TEMPLATE_FILE):
+                continue
+            try:
+                num_bytes = source.size(name, MAX_BYTES[name])
+            except AdapterRejected as error:
+                if is_optional and error.code == "file_too_large":
+                    continue
+                raise
+            source.fetch_file(name, scratch / name, num_bytes)
         files = tokenizer_files(scratch, base, num_rows=base.vocab_size)
         for file_name, content in files.items():
             (scratch / file_name).write_bytes(content)

@@ -52,7 +52,13 @@ class WrongCall(AdminError):
 class ServerUnreachable(Exception):
     """No server is configured, no loramux server answers at the admin URL, its blob store does not answer, or the
     connection broke.
+
+    `not_ready_because` is the reason that a running server reports for not being ready, if it reports one.
     """
+
+    def __init__(self, message: str, not_ready_because: str | None = None) -> None:
+        super().__init__(message)
+        self.not_ready_because = not_ready_because
 
 
 class AdminClient:
@@ -195,18 +201,26 @@ class AdminClient:
     def _send(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **arguments)
-        except httpx.TimeoutException:
-            reason = self.why_not_ready()
-            because = "" if reason is None else f", and it is not ready: {reason}"
-            raise ServerUnreachable(f"{self.url} took too long to answer{because}") from None
         except httpx.TransportError as error:
-            reason = str(error) or type(error).__name__
-            raise ServerUnreachable(
-                f"no loramux server answers at {self.url} ({reason}): start 'loramux serve' or fix LORAMUX_ADMIN_URL"
-            ) from None
+            raise self._unreachable(error) from None
         if not response.is_success:
             raise refusal_of(response)
         return response
+
+    def _unreachable(self, error: httpx.TransportError) -> ServerUnreachable:
+        reason = str(error) or type(error).__name__
+        because = self.why_not_ready()
+        if isinstance(error, httpx.TimeoutException):
+            message = f"{self.url} took too long to answer"
+        elif because is not None:
+            message = f"the connection to {self.url} broke ({reason})"
+        else:
+            message = (
+                f"no loramux server answers at {self.url} ({reason}): start 'loramux serve' or fix LORAMUX_ADMIN_URL"
+            )
+        if because is not None:
+            message += f", and it is not ready: {because}"
+        return ServerUnreachable(message, because)
 
     def _document(self, response: httpx.Response) -> Document:
         return {} if response.status_code == 204 else document_of(response, self.url)

@@ -80,14 +80,12 @@ def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) ->
     try:
         server = client.get("server")
     except ServerUnreachable as error:
-        # The error already gives the reason.
-        is_there = client.why_not_ready() is not None
         yield Finding(
             check="server",
             grade=Grade.FAILED,
             message=str(error),
             mend="repair what is named here; the server's log says more"
-            if is_there
+            if error.not_ready_because is not None
             else "start the server, fix the network, or choose another server: loramux profiles use NAME",
         )
         return

@@ -10,6 +10,7 @@ from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.admin.doctor.checks import check_data_directory, check_database, check_disk, check_sandbox, check_store
 from loramux.admin.doctor.findings import Finding, Grade
 from loramux.migrations.database import Database
+from loramux.platform.admission.database_health import SILENCE
 from loramux.platform.engine_link.engine_client import EngineClient
 
 
@@ -43,10 +44,14 @@ class SelfCheck:
 
     def _database(self) -> list[Finding]:
         trouble = self.trouble()
-        if trouble is None:
-            return check_database(self.database)
+        # The check would only wait for a database that does not answer.
+        findings = [] if trouble is not None and SILENCE in trouble else check_database(self.database)
+        # The check's own failure says more than the gateway's.
+        if trouble is None or any(one.check == "database" and one.grade is Grade.FAILED for one in findings):
+            return findings
         mend = "start the database, fix the network, or free space on its disk; until then, new requests are refused"
-        return [Finding(check="database", grade=Grade.FAILED, message=trouble, mend=mend)]
+        refused = Finding(check="database", grade=Grade.FAILED, message=trouble, mend=mend)
+        return [refused, *(one for one in findings if one.check != "database")]
 
     def _engines(self) -> Iterator[Finding]:
         if not self.engines:

@@ -176,6 +176,12 @@ class DataSettings(BaseSettings):
     data_dir: Path = Path("loramux-data")
     database_url: str | None = None
 
+    @field_validator("database_url")
+    @classmethod
+    def _is_given(cls, database_url: str | None) -> str | None:
+        # A Compose file's ${NAME:-} sets the variable even without a value.
+        return database_url or None
+
     @property
     def is_database_embedded(self) -> bool:
         return self.database_url is None

@@ -15,6 +15,9 @@ STALLED_S = 3.0
 SILENT_S = 6.0
 """The database counts as unresponsive if the polling thread gets no answer for this many seconds."""
 
+SILENCE = "the database does not answer"
+"""The trouble of a database that is unresponsive, in one line for operators."""
+
 TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
 """Exceptions raised when the database is unreachable, full, locked or out of connections."""
 
@@ -71,7 +74,7 @@ class DatabaseHealth:
         if self._failure is not None:
             return f"the database does not accept writes ({self._failure})"
         if self._is_stalled() or self._is_silent():
-            return "the database does not answer"
+            return SILENCE
         return None
 
     @property

@@ -91,7 +91,7 @@ async def serve_received(
         overflow = await _overflow(services, caller, received, error)
         if overflow is None:
             raise
-        refusal = error
+        refusal, refused_model = error, getattr(request.state, "model", None)
     # The ledger may have an event of the request that was refused.
     request.state.request_id = new_id("req")
     log.info("overflow", model=body.model, answered_by=overflow.model.name, answered_as=request_id_of(request))
@@ -105,6 +105,7 @@ async def serve_received(
         response = await _serve_as(request, services, caller, endpoint, received, overflow)
     except InvalidRequest:
         # The model that was asked for could answer the request later, and the overflow never can.
+        request.state.model = refused_model
         raise refusal from None
     response.headers["x-loramux-overflow-of"] = body.model
     return response

@@ -29,7 +29,7 @@ class AnsweredCall:
     """The status that was sent. 500 if no response was sent."""
     error_code: str | None
     caller: Mapping[str, str | None]
-    """The caller's tenant, its key, and the model that its name selects, as far as they became known."""
+    """The caller's tenant, its key, and the model that answers, as far as they became known."""
     has_raised: bool
     seconds: float
     """Time from the call to the last byte of its response."""

@@ -60,6 +60,17 @@ class TensorFile:
         values: npt.NDArray[Any] = np.frombuffer(self._file.read(len(rows) * row_bytes), dtype)
         return values.reshape(len(rows), *row_shape)
 
+    def raw_columns(self, name: str, columns: range) -> npt.NDArray[Any]:
+        """Read consecutive columns of a matrix with few rows, as stored."""
+        entry = self.header.tensors[name]
+        dtype, (num_rows, num_columns) = ADAPTER_STORAGE[entry.dtype], entry.shape
+        values: npt.NDArray[Any] = np.empty((num_rows, len(columns)), dtype)
+        for index, row in enumerate(values):
+            position = index * num_columns + columns.start
+            self._file.seek(self.header.data_start + entry.begin + position * dtype.itemsize)
+            row[:] = np.frombuffer(self._file.read(row.nbytes), dtype)
+        return values
+
     def stored(self, name: str) -> Iterator[bytes]:
         """Yield a tensor's bytes, a block at a time."""
         entry = self.header.tensors[name]

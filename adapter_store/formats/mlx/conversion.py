@@ -7,10 +7,9 @@ mlx-lm writes the transposes of PEFT's A and B to `adapters.safetensors`, and a 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -18,9 +17,13 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, MLX_FILE, TENSORS_FILE
 from loramux.adapter_store.formats.files.safetensors_header import LENGTH_BYTES, TensorEntry
 from loramux.adapter_store.formats.files.strict_json import DuplicateKey, InvalidJson, parse_strict_json
-from loramux.adapter_store.formats.files.tensor_file import TensorFile
+from loramux.adapter_store.formats.files.tensor_file import BLOCK_ELEMENTS, TensorFile
 from loramux.adapter_store.formats.packed.module_places import A_SUFFIX, B_SUFFIX, MAGNITUDE_SUFFIX, TENSOR_PREFIX
 from loramux.adapter_store.formats.version_files.peft_document import peft_document
+from loramux.kernels.layout import MAX_RANK
+
+MAX_SCALE = 65536.0
+"""Largest scale, and largest alpha and rank in the hint about alpha."""
 
 _SUFFIXES = {"lora_a": A_SUFFIX, "lora_b": B_SUFFIX, "m": MAGNITUDE_SUFFIX}
 """PEFT's suffixes of the names of tensors, by mlx-lm's."""
@@ -29,11 +32,14 @@ _SUFFIXES = {"lora_a": A_SUFFIX, "lora_b": B_SUFFIX, "m": MAGNITUDE_SUFFIX}
 def convert_mlx(directory: Path, destination: Path) -> None:
     """Write PEFT's two files of the adapter in `directory` into the directory `destination`. Raises AdapterRejected.
 
-    The shapes are not compared with a base, because validation does that.
+    The shapes are not compared with a base, because validation does that. Memory use is bounded, because validation
+    runs in a sandbox and the conversion does not.
     """
     scale, use_dora = _settings((directory / CONFIG_FILE).read_bytes())
     with _opened(directory / MLX_FILE) as file:
         entries = {_peft_name(name): entry for name, entry in file.header.tensors.items()}
+        for name, entry in entries.items():
+            _check_shape(name, entry)
         ranks = {
             name.removeprefix(TENSOR_PREFIX).removesuffix(A_SUFFIX): entry.shape[1]
             for name, entry in entries.items()
@@ -50,8 +56,13 @@ def convert_mlx(directory: Path, destination: Path) -> None:
         with (destination / TENSORS_FILE).open("wb") as out:
             out.write(len(header).to_bytes(LENGTH_BYTES, "little"))
             out.write(header)
-            for entry in entries.values():
-                out.write(np.ascontiguousarray(file.raw(entry.name).T).data)
+            for name, entry in entries.items():
+                if name.endswith(A_SUFFIX):
+                    _write_a(file, entry, out)
+                elif name.endswith(B_SUFFIX):
+                    _write_b(file, entry, out)
+                else:
+                    out.writelines(file.stored(entry.name))
 
 
 def _settings(text: bytes) -> tuple[float, bool]:
@@ -70,7 +81,8 @@ def _settings(text: bytes) -> tuple[float, bool]:
         raise AdapterRejected("unsupported_config", message, "fine_tune_type")
     scale: Any = lora.get("scale")
     if not _is_positive(scale):
-        raise AdapterRejected("invalid_config", "the scale must be a positive number", "lora_parameters.scale")
+        message = f"the scale must be a positive number, at most {MAX_SCALE:g}"
+        raise AdapterRejected("invalid_config", message, "lora_parameters.scale")
     _check_alpha(lora, float(scale))
     return float(scale), kind == "dora"
 
@@ -89,7 +101,8 @@ def _check_alpha(lora: Mapping[str, Any], scale: float) -> None:
 
 
 def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+    # JSON can have integers that are too large for a float.
+    return type(value) in (int, float) and 0 < value <= MAX_SCALE
 
 
 def _opened(path: Path) -> TensorFile:
@@ -112,6 +125,37 @@ def _peft_name(name: str) -> str:
         message = "mlx-lm's LoRAs of the embedding are not served: train without the key model.embed_tokens"
         raise AdapterRejected("unexpected_tensor", message, name)
     return TENSOR_PREFIX + module + _SUFFIXES[leaf]
+
+
+def _check_shape(name: str, entry: TensorEntry) -> None:
+    is_a, is_b = name.endswith(A_SUFFIX), name.endswith(B_SUFFIX)
+    # Opening the file does not check the shapes of tensors that validation ignores.
+    if (is_a or is_b) and len(entry.shape) != 2:
+        raise AdapterRejected("tensor_not_2d", "lora_a and lora_b must have two dimensions", entry.name)
+    if not (is_a or is_b) and len(entry.shape) != 1:
+        raise AdapterRejected("wrong_dimensions", "m must have one dimension", entry.name)
+    if (is_a and entry.shape[1] > MAX_RANK) or (is_b and entry.shape[0] > MAX_RANK):
+        raise AdapterRejected("rank_out_of_range", f"a rank must be between 1 and {MAX_RANK}", entry.name)
+
+
+def _write_a(file: TensorFile, entry: TensorEntry, out: BinaryIO) -> None:
+    """Write PEFT's A `[rank, in_features]` of a lora_a `[in_features, rank]`."""
+    in_features, rank = entry.shape
+    start, item_bytes = out.tell(), (entry.end - entry.begin) // (in_features * rank)
+    for rows in file.blocks(entry.name):
+        block = file.raw_rows(entry.name, rows).T
+        for index in range(rank):
+            out.seek(start + (index * in_features + rows.start) * item_bytes)
+            out.write(np.ascontiguousarray(block[index]).data)
+
+
+def _write_b(file: TensorFile, entry: TensorEntry, out: BinaryIO) -> None:
+    """Write PEFT's B `[out_features, rank]` of a lora_b `[rank, out_features]`."""
+    rank, out_features = entry.shape
+    step = BLOCK_ELEMENTS // rank
+    for begin in range(0, out_features, step):
+        columns = range(begin, min(begin + step, out_features))
+        out.write(np.ascontiguousarray(file.raw_columns(entry.name, columns).T).data)
 
 
 def _header(entries: Mapping[str, TensorEntry]) -> bytes:

@@ -178,7 +178,7 @@ def _found(key: ApiKey | None) -> ApiKey:
 
 
 def _unknown() -> NotFound:
-    return NotFound("there is no such api_key", code="api_key_not_found")
+    return NotFound("there is no such API key", code="api_key_not_found")
 
 
 def _expiry(services: AdminServices, expires_in_s: int | None) -> int | None:

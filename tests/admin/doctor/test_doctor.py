@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -18,7 +19,7 @@ from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES, M
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.cli import app
 from loramux.admin.client.client import AdminClient
-from loramux.admin.doctor import checks, doctor
+from loramux.admin.doctor import checks, doctor, self_check
 from loramux.admin.doctor.doctor import HostSettings, check_host, check_server
 from loramux.admin.doctor.findings import Finding, Grade
 from loramux.engine.protocol.messages import DecodeReads
@@ -91,11 +92,24 @@ def test_failed_parts_are_distinguished_from_an_unreachable_server(
     assert (away["server"]["grade"], "engine" in away) == ("failed", False)
 
 
+@pytest.mark.parametrize(
+    ("error", "said", "said_without_reason"),
+    [
+        (httpx.ReadTimeout("timed out"), "{} took too long to answer", "{} took too long to answer"),
+        (httpx.ReadError("reset"), "the connection to {} broke (reset)", "no loramux server answers at {} (reset)"),
+    ],
+    ids=["no answer", "broken connection"],
+)
 def test_server_that_answers_no_calls_says_why_it_is_not_ready(
-    admin_side: AdminSide, admin_url: str, monkeypatch: pytest.MonkeyPatch
+    admin_side: AdminSide,
+    admin_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    error: httpx.TransportError,
+    said: str,
+    said_without_reason: str,
 ) -> None:
     def hang(*_: object, **__: object) -> None:
-        raise httpx.ReadTimeout("timed out")
+        raise error
 
     admin_side.engine.die()
     with AdminClient(admin_url, ADMIN_KEY) as client:
@@ -103,14 +117,47 @@ def test_server_that_answers_no_calls_says_why_it_is_not_ready(
         monkeypatch.setattr(client._http, "get", partial(httpx.get, trust_env=False))
         (finding,) = check_server(client)
         assert finding.grade is Grade.FAILED
-        assert finding.message.startswith(f"{admin_url} took too long to answer, and it is not ready: ")
+        assert finding.message.startswith(f"{said.format(admin_url)}, and it is not ready: ")
         assert finding.mend is not None
         assert not finding.mend.startswith("start the server")
         monkeypatch.setattr(client._http, "get", hang)
         (finding,) = check_server(client)
-        assert finding.message == f"{admin_url} took too long to answer"
+        assert finding.message.startswith(said_without_reason.format(admin_url))
+        assert "not ready" not in finding.message
         assert finding.mend is not None
         assert finding.mend.startswith("start the server")
+
+
+REFUSES_WRITES = "the database does not accept writes (OperationalError)"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "checked", "expected"),
+    [
+        pytest.param(REFUSES_WRITES, Grade.OK, REFUSES_WRITES, id="healthy to readers"),
+        pytest.param(REFUSES_WRITES, Grade.WARNING, REFUSES_WRITES, id="slow to readers"),
+        pytest.param(REFUSES_WRITES, Grade.FAILED, "checked", id="stopped"),
+        pytest.param("the database does not answer", None, "the database does not answer", id="silent"),
+        pytest.param(None, Grade.OK, "checked", id="no trouble"),
+    ],
+)
+def test_database_with_trouble_is_checked_unless_it_does_not_answer(
+    admin_side: AdminSide,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: str | None,
+    checked: Grade | None,
+    expected: str,
+) -> None:
+    def check(_: Database) -> list[Finding]:
+        assert checked is not None, "the check would only wait"
+        skew = Finding(check="database clock", grade=Grade.FAILED, message="skewed")
+        return [Finding(check="database", grade=checked, message="checked"), skew]
+
+    monkeypatch.setattr(self_check, "check_database", check)
+    one = replace(admin_side.services.engine.self_check, trouble=lambda: trouble)
+    findings = [finding for finding in one.findings() if finding.check.startswith("database")]
+    assert [finding.message for finding in findings] == [expected] + ([] if checked is None else ["skewed"])
+    assert (findings[0].grade is Grade.OK) is (trouble is None)
 
 
 def test_unsuitable_key_is_reported(loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:

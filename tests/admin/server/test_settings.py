@@ -103,6 +103,16 @@ def test_database_and_blobs_are_in_the_data_directory_by_default(model: Path, tm
     assert settings.resolved_blob_url == f"file://{tmp_path}/data/blobs"
 
 
+def test_empty_database_url_means_the_embedded_database(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAMUX_DATABASE_URL", "")
+    given = {"model": model, "data_dir": tmp_path / "data"}
+    for settings in (load_settings(Settings, given), load_settings(DataSettings, {"data_dir": tmp_path / "data"})):
+        assert settings.is_database_embedded
+        assert settings.resolved_database_url == f"sqlite:///{tmp_path}/data/loramux.db"
+
+
 def test_model_can_have_a_url(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAMUX_MODEL", "hf://acme/Base-1B@v1")
     settings = load_settings(Settings, {})

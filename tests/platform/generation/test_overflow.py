@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from loramux.adapter_store.formats.files.file_names import PARSERS_FILE
 from loramux.adapter_store.registry.aliases import AdapterAliases
@@ -51,7 +52,8 @@ async def full(
     """A gateway that refuses every request of the tiers `priority` and `default`. Its tenant's adapter `support`
     overflows to the base.
     """
-    settings = GatewaySettings(tier_objectives=parse_objectives("priority=1s,default=10s,flex=none"))
+    objectives = parse_objectives("priority=1s,default=10s,flex=none")
+    settings = GatewaySettings(tier_objectives=objectives, logs_answers=True)
     async with open_gateway(accounts, tokenizer, threads, settings, clock=clock) as gateway:
         tiers = TenantChanges(max_service_tier="priority")
         gateway.services.callers.tenants.update(gateway.tenant.id, tiers, lambda _: None)
@@ -147,10 +149,13 @@ async def test_overflow_that_cannot_answer_leaves_the_refusal(full: Gateway, mon
         raise InvalidRequest("the model is a classifier", code="wrong_task")
 
     monkeypatch.setattr(request_life, "check_generates", refuse)
-    response = await ask(full, *CHAT)
+    with capture_logs() as logs:
+        response = await ask(full, *CHAT)
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "overloaded"
     assert (full.engine.adds, full.usage()) == ([], [])
+    [answered] = [entry for entry in logs if entry["event"] == "answered"]
+    assert answered["model"] == "acme/support@1"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.files import tensor_file
+from loramux.adapter_store.formats.files.tensor_file import TensorFile
+from loramux.adapter_store.formats.mlx import conversion
 from loramux.adapter_store.formats.mlx.conversion import convert_mlx
 from loramux.adapter_store.validation.validation import validate_files
 from tests.adapter_store.adapter_files import AdapterMaker
@@ -37,6 +40,27 @@ def test_an_adapter_of_mlx_becomes_a_peft_adapter(tmp_path: Path, use_dora: bool
     assert set(report.scales.values()) == {2.5}
 
 
+def test_large_matrices_are_transposed_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "BLOCK_ELEMENTS", 50)
+    monkeypatch.setattr(tensor_file, "BLOCK_ELEMENTS", 50)
+    blocks: list[int] = []
+    for method in ("raw_rows", "raw_columns"):
+        read = getattr(TensorFile, method)
+
+        def counted(self: TensorFile, name: str, part: range, read: Any = read) -> Any:
+            values = read(self, name, part)
+            blocks.append(values.size)
+            return values
+
+        monkeypatch.setattr(TensorFile, method, counted)
+    files = AdapterMaker(TARGET)(rank=3, modules=MODULES)
+    convert_mlx(write_mlx(tmp_path / "mlx", files), tmp_path)
+    assert max(blocks) <= 50
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    for name, values in files.tensors.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
 @pytest.mark.parametrize(
     ("config", "param", "says"),
     [
@@ -45,6 +69,10 @@ def test_an_adapter_of_mlx_becomes_a_peft_adapter(tmp_path: Path, use_dora: bool
         ({"fine_tune_type": "full", "lora_parameters": {"scale": 2.0}}, "fine_tune_type", "serve the model as a base"),
         ({"lora_parameters": {"rank": 4}}, "lora_parameters.scale", "positive number"),
         ({"lora_parameters": {"scale": True}}, "lora_parameters.scale", "positive number"),
+        ({"lora_parameters": {"scale": 10**400}}, "lora_parameters.scale", "at most 65536$"),
+        ({"lora_parameters": {"scale": 1e308}}, "lora_parameters.scale", "at most 65536$"),
+        ({"lora_parameters": {"rank": 4, "alpha": 10**400, "scale": 1.0}}, "lora_parameters.alpha", "the product$"),
+        ({"lora_parameters": {"rank": 10**400, "alpha": 8, "scale": 1.0}}, "lora_parameters.alpha", "the product$"),
         (
             {"lora_parameters": {"rank": 4, "alpha": 8, "scale": 10.0}},
             "lora_parameters.alpha",
@@ -52,7 +80,19 @@ def test_an_adapter_of_mlx_becomes_a_peft_adapter(tmp_path: Path, use_dora: bool
         ),
         ({"lora_parameters": {"alpha": 8, "scale": 10.0}}, "lora_parameters.alpha", "set scale to the product$"),
     ],
-    ids=["PEFT's", "list", "full", "no scale", "no number", "alpha", "alpha without rank"],
+    ids=[
+        "PEFT's",
+        "list",
+        "full",
+        "no scale",
+        "no number",
+        "long",
+        "large",
+        "long alpha",
+        "long rank",
+        "alpha",
+        "alpha without rank",
+    ],
 )
 def test_another_configuration_is_refused(tmp_path: Path, config: Any, param: str, says: str) -> None:
     directory = write_mlx(tmp_path / "mlx", AdapterMaker(TARGET)())
@@ -75,8 +115,13 @@ def test_an_alpha_without_effect_is_accepted(tmp_path: Path) -> None:
         ("model.layers.0.self_attn.q_proj.weight", (64, 64), "unexpected_tensor", "only lora_a, lora_b and m"),
         ("model.layers.0.self_attn.k_proj.lora_a", (64, 5), "rank_mismatch", "ranks of the modules differ"),
         ("model.layers.0.self_attn.k_proj.lora_a", (64, 5, 1), "tensor_not_2d", "must have two dimensions"),
+        ("vision_tower.q_proj.lora_a", (8,), "tensor_not_2d", "must have two dimensions"),
+        ("vision_tower.q_proj.lora_b", (), "tensor_not_2d", "must have two dimensions"),
+        ("vision_tower.q_proj.m", (2, 2), "wrong_dimensions", "must have one dimension"),
+        ("model.layers.0.self_attn.k_proj.lora_a", (300, 257), "rank_out_of_range", "between 1 and 256"),
+        ("model.layers.0.self_attn.k_proj.lora_b", (257, 300), "rank_out_of_range", "between 1 and 256"),
     ],
-    ids=["experts", "embedding", "weight", "rank", "dimensions"],
+    ids=["experts", "embedding", "weight", "other rank", "3d", "vector", "scalar", "magnitudes", "A", "B"],
 )
 def test_tensors_that_cannot_be_served_are_named(
     tmp_path: Path, name: str, shape: tuple[int, ...], code: str, says: str

@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loramux.migrations.identifiers import new_id
 from tests.admin.rest.tenants_and_keys import bearer, new_key, new_tenant
 
 pytestmark = pytest.mark.anyio
@@ -29,6 +30,14 @@ async def test_key_secret_is_returned_once_and_revocable(http: httpx.AsyncClient
     assert (await http.get("/admin/v1/tenants", headers=bearer(secret))).status_code == 401
     assert (await http.delete(f"/admin/v1/api_keys/{key['id']}")).json() == revoked
     assert secret not in (await http.get("/admin/v1/api_keys")).text
+
+
+@pytest.mark.parametrize("key_id", [new_id("key"), "nothing like an identifier"], ids=["unused", "malformed"])
+async def test_missing_key_is_named_in_words(http: httpx.AsyncClient, key_id: str) -> None:
+    response = await http.get(f"/admin/v1/api_keys/{key_id}")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (404, "api_key_not_found")
+    assert error["message"] == "there is no such API key"
 
 
 @pytest.mark.parametrize(

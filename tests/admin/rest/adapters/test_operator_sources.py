@@ -137,6 +137,21 @@ async def test_a_sources_template_of_earlier_processors_is_read(
     assert version["chat_template"] == hashlib.sha256(template.encode()).hexdigest()
 
 
+@pytest.mark.parametrize("template", ["{{ messages }}", None], ids=["beside another", "alone"])
+async def test_a_huge_template_of_earlier_processors_is_ignored(
+    http: httpx.AsyncClient, bucket: Path, make_adapter: Callable[..., Path], template: str | None
+) -> None:
+    directory = make_adapter()
+    with (directory / "chat_template.json").open("wb") as file:
+        file.truncate((1 << 20) + 1)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
+    version = await register(http, await new_adapter(http), place(bucket, directory, "earlier"))
+    assert version["state"] == "ready", version
+    digest = None if template is None else hashlib.sha256(template.encode()).hexdigest()
+    assert version["chat_template"] == digest
+
+
 @pytest.mark.parametrize(
     ("name", "change", "code"),
     [
@@ -275,6 +290,25 @@ def test_no_source_is_allowed_by_default() -> None:
         AdapterSources().check("s3://operator/adapters/one")
     assert refused.value.code == "source_not_allowed"
     assert sources.AdapterSources(["s3://operator"]).check("s3://operator/x/") == "s3://operator/x"
+
+
+async def test_source_that_fails_for_an_unknown_reason_is_abandoned_when_it_expires(
+    http: httpx.AsyncClient,
+    bucket: Path,
+    make_adapter: Callable[..., Path],
+    log: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise IndexError("out of range")
+
+    monkeypatch.setattr("loramux.adapter_store.ingest.ingest.SOURCE_LIFETIME_S", 0)
+    monkeypatch.setattr("loramux.adapter_store.ingest.version_processor.JoinedSource.fetch_file", fail)
+    version = await register(http, await new_adapter(http), place(bucket, make_adapter(), "malformed"))
+    assert (version["state"], version["error"]["code"]) == ("rejected", "source_unavailable")
+    assert "out of range" not in str(version), "only operators see the error"
+    [entry] = [entry for entry in log if entry["event"] == "source_unavailable"]
+    assert entry["error"] == "reading it failed: IndexError: out of range"
 
 
 async def test_unreachable_bucket_is_retried_and_then_abandoned(
