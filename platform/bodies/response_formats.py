@@ -98,8 +98,8 @@ def constraints(
             if value is not None:
                 yield Constraint.of_json("json_schema", value, "response_format.value")
         case JsonSchemaFormat(json_schema=wanted):
-            schema = ANY_OBJECT if wanted.schema_ is None else wanted.schema_
-            yield Constraint.of_json("json_schema", schema, "response_format.json_schema.schema")
+            named = ANY_OBJECT if wanted.schema_ is None else wanted.schema_
+            yield Constraint.of_json("json_schema", named, "response_format.json_schema.schema")
         case StructuralTag():
             yield structural_tag_constraint(response_format, "response_format")
     if structured is not None:
