@@ -226,8 +226,6 @@ REASONS: Mapping[str, str] = {
     "functions": "use `tools`, its newer form",
     "guided_whitespace_pattern": "the whitespace in JSON cannot be chosen",
     "image": "the server accepts text only",
-    "images": "the server accepts text only",
-    "inputs": "send texts in `texts`",
     "kv_transfer_params": "prefill and decoding run in one engine",
     "length_penalty": "there is no beam search",
     "logits_processors": "requests cannot run code in the engine",
