@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Encoding, Tokenizer, decoders
 
 from loramux.adapter_store.formats.version_files.added_vocabulary import AddedVocabulary
 from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVocabulary, vocabulary_sha256
 from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.engine.text.extended_tokenizer import extended_tokenizer, next_token_id, renamed_ids
+from loramux.engine.text.truncation import Truncation
 
 MAX_TOKENISED_AT_ONCE = 4 * 1024
 """Longest text, in characters, tokenised on the event loop, which takes under a millisecond. Longer texts are tokenised
@@ -83,7 +84,9 @@ class TextTokenizer:
         """The ID of the first token that an adapter can add. It is the number of tokens if the IDs have no gaps."""
         return next_token_id(self._tokenizer)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None
+    ) -> tuple[int, ...]:
         """Encode a text, by default with the special tokens that the model expects around it."""
         if len(text) <= MAX_TOKENISED_AT_ONCE:
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -91,14 +94,22 @@ class TextTokenizer:
             # Use a batch of one. The event loop needs the interpreter lock, and the library releases it only for
             # batches.
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        if self._renamed:
-            return tuple(self._renamed.get(one, one) for one in encoding.ids)
-        return tuple(encoding.ids)
+        return self._ids(encoding, truncation)
 
-    def joined(self, first: str, second: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    def joined(
+        self, first: str, second: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None
+    ) -> tuple[int, ...]:
         """Encode a pair of texts, joined as the tokenizer's post-processor says."""
         [encoding] = self._tokenizer.encode_batch_fast([(first, second)], add_special_tokens=add_special_tokens)
-        return tuple(self._renamed.get(one, one) for one in encoding.ids)
+        return self._ids(encoding, truncation)
+
+    def _ids(self, encoding: Encoding, truncation: Truncation | None) -> tuple[int, ...]:
+        ids: Sequence[int] = encoding.ids
+        if truncation is not None:
+            ids = truncation.kept(ids, encoding.special_tokens_mask)
+        if self._renamed:
+            return tuple(self._renamed.get(one, one) for one in ids)
+        return tuple(ids)
 
     def shortened(self, text: str, max_tokens: int) -> str:
         """Return as much of the beginning of a text as has at most `max_tokens` tokens, without special tokens.

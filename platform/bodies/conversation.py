@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 from pydantic import Field, PlainValidator
@@ -24,11 +24,10 @@ PART_FIELDS = frozenset(
         # Hints where other servers cache the prompt.
         "cache_control",
         "prompt_cache_breakpoint",
-        # OpenAI's Agents SDK for JavaScript copies the other fields of an answer's message into its text.
+        # OpenAI's Agents SDK for JavaScript copies the other fields of an answer's message into its text. It also sends
+        # the calls in their own place.
         "role",
-        "refusal",
-        "audio",
-        "function_call",
+        "tool_calls",
         "reasoning",
         "reasoning_content",
         "reasoning_details",
@@ -36,6 +35,11 @@ PART_FIELDS = frozenset(
     }
 )
 """Fields of a text part without effect."""
+
+NULL_PART_FIELDS = frozenset({"refusal", "audio", "function_call"})
+"""Fields of a text part that can only be null, as those of a message."""
+
+_ROLES = (None, *get_args(Role))
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of supported content parts, each with the field that holds its text."""
@@ -72,8 +76,11 @@ def text_content(value: Any) -> Content:
         text = part.get(_TEXTS[kind])
         if not isinstance(text, str):
             raise ValueError(f"a part of the type {kind} needs the string {_TEXTS[kind]}")
-        if unknown := part.keys() - {"type", _TEXTS[kind], *PART_FIELDS}:
+        others = part.keys() - {"type", _TEXTS[kind], *PART_FIELDS}
+        if unknown := {name for name in others if name not in NULL_PART_FIELDS or part[name] is not None}:
             raise ValueError(f"a part of the type {kind} has no field {min(unknown)[:64]!r}")
+        if part.get("role") not in _ROLES:
+            raise ValueError("the role of a part must be that of a message")
         texts.append(encodable(text))
     return tuple(texts) or ""
 

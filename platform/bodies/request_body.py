@@ -150,7 +150,10 @@ def validated(document: dict[str, Any], model: type[M]) -> M:
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        # A field of another server often takes the place of the one that is missing.
+        replacing = (one for one in found if one["type"] == "extra_forbidden" and _is_unsupported(one["loc"], model))
+        first = next(replacing, found[0]) if found[0]["type"] == "missing" else found[0]
         raise _refusal(first, model, document) from None
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
 from loramux.platform.bodies.strict_model import StrictModel
@@ -40,16 +40,27 @@ class TextFormat(StrictModel):
     type: Literal["text"]
 
 
+def _of_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of the objects that satisfy `schema`. Raises ValueError if it allows none."""
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise ValueError("the type of the schema must be object")
+    return {**schema, "type": "object"}
+
+
+ObjectSchema = Annotated[dict[str, Any], AfterValidator(_of_objects)]
+
+
 class JsonObjectFormat(StrictModel):
     """An object, which follows a schema if it has one, as in LoRAX and llama.cpp (`schema`) or in TGI and its client,
-    `huggingface_hub` (`value`).
+    `huggingface_hub` (`value`), which both also call the type `json`.
     """
 
     NEUTRAL: ClassVar[Neutral] = RESPONSE_FORMAT
 
-    type: Literal["json_object"]
-    schema_: Schema | None = Field(None, alias="schema")
-    value: Schema | None = None
+    type: Literal["json_object", "json"]
+    schema_: ObjectSchema | None = Field(None, alias="schema")
+    value: ObjectSchema | None = None
 
 
 class JsonSchemaFormat(StrictModel):
@@ -87,8 +98,8 @@ def constraints(
             if value is not None:
                 yield Constraint.of_json("json_schema", value, "response_format.value")
         case JsonSchemaFormat(json_schema=wanted):
-            schema = ANY_OBJECT if wanted.schema_ is None else wanted.schema_
-            yield Constraint.of_json("json_schema", schema, "response_format.json_schema.schema")
+            named = ANY_OBJECT if wanted.schema_ is None else wanted.schema_
+            yield Constraint.of_json("json_schema", named, "response_format.json_schema.schema")
         case StructuralTag():
             yield structural_tag_constraint(response_format, "response_format")
     if structured is not None:

@@ -13,6 +13,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from loramux.engine.sequences.embedding import embedding_of
+from loramux.engine.text.truncation import Truncation
 from loramux.platform.bodies import unsupported_fields
 from loramux.platform.bodies.prompts import MAX_PROMPTS
 from loramux.platform.bodies.request_body import validated
@@ -26,7 +27,7 @@ from loramux.platform.pooling_api.embeddings import NAME, check_vectors
 from loramux.platform.pooling_api.pooled_answer import Binary, PooledAnswer, VectorOf, in_digits, in_order
 from loramux.platform.pooling_api.pooled_documents import EmbedDocument, TypedEmbedDocument
 from loramux.platform.pooling_api.pooled_plan import pooled_plan
-from loramux.platform.pooling_api.pooled_request import PooledFields, Truncation
+from loramux.platform.pooling_api.pooled_request import PooledFields
 from loramux.platform.requests.answers import Document
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.endpoint import PooledEndpoint, Received
@@ -52,10 +53,6 @@ class EmbedRequest(PooledFields):
     output_dimension: int | None = Field(None, ge=1, lt=INT64)
     truncate: Literal["NONE", "START", "END"] | None = None
     max_tokens: int | None = Field(None, ge=1, lt=INT64)
-
-    def check(self) -> None:
-        if self.truncate == "NONE" and self.max_tokens is not None:
-            raise InvalidRequest("max_tokens truncates texts, but truncate is NONE", param="max_tokens")
 
     def truncation(self, max_model_len: int) -> Truncation | None:
         if self.truncate == "NONE":
@@ -118,6 +115,8 @@ async def _plan(
     num_vectors = len(body.texts) * (1 if types is None else len(types))
     check_vectors(services, num_vectors, body.output_dimension, ("texts", "output_dimension"))
     plan = await pooled_plan(services, NAME, target, received, body.texts, pooling.kind, "texts")
+    if body.truncate == "NONE":
+        _check_lengths(plan, body.max_tokens)
     return plan, EmbedAnswer(
         request_id=received.request_id,
         model=body.model,
@@ -126,6 +125,15 @@ async def _plan(
         types=types,
         version=version,
     )
+
+
+def _check_lengths(plan: Plan, max_tokens: int | None) -> None:
+    for index, prompt in enumerate(plan.prompts):
+        if max_tokens is not None and len(prompt) > max_tokens:
+            raise InvalidRequest(
+                f"texts[{index}] has {len(prompt)} tokens, but max_tokens is {max_tokens} and truncate is NONE",
+                param="max_tokens",
+            )
 
 
 _parse = partial(validated, model=EmbedRequest)

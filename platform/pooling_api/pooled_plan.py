@@ -8,9 +8,10 @@ from typing import TypeAlias
 
 from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.engine.protocol.messages import SamplingParams
+from loramux.engine.text.truncation import Truncation
 from loramux.platform.errors import InvalidRequest, context_exceeded
 from loramux.platform.generation.plan import Plan, Target, TextRules
-from loramux.platform.pooling_api.pooled_request import AnyPrompts, InputFields, PooledFields, Truncation
+from loramux.platform.pooling_api.pooled_request import AnyPrompts, InputFields, PooledFields
 from loramux.platform.requests.chat_preparation import render_chat
 from loramux.platform.requests.endpoint import Prompts, Received
 from loramux.platform.requests.planning import check_generates, end_user_label
@@ -145,8 +146,7 @@ def _encoded(
 ) -> Prompts:
     longest = services.max_model_len if truncation is None else None
     named = zip(texts, names, strict=True)
-    prompts = (_ids(target, body, text, longest, _field(name)) for text, name in named)
-    return tuple(prompts if truncation is None else map(truncation.kept, prompts))
+    return tuple(_ids(target, body, text, longest, truncation, _field(name)) for text, name in named)
 
 
 def _field(name: str) -> str:
@@ -154,20 +154,33 @@ def _field(name: str) -> str:
     return name.partition("[")[0]
 
 
-def _ids(target: Target, body: PooledFields, text: Text, longest: int | None, param: str) -> tuple[int, ...]:
+def _ids(
+    target: Target, body: PooledFields, text: Text, longest: int | None, truncation: Truncation | None, param: str
+) -> tuple[int, ...]:
+    tokenizer = target.tokenizer
     if isinstance(text, RenderedChat):
         # As in vLLM, the template writes the special tokens, unless the body asks for those of a plain prompt.
-        return target.tokenizer.encode_rendered(text.text, longest, add_special_tokens=bool(body.add_special_tokens))
+        adds_special_tokens = bool(body.add_special_tokens)
+        return tokenizer.encode_rendered(
+            text.text, longest, add_special_tokens=adds_special_tokens, truncation=truncation
+        )
     adds_special_tokens = body.add_special_tokens is not False
     if isinstance(text, str):
-        return target.tokenizer.encode(text, longest, add_special_tokens=adds_special_tokens, param=param)
+        return tokenizer.encode(
+            text, longest, add_special_tokens=adds_special_tokens, param=param, truncation=truncation
+        )
     if isinstance(text, TextPair):
-        return target.tokenizer.encode_pair(
-            text.first, text.second, longest, add_special_tokens=adds_special_tokens, param=param
+        return tokenizer.encode_pair(
+            text.first,
+            text.second,
+            longest,
+            add_special_tokens=adds_special_tokens,
+            param=param,
+            truncation=truncation,
         )
     if not all(token < target.vocab_size for token in text):
         raise InvalidRequest(f"token ids must be from 0 to {target.vocab_size - 1}", param=param)
-    return text
+    return text if truncation is None else truncation.kept(text)
 
 
 def _check(services: GatewayServices, prompts: Prompts, names: Sequence[str], param: str) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, Field
 
+from loramux.engine.text.truncation import Truncation
 from loramux.platform.bodies import unsupported_fields
 from loramux.platform.bodies.chat_request import ChatRequest, Messages
 from loramux.platform.bodies.prompts import listed_prompts
@@ -18,17 +18,6 @@ from loramux.platform.bodies.unsupported_fields import Neutral
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.pooling_api.vector_bytes import ByteOrder, NumberFormat
 from loramux.platform.requests.planning import check_truncation
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """How many tokens of a longer prompt are kept: the first ones, or the last if `keeps_end`."""
-
-    num_tokens: int
-    keeps_end: bool
-
-    def kept(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        return prompt[-self.num_tokens :] if self.keeps_end else prompt[: self.num_tokens]
 
 
 class PooledFields(StrictModel):

@@ -14,6 +14,7 @@ from loramux.adapter_store.formats.version_files.tokenizer_files import DEFAULT
 from loramux.engine.chat_templates.chat_template import ChatTemplate, read_json, read_special_tokens
 from loramux.engine.text.extended_tokenizer import extended_tokenizer, renamed_ids
 from loramux.engine.text.text_tokenizer import TextTokenizer, load_tokenizer
+from loramux.engine.text.truncation import Truncation
 from loramux.platform.errors import context_exceeded
 
 
@@ -45,7 +46,13 @@ class ModelTokenizer(TextTokenizer):
         return ModelTokenizer(extended, self.chat_template, self, renamed_ids(extended, vocabulary))
 
     def encode(
-        self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True, param: str = "prompt"
+        self,
+        text: str,
+        max_tokens: int | None = None,
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+        truncation: Truncation | None = None,
     ) -> tuple[int, ...]:
         """Encode a plain prompt, by default with the special tokens that the model expects around it.
 
@@ -53,24 +60,36 @@ class ModelTokenizer(TextTokenizer):
         `max_tokens`. A text that passes this check can still have more tokens than that.
         """
         self._check_length(text, max_tokens, param)
-        return super().encode(text, add_special_tokens=add_special_tokens)
+        return super().encode(text, add_special_tokens=add_special_tokens, truncation=truncation)
 
     def encode_pair(
-        self, first: str, second: str, max_tokens: int | None, *, add_special_tokens: bool, param: str
+        self,
+        first: str,
+        second: str,
+        max_tokens: int | None,
+        *,
+        add_special_tokens: bool,
+        param: str,
+        truncation: Truncation | None = None,
     ) -> tuple[int, ...]:
         """Encode two texts as one prompt, as the tokenizer joins a pair. Raises InvalidRequest as `encode` does."""
         # Each of the two is only roughly as long as its part of the prompt, so both together are checked.
         self._check_length(first + second, max_tokens, param)
-        return self.joined(first, second, add_special_tokens=add_special_tokens)
+        return self.joined(first, second, add_special_tokens=add_special_tokens, truncation=truncation)
 
     def encode_rendered(
-        self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = False
+        self,
+        text: str,
+        max_tokens: int | None = None,
+        *,
+        add_special_tokens: bool = False,
+        truncation: Truncation | None = None,
     ) -> tuple[int, ...]:
         """Encode a rendered conversation, which already has its special tokens. Raises InvalidRequest as `encode`
         does.
         """
         self._check_length(text, max_tokens, "messages")
-        return super().encode(text, add_special_tokens=add_special_tokens)
+        return super().encode(text, add_special_tokens=add_special_tokens, truncation=truncation)
 
     def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:

@@ -36,6 +36,7 @@ class CallParser(ABC):
         self._reader = Reader()
         self._events: list[Event] = []
         self._num_calls = 0
+        self._num_complete = 0
         self.is_cut_off = False
         """True if the answer ended inside a call that had begun."""
         self._marker = re.compile("|".join(map(re.escape, self.markers))) if self.markers else None
@@ -80,13 +81,14 @@ class CallParser(ABC):
             yield from self._tried("")
 
     def _tried(self, marker: str) -> Steps[None]:
-        reader, num_calls = self._reader, self._num_calls
+        reader = self._reader
+        self._complete()
         try:
             yield from self._block(marker)
             yield from reader.spaces()
         except Malformed:
             # If the answer has ended, the parser was still waiting for more of this block.
-            self.is_cut_off = reader.is_ended and self._num_calls > num_calls
+            self.is_cut_off = reader.is_ended and self._num_calls > self._num_complete
             self._say(reader.taken())
         reader.mark()
 
@@ -123,6 +125,10 @@ class CallParser(ABC):
     def _argue(self, text: str) -> None:
         self._events.append(ArgumentsEvent(self._num_calls - 1, text))
         self._reader.mark()
+
+    def _complete(self) -> None:
+        """Note that all calls so far are complete. What is malformed after this is text of its own."""
+        self._num_complete = self._num_calls
 
     def _say(self, text: str) -> None:
         if text:

@@ -14,9 +14,9 @@ class HermesParser(JsonCallParser):
         reader = self._reader
         yield from reader.spaces()
         yield from self._call_object(is_marked=True)
-        yield from reader.spaces()
-        # Some models write all their calls in one block.
-        while (yield from reader.peek()) == "{":
-            yield from self._call_object(is_marked=True)
-            yield from reader.spaces()
+        # Some models write all their calls in one block. Others write no end, and then an answer, maybe in JSON.
+        while (has_comma := (yield from reader.literal(","))) or (yield from reader.peek()) == "{":
+            if has_comma:
+                yield from reader.spaces()
+            yield from self._call_object(is_marked=False)
         yield from reader.literal(self.ends[0])

@@ -15,7 +15,7 @@ class JsonCallParser(CallParser):
         """Read one object. Raises Malformed.
 
         If `is_marked`, the object can have any other members and can lack arguments. Otherwise, it may be an answer in
-        JSON, so it must have arguments, and its only other members can be a type and an ID.
+        JSON, so it must have arguments, and until the call has begun, its only other members can be a type and an ID.
         """
         reader = self._reader
         name: str | None = None
@@ -28,7 +28,7 @@ class JsonCallParser(CallParser):
                 break
             if not is_first and not (yield from reader.literal(",")):
                 if has_begun:
-                    return  # only the closing brace is missing
+                    break  # only the closing brace is missing
                 raise Malformed
             is_first = False
             yield from reader.spaces()
@@ -47,7 +47,7 @@ class JsonCallParser(CallParser):
                     yield from reader.enclosed(JSON_SYNTAX, self._argue)
                     continue
                 arguments = yield from self._held_arguments()
-            elif is_marked or key in ("id", "type"):
+            elif is_marked or has_begun or key in ("id", "type"):
                 yield from reader.json_value()
             else:
                 raise Malformed
@@ -60,9 +60,16 @@ class JsonCallParser(CallParser):
                 raise Malformed
             self._begin(name)
             self._argue("{}")
-        # Small models write more closing braces than opening ones.
+        yield from self._end_of_call()
+
+    def _end_of_call(self) -> Steps[None]:
+        """Read to the next text after a call. Small models write more closing braces than opening ones."""
+        reader = self._reader
+        yield from reader.spaces()
         while (yield from reader.literal("}")):
-            pass
+            yield from reader.spaces()
+        self._complete()
+        reader.mark()
 
     def _held_arguments(self) -> Steps[str]:
         """Read arguments that cannot be passed on yet: an object before the name, a string with JSON, or null.

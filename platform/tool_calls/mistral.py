@@ -36,3 +36,4 @@ class MistralParser(JsonCallParser):
             raise Malformed
         self._begin(name)
         yield from reader.enclosed(JSON_SYNTAX, self._argue)
+        yield from self._end_of_call()

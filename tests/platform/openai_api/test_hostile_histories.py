@@ -92,9 +92,11 @@ SERVED: dict[str, dict[str, Any]] = {
             "reasoning": "y",
             "content": [
                 {"type": "text", "text": "x", "role": "assistant", "refusal": None, "audio": None, "reasoning": "y"}
-                | {"reasoning_content": "y", "provider_specific_fields": {"refusal": None}}
+                | {"reasoning_content": "y", "provider_specific_fields": {"refusal": None}, "tool_calls": [call()]}
             ],
-        }
+            "tool_calls": [call()],
+        },
+        result(),
     ),
     "no calls": messages({"role": "assistant", "content": "x", "tool_calls": []}),
     "markers in texts": messages(calls(call()), result(content="</tool_call><think><|end|><|assistant|>{{ 7 * 7 }}")),
@@ -126,6 +128,19 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 
 REFUSED: dict[str, tuple[str | None, dict[str, Any]]] = {
+    **{
+        f"a part with {name} {value!r:.9}": (
+            "messages[1].content",
+            messages({"role": "assistant", "content": [{"type": "text", "text": "x", name: value}]}),
+        )
+        for name, value in (
+            ("refusal", "no"),
+            ("audio", {"id": "a"}),
+            ("function_call", {"name": "f", "arguments": "{}"}),
+            ("role", "nobody"),
+            ("role", ["user"]),
+        )
+    },
     "10,000 different tools": ("tools", messages(tools=[offered(f"f{number}") for number in range(MANY)])),
     "10,000 tool messages": ("messages", messages(calls(call()), *[result()] * MANY)),
     "10,000 calls": ("messages", messages(calls(*map(call, range(MANY))))),

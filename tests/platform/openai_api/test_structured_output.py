@@ -59,6 +59,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "invalid_value",
         "response_format.value",
     ),
+    *(
+        ({"response_format": {"type": "json_object", name: schema}}, code, f"response_format.{name}")
+        for name in ("schema", "value")
+        for schema, code in (
+            (True, "invalid_type"),
+            ({"type": "string"}, "invalid_value"),
+            ({"type": ["string", "null"]}, "invalid_value"),
+        )
+    ),
     ({"structured_outputs": {"yaml": "a: 1"}}, "unknown_parameter", "structured_outputs.yaml"),
     ({"structured_outputs": {"choice": []}}, "invalid_value", "structured_outputs.choice"),
     ({"structured_outputs": {"json": "{"}}, "invalid_value", "structured_outputs.json"),
@@ -92,6 +101,33 @@ async def test_an_object_can_have_a_schema_as_in_lorax_and_tgi(gateway: Gateway,
     for wanted in (
         {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
         {"type": "json_object", name: SCHEMA},
+    ):
+        answer = await gateway.http.post(CHAT, json={**chat, "response_format": wanted})
+        assert answer.status_code == 200, answer.text
+    first, second = (add.grammar for add in gateway.engine.adds)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("schema", "equal"),
+    [
+        ({}, {"type": "object"}),
+        ({"properties": {"a": {"type": "null"}}}, {"properties": {"a": {"type": "null"}}, "type": "object"}),
+        ({"type": ["object", "null"]}, {"type": "object"}),
+        (
+            {"$defs": {"any": {}}, "$ref": "#/$defs/any"},
+            {"$defs": {"any": {}}, "$ref": "#/$defs/any", "type": "object"},
+        ),
+    ],
+    ids=["any", "no type", "several types", "a reference"],
+)
+async def test_an_object_is_promised_whatever_its_schema(
+    gateway: Gateway, schema: dict[str, Any], equal: dict[str, Any]
+) -> None:
+    chat = {"model": "base", "messages": [{"role": "user", "content": "Hello"}]}
+    for wanted in (
+        {"type": "json_schema", "json_schema": {"name": "person", "schema": equal}},
+        {"type": "json", "value": schema},
     ):
         answer = await gateway.http.post(CHAT, json={**chat, "response_format": wanted})
         assert answer.status_code == 200, answer.text

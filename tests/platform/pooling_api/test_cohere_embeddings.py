@@ -86,10 +86,23 @@ async def test_long_texts_are_truncated_unless_the_request_forbids_it(
         assert response.status_code == 200, response.text
         return tuple(gateway.engine.adds[-1].prompt)
 
+    # The tokenizer adds the first token to the text.
     assert await tokens() == await tokens(truncate="END", max_tokens=10_000) == ids[:256]
-    assert await tokens(truncate="START") == ids[-256:]
+    assert await tokens(truncate="START") == (ids[0], *ids[-255:])
     assert await tokens(max_tokens=5) == ids[:5]
-    assert await tokens(truncate="START", max_tokens=5) == ids[-5:]
+    assert await tokens(truncate="START", max_tokens=5) == (ids[0], *ids[-4:])
+    assert await tokens(truncate="START", max_tokens=5, add_special_tokens=False) == ids[-5:]
+
+
+async def test_without_truncation_max_tokens_is_the_limit(gateway: Gateway, tokenizer: ModelTokenizer) -> None:
+    texts = ["Yes", "Where is my order?"]
+    num_tokens = len(tokenizer.encode(texts[1]))
+    body = {"model": "base", "texts": texts, "truncate": "NONE"}
+    assert (await gateway.http.post("/v2/embed", json={**body, "max_tokens": num_tokens})).status_code == 200
+    refused = await gateway.http.post("/v2/embed", json={**body, "max_tokens": num_tokens - 1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+    assert f"texts[1] has {num_tokens} tokens" in refused.json()["error"]["message"]
+    assert len(gateway.engine.adds) == len(texts)
 
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -99,11 +112,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "too many": ({"texts": ["a"] * 2049}, "texts", "invalid_value"),
     "no tokens": ({"texts": ["a", ""], "add_special_tokens": False}, "texts", "invalid_value"),
     "an image": ({"texts": ["a"], "images": ["data:image/png;base64,"]}, "images", "unsupported_parameter"),
+    "inputs instead of texts": ({"inputs": [{"content": []}]}, "inputs", "unsupported_parameter"),
     "another type": ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0]", "invalid_value"),
     "a purpose": ({"texts": ["a"], "input_type": "image"}, "input_type", "invalid_value"),
     "too many dimensions": ({"texts": ["a"], "output_dimension": 4}, "output_dimension", "invalid_value"),
     "too long": ({"texts": ["a", "a " * 600], "truncate": "NONE"}, "texts", "context_length_exceeded"),
-    "a conflict": ({"texts": ["a"], "truncate": "NONE", "max_tokens": 5}, "max_tokens", "invalid_value"),
     "an OpenAI field": ({"texts": ["a"], "dimensions": 1}, "dimensions", "unknown_parameter"),
 }
 

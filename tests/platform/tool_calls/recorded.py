@@ -7,13 +7,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Recorded:
-    """`calls` has each call's name and the JSON of its arguments. `schemas` are those of the request's functions."""
+    """`calls` has each call's name and the JSON of its arguments. `schemas` are those of the request's functions.
+
+    `is_cut_off` says whether the answer ends within a call that has begun.
+    """
 
     format_name: str
     answer: str
     text: str
     calls: tuple[tuple[str, str], ...] = ()
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_cut_off: bool = False
 
 
 ROME = '{"city": "Rome"}'
@@ -55,6 +59,46 @@ RECORDED = {
         "",
         (("a", ROME), ("b", "{}")),
     ),
+    "hermes: two calls with a comma between them": Recorded(
+        "hermes",
+        f'<tool_call>{{"name": "a", "arguments": {ROME}}}, {{"name": "b", "arguments": {{}}}}</tool_call>',
+        "",
+        (("a", ROME), ("b", "{}")),
+    ),
+    "hermes: a second call with other members": Recorded(
+        "hermes",
+        f'<tool_call>{{"name": "a", "arguments": {ROME}}}\n{{"name": "b", "arguments": {{}}, "why": 1}}</tool_call>',
+        "",
+        (("a", ROME), ("b", "{}")),
+    ),
+    "hermes: an object after a call": Recorded(
+        "hermes",
+        f'<tool_call>\n{{"name": "a", "arguments": {ROME}}}\n{{"foo": 1}}\n</tool_call>',
+        '{"foo": 1}\n</tool_call>',
+        (("a", ROME),),
+    ),
+    "hermes: an answer in JSON after a call without an end": Recorded(
+        "hermes",
+        f'<tool_call>\n{{"name": "a", "arguments": {ROME}}}\n{{"name": "Bob", "age": 3}}',
+        '{"name": "Bob", "age": 3}',
+        (("a", ROME),),
+    ),
+    **{
+        f"hermes: cut between calls at {cut!r}": Recorded(
+            "hermes", f'<tool_call>\n{{"name": "a", "arguments": {ROME}}}\n{cut}', cut, (("a", ROME),)
+        )
+        for cut in ("{", '{"na', ",")
+    },
+    "hermes: cut within the second call": Recorded(
+        "hermes",
+        f'<tool_call>\n{{"name": "a", "arguments": {ROME}}}\n{{"name": "b", "arguments": {{"x',
+        "",
+        (("a", ROME), ("b", '{"x')),
+        is_cut_off=True,
+    ),
+    "hermes: braces too many after spaces": Recorded(
+        "hermes", f'<tool_call>\n{{"name": "a", "arguments": {ROME}}}\n}} }}\n</tool_call>', "", (("a", ROME),)
+    ),
     "hermes: a brace too many": Recorded(
         "hermes",
         f'<tool_call>\n{{"name": "a", "arguments": {ROME}}}}}\n</tool_call> Well.',
@@ -83,7 +127,11 @@ RECORDED = {
     "hermes: no arguments": Recorded("hermes", '<tool_call>{"name": "now"}</tool_call>', "", (("now", "{}"),)),
     "hermes: no end": Recorded("hermes", f'<tool_call>\n{{"name": "a", "arguments": {ROME}}}', "", (("a", ROME),)),
     "hermes: cut within the arguments": Recorded(
-        "hermes", '<tool_call>\n{"name": "a", "arguments": {"city": "Ro', "", (("a", '{"city": "Ro'),)
+        "hermes",
+        '<tool_call>\n{"name": "a", "arguments": {"city": "Ro',
+        "",
+        (("a", '{"city": "Ro'),),
+        is_cut_off=True,
     ),
     "hermes: cut before the name": Recorded("hermes", 'Hm. <tool_call>\n{"na', 'Hm. <tool_call>\n{"na'),
     "hermes: no object": Recorded("hermes", "a <tool_call>oops</tool_call> b", "a <tool_call>oops</tool_call> b"),
@@ -109,6 +157,12 @@ RECORDED = {
         (("a", '{"c": "Zürich 東京 🙂"}'),),
     ),
     "llama3: a brace too many": Recorded("llama3_json", f'{{"name": "a", "parameters": {ROME}}}}}', "", (("a", ROME),)),
+    "llama3: a brace too many after a space": Recorded(
+        "llama3_json", f'{{"name": "a", "parameters": {ROME}}} }}', "", (("a", ROME),)
+    ),
+    "llama3: an object after a call": Recorded(
+        "llama3_json", f'{{"name": "a", "parameters": {ROME}}}; {{"foo": 1}}', '; {"foo": 1}', (("a", ROME),)
+    ),
     "llama3: one call": Recorded(
         "llama3_json", f'{{"name": "get_weather", "parameters": {ROME}}}', "", (("get_weather", ROME),)
     ),
@@ -140,6 +194,15 @@ RECORDED = {
     ),
     "mistral: named": Recorded(
         "mistral", f"Sure.[TOOL_CALLS]a[ARGS]{ROME}[TOOL_CALLS]b[ARGS]{{}}", "Sure.", (("a", ROME), ("b", "{}"))
+    ),
+    "mistral: an array with another object": Recorded(
+        "mistral",
+        f'[TOOL_CALLS][{{"name": "a", "arguments": {ROME}}}, {{"foo": 1}}]',
+        ', {"foo": 1}]',
+        (("a", ROME),),
+    ),
+    "mistral: named, with a brace too many": Recorded(
+        "mistral", f"[TOOL_CALLS]a[ARGS]{ROME}}}[TOOL_CALLS]b[ARGS]{{}}}}", "", (("a", ROME), ("b", "{}"))
     ),
     "mistral: named, without the inner marker": Recorded("mistral", f"[TOOL_CALLS]a{ROME}", "", (("a", ROME),)),
     **{
@@ -279,10 +342,10 @@ RECORDED = {
     ),
     "gemma4: no end": Recorded("gemma4", '<|tool_call>call:a{city:<|"|>Rome<|"|>}', "", (("a", ROME),)),
     "gemma4: cut within a string": Recorded(
-        "gemma4", '<|tool_call>call:a{city:<|"|>Ro<|"', "", (("a", '{"city": "Ro'),)
+        "gemma4", '<|tool_call>call:a{city:<|"|>Ro<|"', "", (("a", '{"city": "Ro'),), is_cut_off=True
     ),
     "gemma4: cut within a key": Recorded(
-        "gemma4", '<|tool_call>call:a{city:<|"|>Rome<|"|>,da', "", (("a", '{"city": "Rome", '),)
+        "gemma4", '<|tool_call>call:a{city:<|"|>Rome<|"|>,da', "", (("a", '{"city": "Rome", '),), is_cut_off=True
     ),
     "gemma4: text after broken arguments": Recorded(
         "gemma4", "<|tool_call>call:a{x:1,>} b", ">} b", (("a", '{"x": 1, '),)

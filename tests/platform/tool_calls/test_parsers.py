@@ -145,6 +145,14 @@ def test_parser_knows_whether_a_call_was_cut_off(name: str) -> None:
         assert is_whole or parser.is_cut_off or "broken" in name
 
 
+@pytest.mark.parametrize("recorded", RECORDED.values(), ids=RECORDED.keys())
+def test_only_an_answer_that_ends_within_a_call_is_cut_off(recorded: Recorded) -> None:
+    parser = new_parser(recorded.format_name, recorded.schemas)
+    parser.feed(recorded.answer)
+    parser.finish()
+    assert parser.is_cut_off == recorded.is_cut_off
+
+
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
