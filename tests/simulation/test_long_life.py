@@ -435,9 +435,11 @@ def test_long_runs_with_drafts_and_pages_on_disk_lose_and_leak_nothing(seed: int
     life = live(
         seed, bool(seed % 2), NUM_TURNS, layers, speculates=True, num_host_pages=30, num_disk_pages=num_disk_pages
     )
-    check_drafts(life)
-    if layers != "state of 2":
-        # Few prompts there leave checkpoints that are evicted and needed again.
+    if layers == "state of 2":
+        # Few steps there have no waiting sequence, and few prompts leave checkpoints that are evicted and needed again.
+        assert stats_of(life.simulation).drafts.accepted_prediction_tokens > 0
+    else:
+        check_drafts(life)
         check_host_pages(life)
         check_disk_pages(life)
 
