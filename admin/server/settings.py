@@ -533,9 +533,10 @@ class Settings(ModelSettings):
     @field_validator("blob_url")
     @classmethod
     def _is_a_blob_url(cls, blob_url: str | None) -> str | None:
-        if blob_url is not None and not is_blob_url(blob_url):
+        # As with `database_url`, an empty value is none.
+        if blob_url and not is_blob_url(blob_url):
             raise ValueError(f"{blob_url!r} is not a blob store's URL: use {blob_url_forms()}")
-        return blob_url
+        return blob_url or None
 
     @field_validator("eviction_policy")
     @classmethod

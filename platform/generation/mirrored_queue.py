@@ -131,7 +131,7 @@ class Ahead:
     `now` has what begins however long the request waits. `arrivals` are the requests of further shares that will arrive
     per second. The arrays are about all shares. `asked` has their prompt tokens and sequences: those that wait, then
     those that arrive per second. `price` and `price_per_s` have the prices of the same. `most` has the price of all
-    that a share can begin, or 0 if that is no more than what waits now, which `now` then has.
+    that a share can begin. It is 0 if the share can begin no more than what waits now, because that is part of `now`.
     """
 
     now: Amount

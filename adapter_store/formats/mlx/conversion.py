@@ -144,6 +144,10 @@ def _write_a(file: TensorFile, entry: TensorEntry, out: BinaryIO) -> None:
     start, item_bytes = out.tell(), (entry.end - entry.begin) // (in_features * rank)
     for rows in file.blocks(entry.name):
         block = file.raw_rows(entry.name, rows).T
+        if len(rows) == in_features:
+            # The file can have thousands of small matrices, whose rows would each take a call.
+            out.write(np.ascontiguousarray(block).data)
+            return
         for index in range(rank):
             out.seek(start + (index * in_features + rows.start) * item_bytes)
             out.write(np.ascontiguousarray(block[index]).data)

@@ -113,6 +113,11 @@ def test_empty_database_url_means_the_embedded_database(
         assert settings.resolved_database_url == f"sqlite:///{tmp_path}/data/loramux.db"
 
 
+def test_an_empty_blob_url_means_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAMUX_BLOB_URL", "")
+    assert load_settings(Settings, {"model": DEMO_BASE}).blob_url is None
+
+
 def test_model_can_have_a_url(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAMUX_MODEL", "hf://acme/Base-1B@v1")
     settings = load_settings(Settings, {})
