@@ -142,6 +142,11 @@ class LLM:
             "speculate": DEFAULT_SPECULATE[device],
         }
         config = _config({**own, **_WAITS, **settings})
+        if device == "cuda" and config.tensor_parallel_size > 1:
+            raise ConfigNotUsable(
+                "LLM cannot divide a base among GPUs so far, because this process would have to end with any of the "
+                "workers: use loramux serve, or omit tensor_parallel_size"
+            )
         dtype_of_base = resolve_dtype(dtype, self._model, device)
         self._target = pack_target(self._model, dtype_of_base, config.adapter_dtype, config.kv_dtype)
         tokenizer_file = self._directory / TOKENIZER_FILE

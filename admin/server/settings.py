@@ -339,16 +339,17 @@ class Settings(ModelSettings):
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data_parallel_size: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Number of engines that this server runs, each with all of the model's weights; by default one, or one for each
-    GPU in `devices`. On a CPU, they divide the threads. [Scaling](scaling.md#several-engines) says when to use several.
+    """Number of engines that this server runs, each with all of the model's weights; by default one, or as many as the
+    GPUs in `devices` suffice for. On a CPU, they divide the threads. [Scaling](scaling.md#several-engines) says when to use several.
     """
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] | None = None
     """Number of processes that [divide the model's linear layers](tensor-parallel.md), the page pool and the threads of
-    an engine among themselves; by default one. Only on a CPU. In a Ray cluster, the number of processes of each engine.
+    an engine among themselves; by default one. On GPUs, each process has its own. In a Ray cluster, the number of
+    processes of each engine.
     """
     devices: Annotated[tuple[int, ...], NoDecode] = ()
-    """Comma-separated numbers of the GPUs that run the engines, one engine on each, such as `0,1`. By default, the
-    first GPUs are used. If CUDA_VISIBLE_DEVICES is set, they are positions in its list.
+    """Comma-separated numbers of the GPUs that run the engines, such as `0,1`: one for each engine or, with
+    `tensor_parallel_size`, for each of its processes. By default, the first GPUs are used. If CUDA_VISIBLE_DEVICES is set, they are positions in its list.
     """
     blob_url: str | None = None
     adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()
@@ -574,8 +575,10 @@ class Settings(ModelSettings):
         twice = [device for device in devices if devices.count(device) > 1]
         if twice:
             raise ValueError(f"two engines cannot share a GPU, but {twice[0]} is named twice")
-        size = info.data.get("data_parallel_size")
-        if devices and size is not None and size != len(devices):
+        size, num_workers = info.data.get("data_parallel_size"), info.data.get("tensor_parallel_size") or 1
+        if len(devices) % num_workers:
+            raise ValueError(f"it names {len(devices)} GPUs, but each engine needs {num_workers} (tensor_parallel_size)")
+        if devices and size is not None and size * num_workers != len(devices):
             raise ValueError(f"it names {len(devices)} GPUs, but data_parallel_size is {size}: remove one of them")
         if devices and info.data.get("device") == "cpu":
             raise ValueError("it names GPUs, but device is cpu: remove one of them")

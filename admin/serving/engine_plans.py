@@ -21,10 +21,10 @@ def plan_engines(settings: Settings, config: EngineConfig) -> Sequence[EngineCon
     """Return the configuration of each engine, derived from that of a single engine. Raises StartRefused if this
     machine cannot run them.
 
-    On a CPU, the engines divide the threads, and the memory of all of them must be available. On GPUs, each has its
-    own. The pool and the host tiers have the configured sizes in each engine.
+    On a CPU, the engines divide the threads, and the memory of all of them must be available. On GPUs, each of an
+    engine's workers has its own. The pool and the host tiers have the configured sizes in each engine.
     """
-    num_engines = settings.data_parallel_size or max(1, len(settings.devices))
+    num_engines = settings.data_parallel_size or max(1, len(settings.devices) // config.tensor_parallel_size)
     _check_disk(config, num_engines)
     if config.device == "cuda":
         return _on_gpus(settings, config, num_engines)
@@ -51,10 +51,14 @@ def _on_gpus(settings: Settings, config: EngineConfig, num_engines: int) -> Sequ
             raise StartRefused(
                 f"there is no GPU {device}: this machine has {num_gpus}, numbered from 0; change devices"
             )
-    if num_engines > num_gpus:
-        raise StartRefused(
-            f"{num_engines} engines need as many GPUs, but this machine has {num_gpus}: lower data_parallel_size"
-        )
+    num_workers = config.tensor_parallel_size
+    if num_engines * num_workers > num_gpus:
+        needed, setting = f"{num_engines} engines need as many GPUs", "data_parallel_size"
+        if num_workers > 1:
+            engines = "" if num_engines == 1 else f" of each of {num_engines} engines"
+            setting = "tensor_parallel_size" if num_engines == 1 else f"{setting} or tensor_parallel_size"
+            needed = f"the {num_workers} workers{engines} need a GPU each"
+        raise StartRefused(f"{needed}, but this machine has {num_gpus}: lower {setting}")
     host_bytes = num_engines * (config.kv_host_bytes + config.host_tier_bytes)
     if config.kv_host_bytes and host_bytes > (available := free_memory()):
         raise StartRefused(
@@ -63,9 +67,12 @@ def _on_gpus(settings: Settings, config: EngineConfig, num_engines: int) -> Sequ
         )
     if num_engines == 1 and not settings.devices:
         return (config,)
-    num_threads = max(1, config.num_threads // num_engines)
-    devices = settings.devices or range(num_engines)
-    return [msgspec.structs.replace(config, gpu=device, num_threads=num_threads) for device in devices]
+    num_threads = max(num_workers, config.num_threads // num_engines)
+    devices = settings.devices or range(num_engines * num_workers)
+    return [
+        msgspec.structs.replace(config, gpus=tuple(devices[begin : begin + num_workers]), num_threads=num_threads)
+        for begin in range(0, len(devices), num_workers)
+    ]
 
 
 def _check_disk(config: EngineConfig, num_engines: int) -> None:

@@ -111,7 +111,8 @@ def read_model(settings: Settings, *, runs_here: bool = True) -> tuple[ModelConf
     """
     try:
         requested = "cuda" if settings.devices and settings.device == "auto" else settings.device
-        gpus = settings.devices or range(settings.data_parallel_size or 1)
+        num_gpus = (settings.data_parallel_size or 1) * (settings.tensor_parallel_size or 1)
+        gpus = settings.devices or range(num_gpus)
         device = resolve_device(requested, gpus) if runs_here else requested
         if device == "auto":
             raise ConfigNotUsable("the engines run on other machines: set device to cpu or cuda")

@@ -156,8 +156,10 @@ class Backend:
         return self.sample_tokens is not None
 
 
-def open_backend(device: str, pdl: bool = False, activation_bits: int = 16, fused_lora: bool = False) -> Backend:
-    """The backend for `cpu` or `cuda`. Raises DeviceNotUsable if the device cannot be used.
+def open_backend(
+    device: str, pdl: bool = False, activation_bits: int = 16, fused_lora: bool = False, gpu: int = 0
+) -> Backend:
+    """The backend for `cpu` or `cuda`, which is the `gpu`-th GPU that this process sees. Raises DeviceNotUsable if the device cannot be used.
 
     The first backend for a CPU on a machine compiles the kernels, which takes one or two minutes.
 
@@ -191,7 +193,7 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16, fuse
             set_num_threads=set_num_threads,
             start_recording=start_recording,
         )
-    missing = missing_for_cuda() or missing_for_triton()
+    missing = missing_for_cuda((gpu,)) or missing_for_triton()
     if missing is not None:
         raise DeviceNotUsable(missing)
     if not torch.cuda.is_available():
@@ -215,7 +217,7 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16, fuse
             return nullcontext()
         return reported_programs()
 
-    accelerator = CudaAccelerator(torch.device("cuda", torch.cuda.current_device()))
+    accelerator = CudaAccelerator(torch.device("cuda", gpu))
     return Backend(
         accelerator=accelerator,
         make_kernels=lambda pool, shapes: select_kernels(accelerator.device, pool, shapes, pdl, fused_lora),

@@ -73,10 +73,11 @@ def count_gpus() -> int:
     return count.value
 
 
-def visible_gpu(index: int, environment: Mapping[str, str]) -> str:
-    """Return the value of VISIBLE_GPUS with which another process sees only the GPU that has this index here."""
+def visible_gpus(indices: Iterable[int], environment: Mapping[str, str]) -> str:
+    """Return the value of VISIBLE_GPUS with which another process sees only the GPUs that have these indices here."""
     inherited = environment.get(VISIBLE_GPUS)
-    return str(index) if inherited is None else inherited.split(",")[index].strip()
+    names = None if inherited is None else inherited.split(",")
+    return ",".join(str(index) if names is None else names[index].strip() for index in indices)
 
 
 def capability_of(gpu: int) -> tuple[int, int] | None:

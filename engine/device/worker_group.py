@@ -25,3 +25,7 @@ class WorkerGroup(Protocol):
     def join_columns(self, y: torch.Tensor) -> torch.Tensor:
         """All workers' `y` `[num_rows, num_columns]` side by side, `[num_rows, size * num_columns]`."""
         ...
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Overwrite `x` with that of worker 0. On a GPU, `x` changes once the work submitted before has finished."""
+        ...

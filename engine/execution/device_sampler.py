@@ -14,6 +14,7 @@ from loramux.engine.constraints.logit_penalties import LogitPenalties, kept_fini
 from loramux.engine.decoder.vocabularies import FORBIDDEN
 from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.device.backend import SampleTokens
+from loramux.engine.device.worker_group import WorkerGroup
 from loramux.engine.execution.head_drafts import SubmittedHead
 from loramux.engine.execution.pooled_prompts import PooledPrompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts
@@ -94,7 +95,10 @@ class SampledStep:
 
 
 class DeviceSampler:
-    """Samples tokens, and keeps the latest step's tokens on the device for the next step."""
+    """Samples tokens, and keeps the latest step's tokens on the device for the next step.
+
+    If several `workers` run the steps, worker 0 samples for all of them.
+    """
 
     def __init__(
         self,
@@ -102,8 +106,10 @@ class DeviceSampler:
         sample_tokens: SampleTokens,
         max_samples: int,
         eos_token_ids: tuple[int, ...],
+        workers: WorkerGroup | None = None,
     ) -> None:
         self._accelerator = accelerator
+        self._workers = workers
         self._sample_tokens = sample_tokens
         self._eos_token_ids = eos_token_ids
         self._chosen = torch.zeros(max_samples, dtype=torch.int32, device=accelerator.device)
@@ -112,6 +118,11 @@ class DeviceSampler:
     def chosen(self, num_samples: int) -> torch.Tensor:
         """The tokens of the latest step on the device, int32 `[num_samples]`, or -1 where it chose none."""
         return self._chosen[:num_samples]
+
+    def share(self, num_samples: int) -> None:
+        """Give all workers the tokens of the latest step, which worker 0 has chosen."""
+        if self._workers is not None:
+            self._workers.broadcast(self.chosen(num_samples))
 
     def resolve(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace negative entries with the tokens that the previous step chose. See `Batch.tokens`.

@@ -69,6 +69,7 @@ class GraphForward:
     def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> SampledStep:
         samples = samples_without(self.samples, unused)
         chosen = self.sampler.choose(self.logits, samples, self.inputs, masks)
+        self.sampler.share(len(samples))
         if self.scored is None and self.pools is None and self.submit_head is None:
             return chosen
         head = None if self.submit_head is None else self.submit_head()
@@ -82,7 +83,8 @@ class GraphExecutor:
     and samples. For up to MAX_GRAPH_TOKENS rows, the decoder part is captured once its shape has occurred
     STEPS_BEFORE_CAPTURE times. The first run is never captured, because it compiles and loads the kernels that the
     shape needs. Beyond `max_graphs`, the least recently replayed graph is dropped, and its shape must occur as often
-    again. A shape whose capture fails always runs uncaptured.
+    again. A shape whose capture fails always runs uncaptured. With `must_capture`, such a failure is raised instead,
+    because several workers must capture the same shapes.
 
     Batches with adapters that modify the embedding, the head or norms have separate shapes, so that other batches do
     not launch the extra kernels.
@@ -104,6 +106,7 @@ class GraphExecutor:
         max_sequences: int,
         max_graphs: int = MAX_GRAPHS,
         head: HeadRunner | None = None,
+        must_capture: bool = False,
     ) -> None:
         self._decoder = decoder
         self._kernels = kernels
@@ -113,6 +116,7 @@ class GraphExecutor:
         self._sampler = sampler
         self._max_sequences = max_sequences
         self._max_graphs = max_graphs
+        self._must_capture = must_capture
         # Least recently replayed first.
         self._graphs: OrderedDict[StepShape, Callable[[], None]] = OrderedDict()
         self._has_run: set[StepShape] = set()
@@ -197,9 +201,12 @@ class GraphExecutor:
             scored, pools = self._run_with_prompt_rows(layout, batch)
         else:
             self._run(layout)
-        num_samples = len(batch.samples)
+        num_samples = len(batch.sample_rows)
         head = None if outer is None else self._head(layout, outer)
         logits = self._decoder.logits(self._hidden[:num_samples], head)
+        if len(batch.samples) < num_samples:
+            # Another worker samples.
+            self._sampler.share(num_samples)
         submit_head = self._submit_head(batch, layout)
         return GraphForward(self._sampler, logits, batch.samples, layout.sampling, scored, pools, submit_head)
 
@@ -345,11 +352,15 @@ class GraphExecutor:
             self._has_run.add(shape)
 
     def _capture(self, layout: StepLayout) -> Callable[[], None] | None:
-        """Capture the shape's graph. If the capture fails, report it on standard error and return None."""
+        """Capture the shape's graph. If the capture fails, report it on standard error and return None, or raise
+        RuntimeError if graphs are required.
+        """
         free_bytes = self._free_bytes()
         try:
             replay = self._accelerator.capture(lambda: self._forward(layout))
         except RuntimeError as error:
+            if self._must_capture:
+                raise
             print(f"{layout.shape} runs without a graph; capturing it failed: {reason_of(error)}", file=sys.stderr)
             self._uncapturable.add(layout.shape)
             return None

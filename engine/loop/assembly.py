@@ -33,7 +33,7 @@ from loramux.engine.architectures.weight_files import checkpoint_of
 from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.decoder.decoder import Decoder
 from loramux.engine.decoder.weights import WeightSource
-from loramux.engine.device.accelerator import Accelerator
+from loramux.engine.device.accelerator import Accelerator, DeviceMemory
 from loramux.engine.device.backend import Backend, open_backend
 from loramux.engine.device.machine_limits import num_cpus
 from loramux.engine.device.worker_group import WorkerGroup
@@ -45,7 +45,7 @@ from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.head_drafts import HeadRunner
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import reachable_shapes
-from loramux.engine.loop.config import EngineConfig, activation_bits, check_kv_host_bytes, check_workers
+from loramux.engine.loop.config import EngineConfig, activation_bits, check_gpus, check_kv_host_bytes, check_workers
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
@@ -169,12 +169,14 @@ def assemble_engine(
     return assembled
 
 
-def assemble_worker(config: EngineConfig, group: WorkerGroup) -> Worker:
-    """Load a share of the model, and allocate the worker's pool. Raises EngineError."""
+def assemble_worker(config: EngineConfig, group: WorkerGroup, join: Callable[[], None]) -> Worker:
+    """Load a share of the model, connect the workers with `join`, and allocate the worker's pool. Raises EngineError."""
     base = load_base(config, _backend(config, None, group))
     accelerator, decoder = base.backend.accelerator, base.decoder
     tables = SlotTables(base.target, config.max_resident_adapters, accelerator, decoder.outer_factors)
-    views, _ = _allocate_views(base, pool_bytes_of(config.pool_bytes, accelerator.memory()))
+    accelerator.release_unused()
+    join()
+    views, _ = _allocate_views(base, _pool_bytes(base))
     kernels = base.backend.make_kernels(views, decoder.shapes)
     executor = _make_executor(base, tables, kernels, decoder)
     return Worker(executor, tables, views.raw, base.target, accelerator)
@@ -188,17 +190,19 @@ def _start_workers(config: EngineConfig) -> Workers | None:
     model_dir = Path(config.model_dir)
     model = ModelConfig.load(model_dir)
     check_workers(config, model)
+    check_gpus(config)
     if config.quantized_dir is not None or model.quantization is not None:
         quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
         check_groups(checkpoint_of(model_dir, quantized_dir), model, size)
-    return Workers(msgspec.json.encode(config), size)
+    return Workers(msgspec.json.encode(config), size, config.device)
 
 
 def _backend(config: EngineConfig, backend: Backend | None, group: WorkerGroup | None) -> Backend:
     """The engine's backend, by default that of its device, with its number of threads."""
     if backend is None:
         bits = activation_bits(config, ModelConfig.load(Path(config.model_dir)))
-        backend = open_backend(config.device, config.pdl, bits, config.fused_lora)
+        gpu = 0 if group is None else group.worker
+        backend = open_backend(config.device, config.pdl, bits, config.fused_lora, gpu)
     if group is not None:
         # A recorded program cannot exchange tensors.
         backend = replace(backend, workers=group, start_recording=None)
@@ -226,16 +230,19 @@ def _assemble(
     accelerator.release_unused()
     # Compile before the pool is sized, so that memory cached by torch for activations does not count as free.
     _compile_programs(base, tables)
-    views, head_views = _allocate_views(base, pool_bytes_of(config.pool_bytes, accelerator.memory()))
+    if workers is not None:
+        workers.join(base_sha256(Path(config.model_dir)))
+    views, head_views = _allocate_views(base, _pool_bytes(base))
     kernels = backend.make_kernels(views, base.decoder.shapes)
     pages = _page_pool(views, cache)
     policy, queue, host = new_policy(config.eviction_policy), FairQueue(), HostTier(config.host_tier_bytes)
     stager = stager or open_stager(config, base.whole_target, accelerator, host, wake)
     copier: Copier = PageCopier(views.raw, accelerator, wake, stager.figures)
     executor = _make_executor(base, tables, kernels, base.decoder, _head_runner(base, tables, views, head_views))
+    graphs = executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory
     num_pages_of = None
     if workers is not None:
-        workers.join(base_sha256(Path(config.model_dir)))
+        workers.await_ready()
         size = config.tensor_parallel_size
         shards = [module_shards(model, size, worker) for worker in range(size)]
         divider = AdapterDivider(base.whole_target, base.target, shards)
@@ -278,13 +285,25 @@ def _assemble(
     engine = Engine(
         limits=_limits(base),
         parts=parts,
-        observers=Observers(_stats(parts, stager, _page_bytes(base), reads), traces, note_running),
+        observers=Observers(_stats(parts, stager, _page_bytes(base), reads, graphs), traces, note_running),
         seeds=random.Random(config.seed),
         clock=time.monotonic,
         lookahead=backend.runs_ahead,
     )
     ready = _ready(base, pages.num_pages, prefixes.host, has_files=weights is None)
     return AssembledEngine(engine, adapters, grammars, stager, views, ready, prefixes.host.disk, workers, head_views)
+
+
+def _pool_bytes(base: LoadedBase) -> int:
+    """The size of the pools of all workers, which have as many pages each. Without a setting, it follows from the free
+    memory of the GPU that has the least.
+    """
+    size, workers, memory = base.config.tensor_parallel_size, base.backend.workers, base.backend.accelerator.memory()
+    if workers is not None and memory is not None:
+        mine = torch.tensor([[memory.free, memory.total]], device=base.backend.device)
+        free, total = workers.join_columns(mine).view(size, 2).unbind(1)
+        memory = DeviceMemory(int(free.min()), int(total.max()))
+    return pool_bytes_of(base.config.pool_bytes, memory, size)
 
 
 def _allocate_views(base: LoadedBase, num_bytes: int) -> tuple[PoolViews, PoolViews | None]:
@@ -390,8 +409,9 @@ def _reads(base: LoadedBase, views: PoolViews, weight_bytes: int | None) -> Read
     )
 
 
-def _stats(parts: EngineParts, stager: Stager, page_bytes: int, reads: ReadsPerStep | None) -> EngineStats:
-    executor = parts.executor
+def _stats(
+    parts: EngineParts, stager: Stager, page_bytes: int, reads: ReadsPerStep | None, graphs: Callable[[], GraphMemory]
+) -> EngineStats:
     return EngineStats(
         parts.pages,
         parts.adapters,
@@ -400,7 +420,7 @@ def _stats(parts: EngineParts, stager: Stager, page_bytes: int, reads: ReadsPerS
         loading=stager.counts,
         contents=stager.contents,
         page_bytes=page_bytes,
-        graphs=executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory,
+        graphs=graphs,
         grammars=parts.grammars.counts,
         reads=reads,
         drafts=parts.speculation.counts,
@@ -481,7 +501,7 @@ def _compile_programs(base: LoadedBase, tables: SlotTables) -> None:
     backend, compile_ahead = base.backend, base.backend.compile_ahead
     if not backend.compiles or compile_ahead is None:
         return
-    views, head_views = _allocate_views(base, _page_bytes(base))
+    views, head_views = _allocate_views(base, base.config.tensor_parallel_size * _page_bytes(base))
     kernels = backend.make_kernels(views, base.decoder.shapes)
     head = _head_runner(base, tables, views, head_views)
     executor = _make_executor(base, tables, kernels, base.decoder.with_few_layers(), head)
@@ -513,8 +533,11 @@ def _warm_up(executor: Executor, base: LoadedBase) -> None:
                 if base.head is not None:
                     batch = msgspec.structs.replace(batch, head=head_rows(scheduled, num_prompt == 1))
                 executor.submit(batch).choose().tokens()
+            limits = config.max_batch_tokens, config.max_sequences
             if base.backend.compiles and isinstance(executor, GraphExecutor):
-                executor.warm_up(reachable_shapes(config.max_batch_tokens, config.max_sequences))
+                executor.warm_up(reachable_shapes(*limits))
+            elif base.backend.compiles and isinstance(executor, ParallelExecutor):
+                executor.warm_up(*limits)
     except torch.OutOfMemoryError as error:
         raise ConfigNotUsable(
             f"the model and the page pool leave no GPU memory for a step of {config.max_batch_tokens} tokens: "
@@ -541,5 +564,16 @@ def _make_executor(
         len(cache.groups),
         has_states=cache.num_state_pages > 0,
     )
-    sampler = DeviceSampler(accelerator, sample_tokens, config.max_sequences, eos_token_ids)
-    return GraphExecutor(decoder, kernels, tables, accelerator, buffer, sampler, config.max_sequences, head=head)
+    workers, max_sequences = base.backend.workers, config.max_sequences
+    sampler = DeviceSampler(accelerator, sample_tokens, max_sequences, eos_token_ids, workers)
+    return GraphExecutor(
+        decoder,
+        kernels,
+        tables,
+        accelerator,
+        buffer,
+        sampler,
+        max_sequences,
+        head=head,
+        must_capture=workers is not None,
+    )

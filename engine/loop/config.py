@@ -10,7 +10,7 @@ import msgspec
 from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
 from loramux.adapter_store.formats.quantization.base_format import rounds_inputs
 from loramux.engine.architectures.model_config import ModelConfig
-from loramux.engine.device.cuda_driver import missing_for_cuda
+from loramux.engine.device.cuda_driver import count_gpus, missing_for_cuda
 from loramux.engine.device.machine_limits import free_memory, num_cpus
 from loramux.engine.pages.eviction import MOST_PINNED_SHARE
 from loramux.engine.pages.pool_size import in_gib, num_pages_in
@@ -55,8 +55,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     program_dir: str | None = None
     """Directory for compiled GPU programs, unless TRITON_CACHE_DIR is set. None means Triton's default directory."""
     device: str = "cpu"
-    gpu: int | None = None
-    """Index of the engine's GPU among those that the server sees. Its process sees no other. None means the first."""
+    gpus: tuple[int, ...] = ()
+    """Indices of the GPUs of the engine's workers among those that the server sees. Its processes see no others. If
+    empty, the workers use the first GPUs.
+    """
     dtype: str = "bfloat16"
     adapter_dtype: Literal["fp8"] | None = None
     """`fp8` stores the adapters in the pool as FP8 codes. None stores them in `dtype`."""
@@ -218,8 +220,6 @@ def check_workers(config: EngineConfig, model: ModelConfig) -> None:
     size = config.tensor_parallel_size
     if size == 1:
         return
-    if config.device != "cpu":
-        raise ConfigNotUsable("tensor parallelism runs only on CPUs so far: omit tensor_parallel_size")
     if config.speculate == "head":
         raise ConfigNotUsable(
             "the workers of a tensor-parallel engine cannot divide the base's head for drafts: use --speculate text or "
@@ -235,6 +235,15 @@ def check_workers(config: EngineConfig, model: ModelConfig) -> None:
             f"{size} workers need a thread each, but num_threads is {config.num_threads}: lower tensor_parallel_size"
         )
     check_sharding(model, size)
+
+
+def check_gpus(config: EngineConfig) -> None:
+    """Raise ConfigNotUsable if this process sees fewer GPUs than the engine has workers."""
+    size = config.tensor_parallel_size
+    if config.device == "cuda" and (num_gpus := count_gpus()) < size:
+        raise ConfigNotUsable(
+            f"{size} workers need a GPU each, but this process sees {num_gpus}: lower tensor_parallel_size"
+        )
 
 
 def check_host_page(config: EngineConfig, model: ModelConfig) -> None:

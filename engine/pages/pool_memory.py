@@ -20,8 +20,10 @@ MIN_RESERVE_BYTES = 2 << 30
 """Smallest reserve, in bytes. This is an estimate: `Stats.graphs` reports how much memory graphs actually take."""
 
 
-def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:
-    """The pool's size in bytes: `wanted` if set, otherwise the default, which on a GPU is most of the free memory.
+def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None, num_devices: int = 1) -> int:
+    """The pool's size in bytes: `wanted` if set, otherwise the default, which on GPUs is most of the free memory.
+
+    `memory` is that of each of `num_devices` GPUs, or None on a CPU.
 
     Raises PoolTooSmall if nothing is left for the pool.
     """
@@ -36,7 +38,7 @@ def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:
             f"{in_gib(reserve)} are reserved for graphs: use a larger GPU or a smaller model, stop other programs on "
             "the GPU, or set pool_bytes to less than the free memory"
         )
-    return memory.free - reserve
+    return num_devices * (memory.free - reserve)
 
 
 def allocate_pool(

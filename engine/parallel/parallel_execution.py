@@ -14,8 +14,9 @@ from loramux.engine.adapters.adapter_load import AdapterLoad
 from loramux.engine.adapters.page_copier import QUICK_COPY_BYTES, Copier
 from loramux.engine.device.device_faults import reason_of
 from loramux.engine.execution.executor import Executor, Forward
+from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.parallel.sharded_adapters import AdapterDivider
-from loramux.engine.parallel.worker_messages import PlaceAdapter, RunStep
+from loramux.engine.parallel.worker_messages import PlaceAdapter, RunStep, WarmUp
 from loramux.engine.parallel.workers import Workers
 from loramux.engine.sequences.batch import Batch
 
@@ -43,6 +44,13 @@ class ParallelExecutor:
             # An exchange fails as soon as a worker has ended, perhaps before its connection is closed.
             self._workers.check(END_WAIT_S)
             raise
+
+    def warm_up(self, max_batch_tokens: int, max_sequences: int) -> None:
+        """Warm up all workers, each of which has a GraphExecutor."""
+        assert isinstance(self._executor, GraphExecutor)
+        message = WarmUp(max_batch_tokens, max_sequences)
+        self._workers.send(message)
+        self._executor.warm_up(message.shapes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,8 @@ from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.adapters.slot_tables import TableWriter
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.execution.executor import Executor
-from loramux.engine.parallel.worker_messages import PlaceAdapter, RunStep, ToWorker
+from loramux.engine.execution.graph_executor import GraphExecutor
+from loramux.engine.parallel.worker_messages import PlaceAdapter, RunStep, ToWorker, WarmUp
 
 
 class Worker:
@@ -49,6 +50,9 @@ class Worker:
         match message:
             case RunStep():
                 self._executor.submit(message.batch)
+            case WarmUp():
+                assert isinstance(self._executor, GraphExecutor)
+                self._executor.warm_up(message.shapes)
             case PlaceAdapter():
                 self._place(message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
+from loramux.engine.execution.step_shape import StepShape, reachable_shapes
 from loramux.engine.sequences.batch import Batch, PooledRows, ScoredRows
 from loramux.kernels.layout import RowCounts
 
@@ -65,6 +67,17 @@ class RunStep(msgspec.Struct, frozen=True, tag=True):
         return Batch(**arrays, max_q=self.max_q, samples=(), scores=self.scores, pooled=self.pooled)
 
 
+class WarmUp(msgspec.Struct, frozen=True, tag=True):
+    """Run all shapes that steps of these limits can have, and capture some of them (`GraphExecutor.warm_up`)."""
+
+    max_batch_tokens: int
+    max_sequences: int
+
+    @property
+    def shapes(self) -> Iterator[StepShape]:
+        return reachable_shapes(self.max_batch_tokens, self.max_sequences)
+
+
 class PlaceAdapter(msgspec.Struct, frozen=True, tag=True):
     """Copy the worker's share of an adapter into `pages`, and point `slot` at it. The other fields are those of
     `PackedAdapter` and its layout.
@@ -98,4 +111,4 @@ class PlaceAdapter(msgspec.Struct, frozen=True, tag=True):
         )
 
 
-ToWorker = RunStep | PlaceAdapter
+ToWorker = RunStep | WarmUp | PlaceAdapter

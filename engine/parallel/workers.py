@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from loramux.engine.device.device_faults import reason_of
-from loramux.engine.parallel.gloo_group import GlooGroup
+from loramux.engine.parallel.process_groups import new_group
 from loramux.engine.parallel.worker_messages import ToWorker
 from loramux.engine.protocol.errors import EngineError
 
@@ -35,6 +35,9 @@ END_S = 0.5
 """How long workers may take to end once their connections are closed, in seconds. Then they are killed. It is less than
 `END_GRACE_S` of the engine process, which must still send its last traces.
 """
+
+END_GRACE_S = 1.0
+"""How long this process may take to end by itself after a worker, in seconds, if exchanges do not report it."""
 
 
 class WorkerLost(EngineError):
@@ -54,9 +57,9 @@ class _Worker:
             raise self.lost() from error
 
     def await_signal(self) -> None:
-        """Wait until the worker has loaded its share of the model or, the second time, has joined the group.
+        """Wait until the worker has loaded its share of the model or, the second time, is ready for steps.
 
-        The signal is empty, or the reason why the worker cannot load its share.
+        The signal is empty, or the reason why the worker cannot start.
         """
         reason = self.receive()
         if reason:
@@ -70,21 +73,29 @@ class _Worker:
 
     def lost(self) -> WorkerLost:
         _end([self])
-        return WorkerLost(f"tensor-parallel worker {self.number} has ended with exit status {self.process.returncode}")
+        return WorkerLost(self.how_it_ended)
+
+    @property
+    def how_it_ended(self) -> str:
+        return f"tensor-parallel worker {self.number} has ended with exit status {self.process.poll()}"
 
 
 class Workers:
     """The processes of workers 1 to `size` - 1. This process is worker 0.
 
-    `configuration` is the engine's configuration as JSON. The processes end when this one does. Always call `close`.
-    Other methods raise WorkerLost if a worker has ended.
+    `configuration` is the engine's configuration as JSON, and `device` is `cpu` or `cuda`. The processes end when this
+    one does. Always call `close`. Other methods raise WorkerLost if a worker has ended.
+
+    On GPUs, a step that waits for a worker that has ended waits for ever, and no call can be interrupted. From `join`
+    on, this process therefore exits soon after a worker has ended.
     """
 
-    def __init__(self, configuration: bytes, size: int) -> None:
+    def __init__(self, configuration: bytes, size: int, device: str) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="loramux-workers-")
         meeting = Path(self._directory.name) / "meeting"
-        self.group = GlooGroup(meeting, size, 0)
+        self.group = new_group(device, meeting, size, 0)
         self._workers: list[_Worker] = []
+        self._is_closed = threading.Event()
         with ExitStack() as stack:
             stack.callback(self.close)
             for number in range(1, size):
@@ -93,7 +104,7 @@ class Workers:
             stack.pop_all()
 
     def join(self, base: str) -> None:
-        """Wait until all workers have loaded their share of the model, and connect them.
+        """Wait until all workers have loaded their share of the model, and connect them. Call `await_ready` next.
 
         `base` identifies the files that this process has loaded. Raises WorkerLost if a worker has loaded others, or
         with the worker's reason if it cannot load its share.
@@ -108,10 +119,24 @@ class Workers:
         for worker in self._workers:
             worker.send(JOIN)
         self._join_group()
-        # The others may still be reading the file through which they meet.
+        if not self.group.reports_ends:
+            threading.Thread(target=self._follow, name="follow-workers", daemon=True).start()
+
+    def await_ready(self) -> None:
+        """Wait until all workers are ready for steps. Raises WorkerLost with the reason if one of them is not."""
         for worker in self._workers:
             worker.await_signal()
+        # Until now, the others may have been reading the file through which they meet.
         self._directory.cleanup()
+
+    def _follow(self) -> None:
+        """Exit soon after a worker has ended, unless the workers were closed."""
+        processes = {os.pidfd_open(worker.process.pid): worker for worker in self._workers}
+        ended = wait(processes)
+        if not self._is_closed.wait(END_GRACE_S):
+            for descriptor in ended:
+                print(processes[descriptor].how_it_ended, file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _join_group(self) -> None:
         """Connect the workers. Raises WorkerLost as soon as one of them has ended."""
@@ -167,6 +192,7 @@ class Workers:
 
     def close(self) -> None:
         """End all workers."""
+        self._is_closed.set()
         _end(self._workers)
         self.group.close()
         self._directory.cleanup()

@@ -39,26 +39,28 @@ def _work(connection: Connection, meeting: Path, number: int) -> None:
     from loramux.engine.architectures.model_files import base_sha256
     from loramux.engine.loop.assembly import assemble_worker
     from loramux.engine.loop.config import EngineConfig
-    from loramux.engine.parallel.gloo_group import GlooGroup
+    from loramux.engine.parallel.process_groups import new_group
     from loramux.engine.protocol.errors import EngineError
     from loramux.engine.server.gc_freeze import freeze_gc
 
-    try:
-        config = msgspec.json.decode(connection.recv_bytes(), type=EngineConfig)
-        group = GlooGroup(meeting, config.tensor_parallel_size, number)
-        worker = assemble_worker(config, group)
+    def join() -> None:
         base = base_sha256(Path(config.model_dir))
-    except (EngineError, ValueError) as error:
-        connection.send_bytes(str(error).encode())
-        return
-    connection.send_bytes(b"")
-    connection.send_bytes(base.encode())
-    # All workers wait here, because those that join wait only briefly for the others.
-    connection.recv_bytes()
-    group.join()
-    connection.send_bytes(b"")
-    freeze_gc()
+        connection.send_bytes(b"")
+        connection.send_bytes(base.encode())
+        # All workers wait here, because those that join wait only briefly for the others.
+        connection.recv_bytes()
+        group.join()
+
+    config = msgspec.json.decode(connection.recv_bytes(), type=EngineConfig)
+    group = new_group(config.device, meeting, config.tensor_parallel_size, number)
     try:
+        try:
+            worker = assemble_worker(config, group, join)
+        except (EngineError, ValueError) as error:
+            connection.send_bytes(str(error).encode())
+            return
+        connection.send_bytes(b"")
+        freeze_gc()
         worker.serve(connection)
     finally:
         group.close()

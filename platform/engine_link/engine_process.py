@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from loramux.engine.device.cuda_driver import VISIBLE_GPUS, visible_gpu
+from loramux.engine.device.cuda_driver import VISIBLE_GPUS, visible_gpus
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.server.step_record import StepRecord
 from loramux.platform.engine_link.output_lines import OutputLines
@@ -79,7 +79,7 @@ class EngineProcess:
                 # In its own session, the engine does not receive Ctrl-C from the terminal. The supervisor receives it,
                 # and drains requests before it stops the engine.
                 start_new_session=True,
-                env=_environment(config.program_dir, config.gpu),
+                env=_environment(config.program_dir, config.gpus),
             )
         except BaseException:
             output.close()
@@ -159,13 +159,13 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _environment(program_dir: str | None = None, gpu: int | None = None) -> dict[str, str]:
+def _environment(program_dir: str | None = None, gpus: tuple[int, ...] = ()) -> dict[str, str]:
     """Return this process's environment with the engine's own settings, and without the server's.
 
     The engine gets its configuration from standard input, and needs neither the administrator's key nor the database.
     """
     programs = {} if program_dir is None else {"TRITON_CACHE_DIR": program_dir}
-    visible = {} if gpu is None else {VISIBLE_GPUS: visible_gpu(gpu, os.environ)}
+    visible = {VISIBLE_GPUS: visible_gpus(gpus, os.environ)} if gpus else {}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
     return {
         **THREADS_ENVIRONMENT,

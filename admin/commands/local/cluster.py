@@ -38,7 +38,7 @@ def up(
     quantization: Annotated[str | None, typer.Option(help="int8, int4 or fp8, as for 'loramux serve'.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).")] = None,
     tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="Number of processes that share each engine's base, on a CPU (default: 1).")
+        int | None, typer.Option(help="Number of processes that divide each engine's base among them (default: 1).")
     ] = None,
     blob_url: Annotated[
         str | None, typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).")

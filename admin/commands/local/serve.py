@@ -106,14 +106,14 @@ def serve(
         int | None,
         typer.Option(
             help="Number of engines, each with all of the model's weights; on a CPU, they divide the threads (default: "
-            "1, or one for each of --devices)."
+            "1, or as many as --devices suffice for)."
         ),
     ] = None,
     tensor_parallel_size: Annotated[
         int | None,
         typer.Option(
             help="Number of processes that divide the model's linear layers, the page pool and the threads of an "
-            "engine, on a CPU (default: 1)."
+            "engine, each on a GPU of its own or all on a CPU (default: 1)."
         ),
     ] = None,
     devices: Annotated[

@@ -41,7 +41,7 @@ SERVING = (
 
 
 def install() -> None:
-    from loramux.engine.parallel.gloo_group import GlooGroup
+    from loramux.engine.parallel.process_groups import GlooGroup
     from loramux.engine.parallel.sharded_weights import ShardedWeights
     from loramux.engine.parallel.worker import Worker
     from loramux.engine.parallel.worker_messages import PlaceAdapter, RunStep

@@ -52,10 +52,9 @@ def test_gpu_backend_without_a_gpu_is_refused_with_a_remedy() -> None:
 def test_overlapping_launches_setting_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch, pdl: bool) -> None:
     asked: list[bool] = []
     accelerator = SimpleNamespace(device=torch.device("cuda", 0))
-    monkeypatch.setattr(backend_module, "missing_for_cuda", lambda: None)
+    monkeypatch.setattr(backend_module, "missing_for_cuda", lambda gpus: None)
     monkeypatch.setattr(backend_module, "missing_for_triton", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(backend_module, "CudaAccelerator", lambda device: accelerator)
     monkeypatch.setattr(backend_module, "select_kernels", lambda device, pool, shapes, pdl, fuses: asked.append(pdl))
     open_backend("cuda", pdl).make_kernels(cast(Any, None), cast(Any, None))
@@ -145,7 +144,7 @@ def test_a_gpu_requires_python_s_headers(headers: Path, monkeypatch: pytest.Monk
     missing = missing_for_triton()
     assert missing is not None
     assert f"{headers} has no Python.h: install gcc, libc6-dev and python3." in missing
-    monkeypatch.setattr(backend_module, "missing_for_cuda", lambda: None)
+    monkeypatch.setattr(backend_module, "missing_for_cuda", lambda gpus: None)
     with pytest.raises(DeviceNotUsable, match=r"has no Python\.h"):
         open_backend("cuda")
     monkeypatch.setenv("CPATH", "/elsewhere")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.engine.parallel import gloo_group
+from loramux.engine.parallel import process_groups
 from loramux.engine.parallel import workers as workers_module
 from loramux.engine.parallel.worker_messages import RunStep
 from loramux.engine.parallel.workers import WorkerLost, Workers
@@ -28,7 +28,7 @@ WAIT_S = 120.0
 def workers(program: str, monkeypatch: pytest.MonkeyPatch, size: int = 2, end_s: float = WAIT_S) -> Iterator[Workers]:
     monkeypatch.setattr(workers_module, "WORKER_COMMAND", (sys.executable, "-c", program))
     monkeypatch.setattr(workers_module, "END_S", end_s)
-    found = Workers(b"settings", size)
+    found = Workers(b"settings", size, "cpu")
     try:
         yield found
     finally:
@@ -55,7 +55,7 @@ def test_a_worker_that_read_other_files_stops_the_start(monkeypatch: pytest.Monk
 
 
 def test_a_worker_that_does_not_join_the_others_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo_group, "JOIN_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(process_groups, "JOIN_TIMEOUT", timedelta(seconds=0.2))
     said = "^the tensor-parallel workers cannot connect: "
     with workers(LOADED + UNTIL_CLOSED, monkeypatch) as started, pytest.raises(WorkerLost, match=said):
         started.join("base")

@@ -66,5 +66,5 @@ def test_an_engine_sees_only_its_own_gpu(monkeypatch: pytest.MonkeyPatch, inheri
     assert "CUDA_VISIBLE_DEVICES" not in _environment()
     if inherited is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
-    assert _environment(gpu=1)["CUDA_VISIBLE_DEVICES"] == visible
+    assert _environment(gpus=(1,))["CUDA_VISIBLE_DEVICES"] == visible
     assert _environment().get("CUDA_VISIBLE_DEVICES") == inherited, "a single engine sees what the server sees"
