@@ -577,7 +577,9 @@ class Settings(ModelSettings):
             raise ValueError(f"two engines cannot share a GPU, but {twice[0]} is named twice")
         size, num_workers = info.data.get("data_parallel_size"), info.data.get("tensor_parallel_size") or 1
         if len(devices) % num_workers:
-            raise ValueError(f"it names {len(devices)} GPUs, but each engine needs {num_workers} (tensor_parallel_size)")
+            raise ValueError(
+                f"it names {len(devices)} GPUs, but each engine needs {num_workers} (tensor_parallel_size)"
+            )
         if devices and size is not None and size * num_workers != len(devices):
             raise ValueError(f"it names {len(devices)} GPUs, but data_parallel_size is {size}: remove one of them")
         if devices and info.data.get("device") == "cpu":

@@ -20,7 +20,6 @@ from loramux.engine.device.backend import Backend
 from loramux.engine.loop.assembly import assemble_engine
 from loramux.engine.loop.config import EngineConfig, pack_target
 from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StepOutput
-from tests.conformance.test_gpu_engine import plain_backend
 from tests.conformance.test_pooled_prompts import CASES, STEP_TOKENS
 from tests.conformance.tiny_models import (
     ALL_LINEARS,
@@ -30,7 +29,7 @@ from tests.conformance.tiny_models import (
     make_base,
     pack_peft_directory,
 )
-from tests.engine.device.gpu_backend import gpu_backend
+from tests.engine.device.gpu_backend import gpu_backend, plain_backend
 
 TOLERANCE = 1e-5
 """Largest difference of logits, as a part of the largest logit of the adapter."""

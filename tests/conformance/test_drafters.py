@@ -37,8 +37,9 @@ from tests.conformance.test_draft_heads import (
     expected_logits,
 )
 from tests.conformance.test_drafts import Answer, check, drawn, run
-from tests.conformance.test_gpu_engine import PATHS, gpu_path, plain_backend
+from tests.conformance.test_gpu_engine import PATHS, gpu_path
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, AdapterPlan, pack_peft_directory
+from tests.engine.device.gpu_backend import plain_backend
 
 PLANS = [
     AdapterPlan("r1", 1, ["v_proj"], alpha=2.0),

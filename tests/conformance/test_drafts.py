@@ -37,10 +37,10 @@ from loramux.engine.sequences.batch import Batch
 from loramux.platform.grammars.check import checked_grammar
 from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool
 from tests.conformance.parity import Subject, make_subject
-from tests.conformance.test_gpu_engine import plain_backend
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, VOCAB_SIZE, AdapterPlan
 from tests.engine.byte_vocabulary import byte_vocabulary
 from tests.engine.constraints.forcing_grammars import FORCING
+from tests.engine.device.gpu_backend import plain_backend
 from tests.engine.simulated_engine import GRAMMAR_PROCESS
 
 NUM_REQUESTS = int(os.environ.get("LORAMUX_DRAFTED_REQUESTS", "2000"))

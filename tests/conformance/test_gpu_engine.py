@@ -17,8 +17,8 @@ import torch
 from msgspec import structs
 
 from loramux.engine.architectures.model_config import ModelConfig
-from loramux.engine.device.accelerator import Accelerator, DeviceMemory, HostAccelerator
-from loramux.engine.device.backend import Backend, DenseLinear
+from loramux.engine.device.accelerator import DeviceMemory, HostAccelerator
+from loramux.engine.device.backend import Backend
 from loramux.engine.execution import graph_executor, step_shape
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_shape import reachable_shapes
@@ -26,13 +26,12 @@ from loramux.engine.loop.engine import Engine
 from loramux.engine.protocol.messages import Add, DecodeReads, Finished, SamplingParams, StatsRequest, StepOutput
 from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.reference.attention import contiguous_attention
-from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.reference.lora import ReferenceLora
 from loramux.kernels.segments import LARGE_SEGMENT_ROWS
 from loramux.kernels.tables import LoraCall, PoolViews
 from tests.conformance.parity import Recorder, Subject, assert_parity, load, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
-from tests.engine.device.gpu_backend import capture_early, gpu_backend
+from tests.engine.device.gpu_backend import capture_early, gpu_backend, plain_backend
 from tests.kernels.gpu.interpreted import FOR_GPUS, import_kernels
 
 PLANS = [
@@ -89,18 +88,6 @@ def gpu_path(name: str, monkeypatch: pytest.MonkeyPatch) -> Backend:
         return gpu_backend(monkeypatch)
     capture_early(monkeypatch)
     return plain_backend(HostAccelerator())
-
-
-def plain_backend(accelerator: Accelerator, compiles: bool = False) -> Backend:
-    """The GPU's backend with reference kernels."""
-    return Backend(
-        accelerator=accelerator,
-        make_kernels=lambda pool, shapes: ReferenceKernels(pool),
-        make_linear=DenseLinear,
-        activation_dtype=None,
-        sample_tokens=greedy,
-        compiles=compiles,
-    )
 
 
 def requests(
@@ -597,7 +584,3 @@ def noting(name: str, kernel: Callable[..., None], launched: set[tuple[str, int,
         kernel(self, *arguments)
 
     return note
-
-
-def greedy(logits: torch.Tensor, *settings: torch.Tensor, all_greedy: bool = False) -> None:
-    settings[-1].copy_(logits.argmax(1))

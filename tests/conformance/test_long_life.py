@@ -34,8 +34,8 @@ from loramux.engine.protocol.messages import (
 from loramux.engine.sequences.activation import activation
 from tests.conformance.mixture_families import MIXTURE_FAMILIES
 from tests.conformance.parity import TOLERANCE, Subject, make_subject
-from tests.conformance.test_gpu_engine import plain_backend
 from tests.conformance.tiny_models import PLANS, VOCAB_SIZE
+from tests.engine.device.gpu_backend import plain_backend
 
 NUM_EVENTS = int(os.environ.get("LORAMUX_LIFE_EVENTS", "10000"))
 """Number of events in the campaign: aborts, evictions, preemptions and reloads combined."""

@@ -11,9 +11,8 @@ from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend
 from loramux.engine.protocol.messages import Add, Finished, PromptLogprob, SamplingParams, StepOutput, TokenLogprobs
 from tests.conformance.parity import TOLERANCE, Subject, make_subject
-from tests.conformance.test_gpu_engine import plain_backend
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
-from tests.engine.device.gpu_backend import gpu_backend
+from tests.engine.device.gpu_backend import gpu_backend, plain_backend
 
 PLANS = [
     AdapterPlan("r3", 3, ALL_LINEARS, alpha=6.0),

@@ -190,7 +190,10 @@ def test_a_step_fails_if_a_worker_has_ended(subject: Subject) -> None:
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not divide the model's 8 attention heads"),
         ({"tensor_parallel_size": 4, "num_threads": 2}, "4 workers need a thread each, but num_threads is 2"),
-        ({"tensor_parallel_size": 2, "device": "cuda"}, "2 workers need a GPU each, but this process sees [01]: lower tensor_parallel_size"),
+        (
+            {"tensor_parallel_size": 2, "device": "cuda"},
+            "2 workers need a GPU each, but this process sees [01]: lower tensor_parallel_size",
+        ),
     ],
 )
 def test_unusable_settings_are_refused_before_the_model_is_loaded(

@@ -23,7 +23,7 @@ from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.loop.config import pack_target
 from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, run
-from tests.conformance.test_gpu_engine import PATHS, gpu_path, plain_backend
+from tests.conformance.test_gpu_engine import PATHS, gpu_path
 from tests.conformance.test_prompt_logprobs import run as run_scoring
 from tests.conformance.tiny_models import (
     ATTENTION,
@@ -34,6 +34,7 @@ from tests.conformance.tiny_models import (
     make_base,
     pack_peft_directory,
 )
+from tests.engine.device.gpu_backend import plain_backend
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),

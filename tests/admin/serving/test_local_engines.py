@@ -69,13 +69,14 @@ def test_drafts_come_from_the_text_on_a_cpu_by_default(
 
 
 def plan_on_gpus(model: Path, **more: Any) -> Sequence[EngineConfig]:
-    config = EngineConfig(model_dir=str(model), blob_url="", cache_dir="", device="cuda", num_threads=8)
+    same = {name: more[name] for name in ("num_threads", "tensor_parallel_size") if name in more}
+    config = EngineConfig(model_dir=str(model), blob_url="", cache_dir="", device="cuda", **{"num_threads": 8, **same})
     return plan_engines(settings_of(model, **{**more, "device": "cuda"}), config)
 
 
 def test_engines_on_a_cpu_divide_the_threads(demo_base: Path) -> None:
     [alone] = plan(demo_base, num_threads=5)
-    assert (alone.num_threads, alone.gpu) == (5, None)
+    assert (alone.num_threads, alone.gpus) == (5, ())
     both = plan(demo_base, num_threads=5, data_parallel_size=2)
     assert [(one.num_threads, one.pool_bytes) for one in both] == [(2, 16 << 20)] * 2
 
@@ -224,16 +225,55 @@ def test_host_memory_for_less_than_a_page_is_refused_before_anything_starts(
 
 def test_each_engine_gets_a_gpu(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_plans, "count_gpus", lambda: 4)
-    assert [one.gpu for one in plan_on_gpus(demo_base)] == [None]
-    assert [(one.gpu, one.num_threads) for one in plan_on_gpus(demo_base, data_parallel_size=2)] == [(0, 4), (1, 4)]
-    assert [one.gpu for one in plan_on_gpus(demo_base, devices="3,1")] == [3, 1]
-    assert [one.gpu for one in plan_on_gpus(demo_base, devices="2")] == [2]
+    assert [one.gpus for one in plan_on_gpus(demo_base)] == [()]
+    engines = plan_on_gpus(demo_base, data_parallel_size=2)
+    assert [(one.gpus, one.num_threads) for one in engines] == [((0,), 4), ((1,), 4)]
+    assert [one.gpus for one in plan_on_gpus(demo_base, devices="3,1")] == [(3,), (1,)]
+    assert [one.gpus for one in plan_on_gpus(demo_base, devices="2")] == [(2,)]
     with pytest.raises(StartRefused) as refused:
         plan_on_gpus(demo_base, devices="1,4")
     assert str(refused.value) == "there is no GPU 4: this machine has 4, numbered from 0; change devices"
     with pytest.raises(StartRefused) as refused:
         plan_on_gpus(demo_base, data_parallel_size=5)
     assert str(refused.value) == "5 engines need as many GPUs, but this machine has 4: lower data_parallel_size"
+
+
+def test_each_worker_gets_a_gpu(demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_plans, "count_gpus", lambda: 4)
+    assert [one.gpus for one in plan_on_gpus(demo_base, tensor_parallel_size=2)] == [()]
+    both = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+    assert [(one.gpus, one.num_threads) for one in plan_on_gpus(demo_base, **both)] == [((0, 1), 4), ((2, 3), 4)]
+    [engine] = plan_on_gpus(demo_base, tensor_parallel_size=2, devices="3,1")
+    assert engine.gpus == (3, 1)
+    engines = plan_on_gpus(demo_base, tensor_parallel_size=2, devices="3,1,0,2")
+    assert [one.gpus for one in engines] == [(3, 1), (0, 2)]
+    # A thread for each worker is the least that an engine accepts.
+    engines = plan_on_gpus(demo_base, **both, num_threads=2)
+    assert [one.num_threads for one in engines] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"tensor_parallel_size": 2},
+            "the 2 workers need a GPU each, but this machine has 1: lower tensor_parallel_size",
+        ),
+        (
+            {"tensor_parallel_size": 2, "data_parallel_size": 2},
+            "the 2 workers of each of 2 engines need a GPU each, but this machine has 1: lower data_parallel_size or "
+            "tensor_parallel_size",
+        ),
+    ],
+    ids=["one engine", "two engines"],
+)
+def test_more_workers_than_gpus_are_refused_before_anything_starts(
+    settings: dict[str, Any], said: str, demo_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_plans, "count_gpus", lambda: 1)
+    with pytest.raises(StartRefused) as refused:
+        plan_on_gpus(demo_base, **settings)
+    assert str(refused.value) == said
 
 
 @pytest.mark.parametrize(
@@ -246,6 +286,14 @@ def test_each_engine_gets_a_gpu(demo_base: Path, monkeypatch: pytest.MonkeyPatch
         ({"devices": "0,a"}, "devices is invalid: it should be numbers of GPUs with commas between them, such as 0,1"),
         ({"devices": "-1"}, "devices is invalid: it should be numbers of GPUs"),
         ({"devices": "0,1", "data_parallel_size": 3}, "it names 2 GPUs, but data_parallel_size is 3"),
+        (
+            {"devices": "0,1,2", "tensor_parallel_size": 2},
+            "it names 3 GPUs, but each engine needs 2 (tensor_parallel_size)",
+        ),
+        (
+            {"devices": "0,1", "tensor_parallel_size": 2, "data_parallel_size": 2},
+            "it names 2 GPUs, but data_parallel_size is 2",
+        ),
         ({"devices": "0,1", "device": "cpu"}, "it names GPUs, but device is cpu"),
         ({"data_parallel_size": 2, "cluster": "local"}, "starts no engine itself: remove data_parallel_size"),
         ({"devices": "0", "cluster": "local"}, "starts no engine itself: remove devices"),

@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 import torch
 
-from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.device.accelerator import Accelerator, HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear, open_backend
 from loramux.engine.execution import graph_executor
 from loramux.kernels.gpu.linear.coded_weights import place_codes
+from loramux.kernels.reference.kernels import ReferenceKernels
 from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels, run_interpreted
 
 
@@ -53,3 +54,19 @@ def gpu_backend(monkeypatch: pytest.MonkeyPatch, rounds_inputs: bool = False) ->
         make_quantized_experts=lambda number, weights, bias: place_codes(weights, number, bias, accelerator.device),
         sample_tokens=sampling.sample_tokens,
     )
+
+
+def plain_backend(accelerator: Accelerator, compiles: bool = False) -> Backend:
+    """The GPU's backend with reference kernels."""
+    return Backend(
+        accelerator=accelerator,
+        make_kernels=lambda pool, shapes: ReferenceKernels(pool),
+        make_linear=DenseLinear,
+        activation_dtype=None,
+        sample_tokens=greedy,
+        compiles=compiles,
+    )
+
+
+def greedy(logits: torch.Tensor, *settings: torch.Tensor, all_greedy: bool = False) -> None:
+    settings[-1].copy_(logits.argmax(1))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import queue
 import signal
 import sys
 import threading
@@ -112,6 +113,45 @@ def test_a_worker_that_ends_later_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         started.send(RunStep.of(NO_ROWS))
         with pytest.raises(WorkerLost, match="worker 1 has ended with exit status 0"):
             started.check(WAIT_S)
+
+
+def test_a_process_that_cannot_be_told_exits_soon_after_a_worker(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    statuses: queue.SimpleQueue[int] = queue.SimpleQueue()
+    monkeypatch.setattr(workers_module, "END_GRACE_S", 0.0)
+    monkeypatch.setattr(workers_module.os, "_exit", statuses.put)  # type: ignore[attr-defined]
+    with workers(LOADED + "link.send_bytes(b''); " + UNTIL_CLOSED, monkeypatch) as started:
+        monkeypatch.setattr(started.group, "reports_ends", False)
+        monkeypatch.setattr(started.group, "join", lambda: None)
+        started.join("base")
+        started.await_ready()
+        [worker] = started._workers
+        worker.process.kill()
+        assert statuses.get(timeout=WAIT_S) == 1
+    assert capfd.readouterr().err == f"tensor-parallel worker 1 has ended with exit status -{signal.SIGKILL}\n"
+
+
+def test_a_process_that_closes_its_workers_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_module.os, "_exit", lambda status: pytest.fail("this process would exit"))  # type: ignore[attr-defined]
+    with workers(LOADED + "link.send_bytes(b''); " + UNTIL_CLOSED, monkeypatch) as started:
+        monkeypatch.setattr(started.group, "reports_ends", False)
+        monkeypatch.setattr(started.group, "join", lambda: None)
+        started.join("base")
+    [follower] = [thread for thread in threading.enumerate() if thread.name == "follow-workers"] or [None]
+    if follower is not None:
+        follower.join(WAIT_S)
+        assert not follower.is_alive()
+
+
+def test_a_worker_that_has_no_room_for_its_pool_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "^tensor-parallel worker 1 did not start: the pool is too large$"
+    program = LOADED + "link.send_bytes(b'the pool is too large'); " + UNTIL_CLOSED
+    with workers(program, monkeypatch) as started:
+        monkeypatch.setattr(started.group, "join", lambda: None)
+        started.join("base")
+        with pytest.raises(WorkerLost, match=said):
+            started.await_ready()
 
 
 def test_a_message_to_a_worker_that_has_ended_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,4 +67,5 @@ def test_an_engine_sees_only_its_own_gpu(monkeypatch: pytest.MonkeyPatch, inheri
     if inherited is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
     assert _environment(gpus=(1,))["CUDA_VISIBLE_DEVICES"] == visible
+    assert _environment(gpus=(1, 0))["CUDA_VISIBLE_DEVICES"].split(",")[0] == visible
     assert _environment().get("CUDA_VISIBLE_DEVICES") == inherited, "a single engine sees what the server sees"
