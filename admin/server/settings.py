@@ -340,7 +340,8 @@ class Settings(ModelSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data_parallel_size: Annotated[int, Field(ge=1, le=64)] | None = None
     """Number of engines that this server runs, each with all of the model's weights; by default one, or as many as the
-    GPUs in `devices` suffice for. On a CPU, they divide the threads. [Scaling](scaling.md#several-engines) says when to use several.
+    GPUs in `devices` suffice for. On a CPU, they divide the threads. [Scaling](scaling.md#several-engines) says when to
+    use several.
     """
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] | None = None
     """Number of processes that [divide the model's linear layers](tensor-parallel.md), the page pool and the threads of
@@ -349,7 +350,8 @@ class Settings(ModelSettings):
     """
     devices: Annotated[tuple[int, ...], NoDecode] = ()
     """Comma-separated numbers of the GPUs that run the engines, such as `0,1`: one for each engine or, with
-    `tensor_parallel_size`, for each of its processes. By default, the first GPUs are used. If CUDA_VISIBLE_DEVICES is set, they are positions in its list.
+    `tensor_parallel_size`, for each of its processes. By default, the first GPUs are used. If CUDA_VISIBLE_DEVICES is
+    set, they are positions in its list.
     """
     blob_url: str | None = None
     adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()

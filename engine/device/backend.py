@@ -159,7 +159,9 @@ class Backend:
 def open_backend(
     device: str, pdl: bool = False, activation_bits: int = 16, fused_lora: bool = False, gpu: int = 0
 ) -> Backend:
-    """The backend for `cpu` or `cuda`, which is the `gpu`-th GPU that this process sees. Raises DeviceNotUsable if the device cannot be used.
+    """The backend for `cpu` or `cuda`. Raises DeviceNotUsable if the device cannot be used.
+
+    `gpu` is the number of the GPU, among those that this process sees.
 
     The first backend for a CPU on a machine compiles the kernels, which takes one or two minutes.
 

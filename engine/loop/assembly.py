@@ -170,7 +170,10 @@ def assemble_engine(
 
 
 def assemble_worker(config: EngineConfig, group: WorkerGroup, join: Callable[[], None]) -> Worker:
-    """Load a share of the model, connect the workers with `join`, and allocate the worker's pool. Raises EngineError."""
+    """Load a share of the model, connect the workers with `join`, and allocate the worker's pool.
+
+    Raises EngineError.
+    """
     base = load_base(config, _backend(config, None, group))
     accelerator, decoder = base.backend.accelerator, base.decoder
     tables = SlotTables(base.target, config.max_resident_adapters, accelerator, decoder.outer_factors)

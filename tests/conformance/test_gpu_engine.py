@@ -18,7 +18,7 @@ from msgspec import structs
 
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import DeviceMemory, HostAccelerator
-from loramux.engine.device.backend import Backend
+from loramux.engine.device.backend import Backend, DenseLinear
 from loramux.engine.execution import graph_executor, step_shape
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_shape import reachable_shapes
@@ -432,6 +432,24 @@ def test_a_shape_whose_capture_fails_runs_uncaptured(
     told = [line for line in capsys.readouterr().err.splitlines() if "runs without a graph" in line]
     assert len(told) == accelerator.num_captures == len(executor._uncapturable) > 0, "each shape is tried once"
     assembled.engine.check_integrity()
+    assembled.adapters.close()
+
+
+def test_a_failed_capture_of_one_of_several_workers_is_raised(
+    graph_subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other workers would capture the shape, and exchange nothing with this one meanwhile."""
+
+    def refuse(accelerator: HostAccelerator, step: Callable[[], None]) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    assembled = graph_subject.assemble(plain_backend(HostAccelerator()), max_batch_tokens=16, max_sequences=4)
+    executor = assembled.engine._executor
+    assert isinstance(executor, GraphExecutor)
+    monkeypatch.setattr(HostAccelerator, "capture", refuse)
+    monkeypatch.setattr(executor, "_must_capture", True)
+    with pytest.raises(RuntimeError, match="operation not permitted when stream"):
+        tokens_of(assembled.engine, [add for _, add in requests_of(graph_subject, [(None, 1)], num_tokens=6).values()])
     assembled.adapters.close()
 
 
