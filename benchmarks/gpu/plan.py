@@ -112,6 +112,17 @@ RUNS = (
         paths=("kernels/gpu", "engine/device", "tests/kernels/gpu", "tests/gpu"),
         packages=TESTS,
     ),
+    Run(
+        name="workers",
+        minutes=2,
+        shows="NCCL's exchanges of a single worker are captured and replayed; two workers on one card, over gloo, "
+        "choose the tokens of one worker",
+        command=f"{HERE} tests.gpu --only workers --out build/gpu-workers-{{card}}",
+        rehearsals=("python -m tests.gpu --interpret --only workers --out build/gpu",),
+        result="",
+        paths=("engine/parallel", "engine/device", "engine/execution"),
+        packages=TESTS,
+    ),
     _trace(
         "trace",
         2,

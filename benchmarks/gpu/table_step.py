@@ -148,6 +148,9 @@ class MetaGroup:
         gathered: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor(y, self.size, "")
         return torch.cat(gathered.view(self.size, *y.shape).unbind(), dim=1)
 
+    def broadcast(self, x: torch.Tensor) -> None:
+        torch.ops._c10d_functional.broadcast_(x, 0, "")
+
 
 class MetaEngine:
     """The components of an engine that run steps, configured for `card`, over meta tensors.

@@ -1,7 +1,9 @@
-"""A worker of a tensor-parallel engine with the GPU's path on a CPU, which records what must be alike in all workers.
+"""A worker of a tensor-parallel engine on the GPU's path, which records what must be alike in all workers.
+
+Gloo takes the place of NCCL. On a machine with a GPU, all workers with the GPU's kernels use this GPU.
 
 The command line is `python -m tests.conformance.gpu_worker KERNELS FILE ...`, with the arguments of a worker. KERNELS
-is one of `test_gpu_engine.PATHS`. FILE gets a line for each exchange and each capture, in order.
+is `reference` or `gpu`. FILE gets a line for each exchange and each capture, in order.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import torch
 
 from loramux.engine.device.accelerator import DeviceMemory, HostAccelerator
 from loramux.engine.device.backend import Backend
+from loramux.engine.execution import step_shape
 from loramux.engine.loop import assembly
 from loramux.engine.parallel.process_groups import GlooGroup
 from loramux.engine.server import worker_process
 from tests.engine.device.gpu_backend import capture_early, gpu_backend, plain_backend
+from tests.kernels.gpu.interpreted import HAS_GPU
 
 FREE_BYTES = (2 << 30) + (48 << 20), (2 << 30) + (40 << 20)
 """Free memory of the devices of worker 0 and worker 1."""
@@ -44,20 +48,26 @@ class RecordingAccelerator(HostAccelerator):
 def recording_backend(
     kernels: str, worker: int, note: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> Backend:
-    """The GPU's path of a worker. Notes the exchanges of this process and its captures."""
+    """The backend of a worker. Notes the exchanges of this process and its captures."""
     for name in ("sum", "join_columns", "broadcast"):
         exchange = getattr(GlooGroup, name)
 
         def noted(group: GlooGroup, x: torch.Tensor, name: str = name, exchange: Any = exchange) -> Any:
-            note(f"{name} {tuple(x.shape)}")
+            if group._group is not None:
+                note(f"{name} {tuple(x.shape)}")
             return exchange(group, x)
 
         monkeypatch.setattr(GlooGroup, name, noted)
+    if HAS_GPU and kernels == "gpu":
+        # Gloo's exchanges cannot be captured.
+        monkeypatch.setattr(step_shape, "MAX_GRAPH_TOKENS", 0)
+        return gpu_backend(monkeypatch)
     accelerator = RecordingAccelerator(worker, note)
     if kernels == "gpu":
         return replace(gpu_backend(monkeypatch), accelerator=accelerator)
     capture_early(monkeypatch)
-    return plain_backend(accelerator, compiles=True)
+    # Worker 0 runs all shapes before the workers are connected, as if to compile their kernels.
+    return replace(plain_backend(accelerator, compiles=True), compile_ahead=lambda launch, num_processes: launch())
 
 
 if __name__ == "__main__":

@@ -646,6 +646,12 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         LLM(DEMO_BASE, device="cpu", max_batch_tokens=1)
 
 
+def test_a_base_is_not_divided_among_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_door, "resolve_device", lambda device: "cuda")
+    with pytest.raises(ConfigNotUsable, match=r"^LLM cannot divide a base among GPUs so far.*: use loramux serve, or"):
+        LLM(DEMO_BASE, tensor_parallel_size=2)
+
+
 def test_two_engines_can_use_one_directory(llm: LLM) -> None:
     with LLM(DEMO_BASE, ADAPTERS, device="cpu", dtype="float32", pool_bytes=16 << 20) as other:
         one, two = (each.generate(PROMPT, adapter="json", max_tokens=8, sampling=GREEDY)[0] for each in (llm, other))

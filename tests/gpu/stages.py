@@ -38,6 +38,7 @@ ENGINE_FILES = (
     "conformance/test_quantized_experts.py::test_experts_are_served_from_their_codes",
     "conformance/test_trained_rows.py::test_the_gpu_path_equals_peft",
 )
+WORKER_FILES = ("engine/parallel/test_process_groups.py", "conformance/test_tensor_parallel_gpus.py")
 REGISTRATION_FILES = ("engine/device/test_cuda.py",)
 
 SANITIZER = "compute-sanitizer"
@@ -113,6 +114,10 @@ def engine(setting: Setting) -> Plan:
     return shares(setting, ENGINE_FILES, num_processes=setting.num_processes)
 
 
+def workers(setting: Setting) -> Plan:
+    return shares(setting, WORKER_FILES)
+
+
 def registration(setting: Setting) -> Plan:
     return shares(setting, REGISTRATION_FILES)
 
@@ -139,6 +144,7 @@ STAGES = (
     Stage("versions", 40, versions),
     Stage("kernels", 200, kernels),
     Stage("engine", 120, engine),
+    Stage("workers", 60, workers),
     Stage("registration", 40, registration),
     # Without the cache, each tensor has its own allocation, so the tool knows where the tensor ends.
     Stage("memcheck", 60, sanitized("memcheck", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})),
