@@ -134,8 +134,9 @@ class Workers:
         processes = {os.pidfd_open(worker.process.pid): worker for worker in self._workers}
         ended = wait(processes)
         if not self._is_closed.wait(END_GRACE_S):
-            for descriptor in ended:
-                print(processes[descriptor].how_it_ended, file=sys.stderr, flush=True)
+            for descriptor, worker in processes.items():
+                if descriptor in ended:
+                    print(worker.how_it_ended, file=sys.stderr, flush=True)
             os._exit(1)
 
     def _join_group(self) -> None:

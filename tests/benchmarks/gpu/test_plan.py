@@ -89,7 +89,7 @@ def test_open_runs_list_what_comes_first_and_the_size_of_their_parts() -> None:
 
 def test_runs_are_ordered_by_what_a_card_returns() -> None:
     order = ["trace", "prefill", "step", "attention", "lora", "s_lora", "s_lora_fp8", "context", "fused", "serving"]
-    assert [run.name for run in RUNS] == ["tests", *order, "cold", "mixture", "codes", "hybrid", "peer"]
+    assert [run.name for run in RUNS] == ["tests", "workers", *order, "cold", "mixture", "codes", "hybrid", "peer"]
     assert RUNS[-1].before, "the peer's parts must be brought first"
 
 
