@@ -245,6 +245,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
             _pytest(
                 "tests/conformance/test_tensor_parallel.py",
                 "tests/conformance/test_tensor_parallel_bases.py",
+                "tests/conformance/test_tensor_parallel_gpus.py",
                 "tests/conformance/test_parallel_life.py",
                 "tests/admin/serving/test_tensor_parallel_server.py",
                 "tests/admin/serving/test_dying_workers.py",

@@ -50,7 +50,7 @@ class ProcessGroup:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the exchanges of this process."""
+        """End the exchanges of this process. Otherwise, gloo's threads would abort the process when it exits."""
         self._group = None
 
     def sum(self, y: torch.Tensor) -> torch.Tensor:
@@ -76,10 +76,6 @@ class GlooGroup(ProcessGroup):
     """Exchanges tensors over the loopback interface."""
 
     reports_ends = True
-
-    def close(self) -> None:
-        """End the threads that exchange tensors. Otherwise, they would abort the process when it exits."""
-        super().close()
 
     def _connected(self, store: Any) -> Any:
         gloo = _distributed.ProcessGroupGloo
