@@ -576,14 +576,16 @@ class Settings(ModelSettings):
     def _are_different(cls, devices: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
         twice = [device for device in devices if devices.count(device) > 1]
         if twice:
-            raise ValueError(f"two engines cannot share a GPU, but {twice[0]} is named twice")
+            raise ValueError(f"a GPU cannot be used twice, but {twice[0]} is named twice")
         size, num_workers = info.data.get("data_parallel_size"), info.data.get("tensor_parallel_size") or 1
-        if len(devices) % num_workers:
+        num_engines = size or max(1, len(devices) // num_workers)
+        if devices and num_engines * num_workers != len(devices):
+            engines = f"{num_engines} engine{'s' * (num_engines > 1)}"
+            workers = f" of {num_workers} workers" if num_workers > 1 else ""
+            needed = f"need{'s' * (num_engines == 1)} {num_engines * num_workers}"
             raise ValueError(
-                f"it names {len(devices)} GPUs, but each engine needs {num_workers} (tensor_parallel_size)"
+                f"it names {len(devices)} GPU{'s' * (len(devices) > 1)}, but {engines}{workers} {needed}: name as many"
             )
-        if devices and size is not None and size * num_workers != len(devices):
-            raise ValueError(f"it names {len(devices)} GPUs, but data_parallel_size is {size}: remove one of them")
         if devices and info.data.get("device") == "cpu":
             raise ValueError("it names GPUs, but device is cpu: remove one of them")
         return devices

@@ -119,7 +119,8 @@ def serve(
     devices: Annotated[
         str | None,
         typer.Option(
-            help="Numbers of the GPUs that run the engines, one on each, such as 0,1 (default: the first ones)."
+            help="Numbers of the GPUs that run the engines, such as 0,1: one for each engine or, with "
+            "--tensor-parallel-size, for each of its processes (default: the first ones)."
         ),
     ] = None,
     database_url: DatabaseUrl = None,

@@ -282,17 +282,28 @@ def test_more_workers_than_gpus_are_refused_before_anything_starts(
         ({"data_parallel_size": 0}, "data_parallel_size is invalid: it should be greater than or equal to 1, not 0"),
         ({"data_parallel_size": -2}, "data_parallel_size is invalid: it should be greater than or equal to 1"),
         ({"data_parallel_size": 65}, "data_parallel_size is invalid: it should be less than or equal to 64"),
-        ({"devices": "0,0"}, "devices is invalid: two engines cannot share a GPU, but 0 is named twice"),
+        ({"devices": "0,0"}, "devices is invalid: a GPU cannot be used twice, but 0 is named twice"),
         ({"devices": "0,a"}, "devices is invalid: it should be numbers of GPUs with commas between them, such as 0,1"),
         ({"devices": "-1"}, "devices is invalid: it should be numbers of GPUs"),
-        ({"devices": "0,1", "data_parallel_size": 3}, "it names 2 GPUs, but data_parallel_size is 3"),
         (
-            {"devices": "0,1,2", "tensor_parallel_size": 2},
-            "it names 3 GPUs, but each engine needs 2 (tensor_parallel_size)",
+            {"devices": "0,1", "data_parallel_size": 3},
+            "devices is invalid: it names 2 GPUs, but 3 engines need 3: name as many",
+        ),
+        (
+            {"devices": "0,1", "data_parallel_size": 1},
+            "devices is invalid: it names 2 GPUs, but 1 engine needs 1: name as many",
+        ),
+        (
+            {"devices": "0", "tensor_parallel_size": 2},
+            "devices is invalid: it names 1 GPU, but 1 engine of 2 workers needs 2: name as many",
+        ),
+        (
+            {"devices": "0,1,2,3,4", "tensor_parallel_size": 2},
+            "devices is invalid: it names 5 GPUs, but 2 engines of 2 workers need 4: name as many",
         ),
         (
             {"devices": "0,1", "tensor_parallel_size": 2, "data_parallel_size": 2},
-            "it names 2 GPUs, but data_parallel_size is 2",
+            "devices is invalid: it names 2 GPUs, but 2 engines of 2 workers need 4: name as many",
         ),
         ({"devices": "0,1", "device": "cpu"}, "it names GPUs, but device is cpu"),
         ({"data_parallel_size": 2, "cluster": "local"}, "starts no engine itself: remove data_parallel_size"),
