@@ -240,4 +240,4 @@ def _show_workers(plan: WorkersPlan, device: str) -> None:
         "pool that is not divided"
     )
     if device == "cuda":
-        print_text("tensor parallelism has not been run on several GPUs yet, so this plan is only computed")
+        print_text("tensor parallelism has not been run on GPUs yet, so this plan is only computed")

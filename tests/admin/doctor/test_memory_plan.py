@@ -346,9 +346,7 @@ def test_exchanges_of_workers_are_planned(loramux: Run, tmp_path: Path) -> None:
     options = ("--tensor-parallel-size", "2", "--device", "cuda", "--pool-bytes", "64MiB")
     text = loramux("doctor", "--plan", str(tmp_path), *options)
     assert f"adds up outputs {2 * LAYERS} times, 0.2 KiB for each sequence" in text.stdout
-    assert text.stdout.endswith(
-        "tensor parallelism has not been run on several GPUs yet, so this plan is only computed\n"
-    )
+    assert text.stdout.endswith("tensor parallelism has not been run on GPUs yet, so this plan is only computed\n")
     document = json.loads(loramux("doctor", "--plan", str(tmp_path), *options, "--json").stdout)
     assert (document["num_workers"], document["workers"]["num_sums"]) == (2, 2 * LAYERS)
     [first, *_] = document["data"]
