@@ -57,7 +57,7 @@ from loramux.engine.pages.host_memory import PinnedHostMemory
 from loramux.engine.pages.host_pages import HostPages
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
-from loramux.engine.pages.pool_memory import allocate_pool, copy_page, pool_bytes_of
+from loramux.engine.pages.pool_memory import allocate_pool, copy_page, pool_bytes_of, room_for_steps
 from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.parallel.parallel_execution import ParallelCopier, ParallelExecutor
@@ -232,10 +232,13 @@ def _assemble(
     tables = SlotTables(base.target, config.max_resident_adapters, accelerator, base.decoder.outer_factors)
     accelerator.release_unused()
     # Compile before the pool is sized, so that memory cached by torch for activations does not count as free.
+    before = accelerator.memory()
     _compile_programs(base, tables)
+    after = accelerator.memory()
+    cached_bytes = 0 if before is None or after is None else before.free - after.free
     if workers is not None:
         workers.join(base_sha256(Path(config.model_dir)))
-    views, head_views = _allocate_views(base, _pool_bytes(base))
+    views, head_views = _allocate_views(base, _pool_bytes(base, cached_bytes))
     kernels = backend.make_kernels(views, base.decoder.shapes)
     pages = _page_pool(views, cache)
     policy, queue, host = new_policy(config.eviction_policy), FairQueue(), HostTier(config.host_tier_bytes)
@@ -297,15 +300,18 @@ def _assemble(
     return AssembledEngine(engine, adapters, grammars, stager, views, ready, prefixes.host.disk, workers, head_views)
 
 
-def _pool_bytes(base: LoadedBase) -> int:
+def _pool_bytes(base: LoadedBase, cached_bytes: int = 0) -> int:
     """The size of the pools of all workers, which have as many pages each. Without a setting, it follows from the free
     memory of the GPU that has the least.
+
+    `cached_bytes` is the memory that this worker has cached for activations. All others need as much, but only worker
+    0 has cached it so far.
     """
     size, workers, memory = base.config.tensor_parallel_size, base.backend.workers, base.backend.accelerator.memory()
     if workers is not None and memory is not None:
-        mine = torch.tensor([[memory.free, memory.total]], device=base.backend.device)
-        free, total = workers.join_columns(mine).view(size, 2).unbind(1)
-        memory = DeviceMemory(int(free.min()), int(total.max()))
+        mine = torch.tensor([[memory.free + cached_bytes, cached_bytes, memory.total]], device=base.backend.device)
+        free, cached, total = workers.join_columns(mine).view(size, 3).unbind(1)
+        memory = DeviceMemory(int(free.min() - cached.max()), int(total.max()))
     return pool_bytes_of(base.config.pool_bytes, memory, size)
 
 
@@ -524,28 +530,22 @@ def _warm_up(executor: Executor, base: LoadedBase) -> None:
     step.
     """
     config, cache = base.config, base.decoder.cache_layout
-    try:
-        with base.backend.reported_programs():
-            for num_prompt in (2, 1):
-                add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
-                tables = [PageTable(block_list(cache.blocks(group, 0))) for group in cache.groups]
-                sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, tables=tables)
-                sequence.state_pages = block_list([0] * cache.num_state_pages)
-                scheduled = [ScheduledSequence(sequence, num_prompt)]
-                batch = build_batch(scheduled, cache.block_tokens)
-                if base.head is not None:
-                    batch = msgspec.structs.replace(batch, head=head_rows(scheduled, num_prompt == 1))
-                executor.submit(batch).choose().tokens()
-            limits = config.max_batch_tokens, config.max_sequences
-            if base.backend.compiles and isinstance(executor, GraphExecutor):
-                executor.warm_up(reachable_shapes(*limits))
-            elif base.backend.compiles and isinstance(executor, ParallelExecutor):
-                executor.warm_up(*limits)
-    except torch.OutOfMemoryError as error:
-        raise ConfigNotUsable(
-            f"the model and the page pool leave no GPU memory for a step of {config.max_batch_tokens} tokens: "
-            "set a lower pool_bytes or max_batch_tokens"
-        ) from error
+    with room_for_steps(config.max_batch_tokens), base.backend.reported_programs():
+        for num_prompt in (2, 1):
+            add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
+            tables = [PageTable(block_list(cache.blocks(group, 0))) for group in cache.groups]
+            sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, tables=tables)
+            sequence.state_pages = block_list([0] * cache.num_state_pages)
+            scheduled = [ScheduledSequence(sequence, num_prompt)]
+            batch = build_batch(scheduled, cache.block_tokens)
+            if base.head is not None:
+                batch = msgspec.structs.replace(batch, head=head_rows(scheduled, num_prompt == 1))
+            executor.submit(batch).choose().tokens()
+        limits = config.max_batch_tokens, config.max_sequences
+        if base.backend.compiles and isinstance(executor, GraphExecutor):
+            executor.warm_up(reachable_shapes(*limits))
+        elif base.backend.compiles and isinstance(executor, ParallelExecutor):
+            executor.warm_up(*limits)
 
 
 def _make_executor(

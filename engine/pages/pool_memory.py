@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from loramux.engine.device.accelerator import DeviceMemory
 from loramux.engine.pages.pool_size import DEFAULT_BYTES, in_gib
-from loramux.engine.protocol.errors import PoolTooSmall
+from loramux.engine.protocol.errors import ConfigNotUsable, PoolTooSmall
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
 
@@ -39,6 +42,18 @@ def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None, num_devices: 
             "the GPU, or set pool_bytes to less than the free memory"
         )
     return num_devices * (memory.free - reserve)
+
+
+@contextmanager
+def room_for_steps(max_batch_tokens: int) -> Iterator[None]:
+    """Raise ConfigNotUsable if a GPU lacks memory for a step inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigNotUsable(
+            f"the model and the page pool leave no GPU memory for a step of {max_batch_tokens} tokens: "
+            "set a lower pool_bytes or max_batch_tokens"
+        ) from error
 
 
 def allocate_pool(

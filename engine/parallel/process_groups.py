@@ -56,20 +56,20 @@ class ProcessGroup:
     def sum(self, y: torch.Tensor) -> torch.Tensor:
         y = y.contiguous()
         if self._group is not None and y.numel():
-            self._group.allreduce([y], _on_current_stream(_options.AllreduceOptions())).wait()
+            _await(self._group.allreduce([y], _on_current_stream(_options.AllreduceOptions())))
         return y
 
     def join_columns(self, y: torch.Tensor) -> torch.Tensor:
         y = y.contiguous()
         parts = y.new_empty(self.size * y.shape[0], y.shape[1])
         if self._group is not None and y.numel():
-            self._group._allgather_base(parts, y, _on_current_stream(_options.AllgatherOptions())).wait()
+            _await(self._group._allgather_base(parts, y, _on_current_stream(_options.AllgatherOptions())))
         return torch.cat(parts.view(self.size, *y.shape).unbind(), dim=1)
 
     def broadcast(self, x: torch.Tensor) -> None:
         if self._group is not None and x.numel():
             # The root is worker 0.
-            self._group.broadcast([x], _on_current_stream(_options.BroadcastOptions())).wait()
+            _await(self._group.broadcast([x], _on_current_stream(_options.BroadcastOptions())))
 
 
 class GlooGroup(ProcessGroup):
@@ -96,8 +96,9 @@ class NcclGroup(ProcessGroup):
 
     def join(self) -> None:
         super().join()
-        # The first exchanges connect the workers and allocate NCCL's buffers, which must happen neither during a
-        # capture nor after the page pool has taken the free memory.
+        # The first exchanges connect the workers, before the page pool takes the free memory. NCCL may still connect
+        # them in other ways for larger tensors. The warm-up runs each shape before its capture, and the buffers that
+        # this allocates are part of the memory reserved for graphs.
         x = torch.zeros(1, 1, device=torch.device("cuda", self.worker))
         self.broadcast(self.join_columns(self.sum(x)))
         torch.cuda.synchronize(x.device)
@@ -105,6 +106,9 @@ class NcclGroup(ProcessGroup):
     def _connected(self, store: Any) -> Any:
         # The workers are on one machine. By default, NCCL would listen on its other interfaces.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        # By default, a thread of torch's would look into the file through which the workers meet once a second, also
+        # after it is deleted, for a worker that has timed out.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         nccl = _distributed.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = EXCHANGE_TIMEOUT
@@ -125,3 +129,9 @@ def _on_current_stream(options: Any) -> Any:
     """Let NCCL use the current stream. By default, it would use another one, and keep the tensors longer."""
     options.asyncOp = False
     return options
+
+
+def _await(work: Any) -> None:
+    """Wait for an exchange. NCCL returns None for one on the current stream, and later kernels wait for it there."""
+    if work is not None:
+        work.wait()

@@ -20,13 +20,11 @@ from itertools import accumulate
 
 from loramux.engine.architectures.family import PROJECTION_WIDE
 from loramux.engine.architectures.layer_heads import LayerHeads
+from loramux.engine.architectures.layer_modules import Group
 from loramux.engine.architectures.mixture_config import MixtureConfig
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.kernels.layout import LinearShape
-
-QKV, OUTPUT, GATE_UP, DOWN, ROUTER = range(5)
-"""Indices of `ModelConfig.module_groups`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +118,16 @@ def module_shards(model: ModelConfig, size: int, worker: int) -> tuple[Shard, ..
     shards = []
     for index, module in enumerate(model.modules):
         group = group_of[index]
-        if group in (OUTPUT, DOWN):
+        if group in (Group.OUTPUT, Group.DOWN):
             inputs = shares((module.in_features,), size, worker)
             shards.append(Shard(inputs, (range(module.out_features),), is_summed=True))
-        elif group == ROUTER:
+        elif group == Group.ROUTER:
             shards.append(Shard((range(module.in_features),), (range(module.out_features),)))
         else:
             ranges = (
-                _attention_outputs(model, module, size, worker) if group == QKV else _inner(model, module, size, worker)
+                _attention_outputs(model, module, size, worker)
+                if group == Group.QKV
+                else _inner(model, module, size, worker)
             )
             shards.append(Shard((range(module.in_features),), ranges))
     if model.experts is not None:

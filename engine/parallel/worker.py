@@ -13,6 +13,7 @@ from loramux.engine.adapters.slot_tables import TableWriter
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.execution.executor import Executor
 from loramux.engine.execution.graph_executor import GraphExecutor
+from loramux.engine.pages.pool_memory import room_for_steps
 from loramux.engine.parallel.worker_messages import PlaceAdapter, RunStep, ToWorker, WarmUp
 
 
@@ -52,7 +53,8 @@ class Worker:
                 self._executor.submit(message.batch)
             case WarmUp():
                 assert isinstance(self._executor, GraphExecutor)
-                self._executor.warm_up(message.shapes)
+                with room_for_steps(message.max_batch_tokens):
+                    self._executor.warm_up(message.shapes)
             case PlaceAdapter():
                 self._place(message)
 

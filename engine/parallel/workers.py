@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -36,12 +36,19 @@ END_S = 0.5
 `END_GRACE_S` of the engine process, which must still send its last traces.
 """
 
-END_GRACE_S = 1.0
+EXIT_AFTER_WORKER_S = 1.0
 """How long this process may take to end by itself after a worker, in seconds, if exchanges do not report it."""
 
 
 class WorkerLost(EngineError):
-    """A worker of a tensor-parallel engine did not start, or has ended, so the engine cannot run steps."""
+    """A worker of a tensor-parallel engine did not start, or has ended, so the engine cannot run steps.
+
+    `status` is the exit status of a worker that has ended.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +80,7 @@ class _Worker:
 
     def lost(self) -> WorkerLost:
         _end([self])
-        return WorkerLost(self.how_it_ended)
+        return WorkerLost(self.how_it_ended, self.process.returncode)
 
     @property
     def how_it_ended(self) -> str:
@@ -120,7 +127,8 @@ class Workers:
             worker.send(JOIN)
         self._join_group()
         if not self.group.reports_ends:
-            threading.Thread(target=self._follow, name="follow-workers", daemon=True).start()
+            processes = {os.pidfd_open(worker.process.pid): worker for worker in self._workers}
+            threading.Thread(target=self._follow, args=(processes,), name="follow-workers", daemon=True).start()
 
     def await_ready(self) -> None:
         """Wait until all workers are ready for steps. Raises WorkerLost with the reason if one of them is not."""
@@ -129,15 +137,21 @@ class Workers:
         # Until now, the others may have been reading the file through which they meet.
         self._directory.cleanup()
 
-    def _follow(self) -> None:
-        """Exit soon after a worker has ended, unless the workers were closed."""
-        processes = {os.pidfd_open(worker.process.pid): worker for worker in self._workers}
+    def _follow(self, processes: Mapping[int, _Worker]) -> None:
+        """Exit soon after a worker has ended, unless the workers were closed. The keys are PID file descriptors."""
         ended = wait(processes)
-        if not self._is_closed.wait(END_GRACE_S):
-            for descriptor, worker in processes.items():
-                if descriptor in ended:
-                    print(worker.how_it_ended, file=sys.stderr, flush=True)
-            os._exit(1)
+        is_closed = self._is_closed.wait(EXIT_AFTER_WORKER_S)
+        for descriptor in processes:
+            os.close(descriptor)
+        if is_closed:
+            return
+        lost = [processes[descriptor] for descriptor in processes if descriptor in ended]
+        statuses = [worker.process.poll() or 0 for worker in lost]
+        if max(statuses) <= 0:
+            # Otherwise, the last line on standard error is the worker's own.
+            for worker in lost:
+                print(worker.how_it_ended, file=sys.stderr, flush=True)
+        os._exit(max(1, *statuses))
 
     def _join_group(self) -> None:
         """Connect the workers. Raises WorkerLost as soon as one of them has ended."""

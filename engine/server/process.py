@@ -29,6 +29,7 @@ if __name__ == "__main__":
 from loramux.engine.device.device_faults import device_fault
 from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
 from loramux.engine.loop.config import EngineConfig
+from loramux.engine.parallel.workers import WorkerLost
 from loramux.engine.protocol.errors import EngineError
 from loramux.engine.protocol.messages import (
     Abort,
@@ -249,10 +250,11 @@ def main() -> None:
         spans = _open_spans(config)
         assembled = assemble_engine(config, wake, note_running=record.note_running, spans=spans)
     except (EngineError, ValueError) as error:
+        _end_with_worker(error)
         print(str(error), file=sys.stderr)
         sys.exit(EXIT_REFUSED)
     except Exception as error:
-        _end_for_device(error, "the GPU cannot be used", EXIT_REFUSED)
+        end_for_device(error, "the GPU cannot be used", EXIT_REFUSED)
         raise
     _serve(assembled, Path(sys.argv[1]), wake_read, record, ended)
     closed.set()
@@ -279,7 +281,13 @@ def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Ca
         os._exit(1)
 
 
-def _end_for_device(error: Exception, what: str, code: int) -> None:
+def _end_with_worker(error: Exception) -> None:
+    """Exit as a tensor-parallel worker did if the last line on standard error is its reason. Otherwise, return."""
+    if isinstance(error, WorkerLost) and error.status in (EXIT_REFUSED, EXIT_DEVICE_FAILED):
+        os._exit(error.status)
+
+
+def end_for_device(error: Exception, what: str, code: int) -> None:
     """Exit with a one-sentence message if the device caused the error. Otherwise, return.
 
     Nothing is torn down, because calls to a broken device may hang or print more lines after the message.
@@ -312,7 +320,8 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
         freeze_gc()
         server.serve()
     except Exception as error:
-        _end_for_device(error, "the GPU failed", EXIT_DEVICE_FAILED)
+        _end_with_worker(error)
+        end_for_device(error, "the GPU failed", EXIT_DEVICE_FAILED)
         raise
     finally:
         socket.close()

@@ -3,7 +3,8 @@
 The command line is `python -m loramux.engine.server.worker_process SOCKET MEETING NUMBER ENGINE`. SOCKET is the file
 descriptor of the connection to worker 0, the engine process, from which the configuration comes as JSON. MEETING is the
 file through which the workers find each other, NUMBER is this worker's, and ENGINE is the PID of the engine process.
-The process ends when the engine process does, however that ends.
+The process ends when the engine process does, however that ends. If it ends with EXIT_REFUSED or EXIT_DEVICE_FAILED,
+the reason is the last line on standard error.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def _work(connection: Connection, meeting: Path, number: int) -> None:
     from loramux.engine.parallel.process_groups import new_group
     from loramux.engine.protocol.errors import EngineError
     from loramux.engine.server.gc_freeze import freeze_gc
+    from loramux.engine.server.process import EXIT_DEVICE_FAILED, EXIT_REFUSED, end_for_device
 
     def join() -> None:
         base = base_sha256(Path(config.model_dir))
@@ -58,10 +60,19 @@ def _work(connection: Connection, meeting: Path, number: int) -> None:
             worker = assemble_worker(config, group, join)
         except (EngineError, ValueError) as error:
             connection.send_bytes(str(error).encode())
+            # Once the workers are connected, the engine process ends soon after a worker, and must read this before.
+            # It closes the connection then, which raises EOFError.
+            connection.recv_bytes()
             return
         connection.send_bytes(b"")
         freeze_gc()
         worker.serve(connection)
+    except EngineError as error:
+        print(str(error), file=sys.stderr, flush=True)
+        os._exit(EXIT_REFUSED)
+    except Exception as error:
+        end_for_device(error, f"the GPU of tensor-parallel worker {number} failed", EXIT_DEVICE_FAILED)
+        raise
     finally:
         group.close()
 

@@ -14,8 +14,9 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from loramux.engine.device.device_faults import MAX_FAULT, device_fault
+from loramux.engine.parallel.workers import WorkerLost
 from loramux.engine.server import process
-from loramux.engine.server.process import EXIT_DEVICE_FAILED
+from loramux.engine.server.process import EXIT_DEVICE_FAILED, EXIT_REFUSED
 from loramux.engine.server.step_record import StepRecord
 from tests.engine.device.fake_card import cuda_error, out_of_memory
 from tests.engine.server.assembled_parts import READY, Stager
@@ -134,6 +135,23 @@ class Loop:
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
     return Loop(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("status", [EXIT_REFUSED, EXIT_DEVICE_FAILED])
+def test_the_reason_of_a_worker_stays_the_last_line(
+    loop: Loop, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Ended):
+        loop.run(WorkerLost(f"tensor-parallel worker 1 has ended with exit status {status}", status), "submit")
+    assert loop.codes == [status]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_killed_worker_is_named(loop: Loop) -> None:
+    said = "tensor-parallel worker 1 has ended with exit status -9"
+    with pytest.raises(WorkerLost, match=said):
+        loop.run(WorkerLost(said, -9), "submit")
+    assert not loop.codes
 
 
 @pytest.mark.parametrize("fails_in", ["submit", "tokens"])

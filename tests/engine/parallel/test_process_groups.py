@@ -3,10 +3,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from loramux.engine.parallel import process_groups
 from loramux.engine.parallel.process_groups import GlooGroup, NcclGroup, ProcessGroup, new_group
 from tests.kernels.gpu.interpreted import HAS_GPU
 
@@ -80,6 +83,45 @@ def test_before_the_workers_are_connected_an_exchange_has_the_right_shape(device
     y = torch.ones(3, 5)
     group.broadcast(y)
     assert (group.sum(y).shape, group.join_columns(y).shape) == ((3, 5), (3, 10))
+
+
+def test_exchanges_that_return_nothing_to_wait_for_are_complete() -> None:
+    """As NCCL's are on the current stream. Before, it has written to the tensors that it was given."""
+
+    def allreduce(tensors: list[torch.Tensor], options: Any) -> None:
+        assert not options.asyncOp
+        tensors[0].mul_(2)
+
+    def allgather(parts: torch.Tensor, y: torch.Tensor, options: Any) -> None:
+        assert not options.asyncOp
+        parts.copy_(torch.cat([y, y + 1]))
+
+    def broadcast(tensors: list[torch.Tensor], options: Any) -> None:
+        assert not options.asyncOp
+        tensors[0].fill_(7)
+
+    group = new_group("cuda", Path("meeting"), 2, 1)
+    group._group = SimpleNamespace(allreduce=allreduce, _allgather_base=allgather, broadcast=broadcast)
+    y = torch.tensor([[1.0, 2.0]])
+    assert group.sum(y.clone()).tolist() == [[2, 4]]
+    assert group.join_columns(y).tolist() == [[1, 2, 2, 3]]
+    group.broadcast(y)
+    assert y.tolist() == [[7, 7]]
+
+
+def test_no_thread_of_nccl_looks_for_the_file_through_which_workers_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables: dict[str, str] = {}
+    monkeypatch.setattr(process_groups.os, "environ", variables)  # type: ignore[attr-defined]
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, *arguments: Any) -> None:
+            self.variables = dict(variables)
+
+    monkeypatch.setattr(process_groups._distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    group = new_group("cuda", Path("meeting"), 2, 1)
+    assert group._connected(None).variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
 
 
 @needs_gpu

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loramux.engine.architectures.layer_modules import Group
 from loramux.engine.architectures.model_config import ModelConfig
-from loramux.engine.parallel.sharding import ROUTER, check_sharding, module_shards, vocabulary_share, worker_config
+from loramux.engine.parallel.sharding import check_sharding, module_shards, vocabulary_share, worker_config
 from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.kernels.layout import LinearShape
 
@@ -147,7 +148,7 @@ def test_gate_and_up_of_an_expert_have_the_inner_features_of_its_down(tmp_path: 
 @pytest.mark.parametrize("family", [QWEN2_MOE, GPT_OSS, GRANITE_MOE], ids=["experts", "stacked", "fused"])
 def test_all_workers_have_the_whole_router(family: dict[str, Any], tmp_path: Path) -> None:
     model = load(tmp_path, family)
-    routers = model.module_groups[ROUTER]
+    routers = model.module_groups[Group.ROUTER]
     assert routers
     for index in routers:
         module, shard = model.modules[index], module_shards(model, 2, 1)[index]

@@ -115,21 +115,53 @@ def test_a_worker_that_ends_later_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
             started.check(WAIT_S)
 
 
+@pytest.mark.parametrize(
+    ("ends", "status", "said"),
+    [
+        ("os.kill(os.getpid(), 9)", 1, f"tensor-parallel worker 1 has ended with exit status -{signal.SIGKILL}\n"),
+        ("sys.exit(0)", 1, "tensor-parallel worker 1 has ended with exit status 0\n"),
+        ("sys.exit('no memory')", 1, "no memory\n"),
+        ("print('the GPU failed', file=sys.stderr); sys.exit(4)", 4, "the GPU failed\n"),
+    ],
+    ids=["killed", "without a reason", "with a reason", "with a reason and a status"],
+)
 def test_a_process_that_cannot_be_told_exits_soon_after_a_worker(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ends: str, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     statuses: queue.SimpleQueue[int] = queue.SimpleQueue()
-    monkeypatch.setattr(workers_module, "END_GRACE_S", 0.0)
+    monkeypatch.setattr(workers_module, "EXIT_AFTER_WORKER_S", 0.0)
     monkeypatch.setattr(workers_module.os, "_exit", statuses.put)  # type: ignore[attr-defined]
-    with workers(LOADED + "link.send_bytes(b''); " + UNTIL_CLOSED, monkeypatch) as started:
+    with workers(LOADED + f"link.send_bytes(b''); link.recv_bytes(); import os; {ends}", monkeypatch) as started:
         monkeypatch.setattr(started.group, "reports_ends", False)
         monkeypatch.setattr(started.group, "join", lambda: None)
         started.join("base")
         started.await_ready()
-        [worker] = started._workers
-        worker.process.kill()
+        started.send(RunStep.of(NO_ROWS))
+        assert statuses.get(timeout=WAIT_S) == status
+    assert capfd.readouterr().err == said
+
+
+def test_a_worker_whose_end_was_noticed_already_is_followed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    statuses: queue.SimpleQueue[int] = queue.SimpleQueue()
+    monkeypatch.setattr(workers_module, "EXIT_AFTER_WORKER_S", 0.0)
+    monkeypatch.setattr(workers_module.os, "_exit", statuses.put)  # type: ignore[attr-defined]
+    start = threading.Thread.start
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread.name == "follow-workers":
+            [worker] = started._workers
+            worker.process.kill()
+            worker.process.wait()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    with workers(LOADED + UNTIL_CLOSED, monkeypatch) as started:
+        monkeypatch.setattr(started.group, "reports_ends", False)
+        monkeypatch.setattr(started.group, "join", lambda: None)
+        started.join("base")
         assert statuses.get(timeout=WAIT_S) == 1
-    assert capfd.readouterr().err == f"tensor-parallel worker 1 has ended with exit status -{signal.SIGKILL}\n"
 
 
 def test_a_process_that_closes_its_workers_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
