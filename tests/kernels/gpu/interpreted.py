@@ -217,14 +217,19 @@ def _check_operands_once(interpreter: Any) -> None:
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
     constants: dict[tuple[Any, ...], Any] = {}
 
+    def broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
     def check_once(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
         # The first two flags allow pointers. Later ones are for divisions.
         if named or len(flags) > 2 or not isinstance(lhs, core.tensor):
             return check(self, lhs, rhs, *flags, **named)
         if isinstance(rhs, core.tensor):
             # Two pointers may not be added.
-            if lhs.type.name == rhs.type.name and not lhs.type.scalar.is_ptr():
-                return lhs, rhs
+            if lhs.type.scalar.name == rhs.type.scalar.name and not lhs.type.scalar.is_ptr():
+                return broadcast_once(self, lhs, rhs)
             return check(self, lhs, rhs, *flags)
         key = (lhs.type.name, type(rhs), rhs, flags)
         if (constant := constants.get(key)) is None:
@@ -236,10 +241,5 @@ def _check_operands_once(interpreter: Any) -> None:
             constants[key] = constant
         # An operation may replace the data of a handle.
         return lhs, self.tensor(interpreter.TensorHandle(constant.handle.data, constant.handle.dtype), constant.type)
-
-    def broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
 
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = check_once, broadcast_once
