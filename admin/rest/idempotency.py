@@ -53,7 +53,7 @@ class Replayed(Exception):
 async def begin(request: Request, services: AdminServices, principal: str) -> None:
     """Claim the idempotency key of a POST, if the call has one, for the principal.
 
-    Raises Replayed if this call has already been made. Also raises KeyInUse, OutcomeUnknown, KeyReused or
+    Raises Replayed if this call has already been made. Also raises Conflict, UnprocessableRequest or
     InvalidRequest.
     """
     key = request.headers.get(HEADER)
@@ -134,7 +134,7 @@ class IdempotentAnswers:
         try:
             await self._services.call(function, *args)  # type: ignore[arg-type]
         except SQLAlchemyError as error:
-            # The key stays claimed. A repeated call gets KeyInUse at first, and OutcomeUnknown after RUNNING_US.
+            # The key stays claimed. For RUNNING_US, repeated calls are told that the first one is still running.
             log.warning("an idempotency key could not be written", error=str(error))
 
 
