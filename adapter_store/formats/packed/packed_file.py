@@ -128,8 +128,8 @@ def read_open_packed(
     """Read a packed adapter from an open file into memory that `allocate` returns, verifying every byte.
 
     Raises AdapterCorrupt if a checksum does not match, or if the file belongs to another adapter or target than
-    requested. The payload is read in order, directly into the memory from `allocate`, and `check` processes each chunk as it is
-    read. Payload bytes that arrived with the header are read again.
+    requested. The payload is read in order, directly into that memory, and `check` processes each chunk as it is read.
+    Payload bytes that arrived with the header are read again.
     """
     header, payload_begin = _read_header(descriptor)
     try:
