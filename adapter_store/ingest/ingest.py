@@ -29,7 +29,7 @@ from loramux.adapter_store.ingest.base_validation import BaseValidation
 from loramux.adapter_store.ingest.claims import LEASE_S, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook, no_op
 from loramux.adapter_store.ingest.file_validation import FileValidation
-from loramux.adapter_store.ingest.janitor import Janitor
+from loramux.adapter_store.ingest.janitor import delete_orphans
 from loramux.adapter_store.ingest.kept_files import KeptFiles
 from loramux.adapter_store.ingest.purge_rows import PurgeRows
 from loramux.adapter_store.ingest.purged_blobs import PurgedBlobs
@@ -129,7 +129,6 @@ class Ingest:
         """
         if registry.base_id is not None:
             self.for_base = BaseValidation(registry.database, blobs, validation, scratch_dir, registry.base_id, lease_s)
-        self._janitor = Janitor(self._upload_rows, blobs)
         self.purge_rows = PurgeRows(registry.database)
         self.purged_blobs = PurgedBlobs(registry.database, blobs)
         self._lifetime_s = upload_lifetime_s
@@ -294,7 +293,7 @@ class Ingest:
         kept = self._kept_files.upload_ids
         for upload_id in kept - self._upload_rows.uploads_in_use(kept):
             self._kept_files.forget(upload_id)
-        self._janitor.clear_up()
+        delete_orphans(self._upload_rows, self._blobs)
         self.purged_blobs.clear_up()
 
     def _presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
