@@ -35,19 +35,6 @@ def cache_triggers(dialect: str) -> set[tuple[str, str]]:
     return {(table, name) for table in CACHED_TABLES for name, _ in _sqlite_triggers(table)}
 
 
-def remove_cache_triggers(connection: Connection) -> None:
-    """Drop the triggers before an upgrade, because PostgreSQL cannot alter a table with pending deferred triggers."""
-    tables = set(inspect(connection).get_table_names())
-    for table in CACHED_TABLES:
-        if table not in tables:
-            continue
-        if connection.dialect.name == "postgresql":
-            connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS caches_changed ON {table}")
-        else:
-            for name, _ in _sqlite_triggers(table):
-                connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS {name}")
-
-
 def install_cache_triggers(connection: Connection) -> None:
     """Create the triggers after an upgrade. Does nothing if the schema has no `signals` table yet."""
     tables = set(inspect(connection).get_table_names())

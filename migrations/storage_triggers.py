@@ -48,19 +48,6 @@ def storage_triggers(dialect: str) -> set[tuple[str, str]]:
     return {(table, _sqlite_trigger(table, change)) for table in SIZES for change in _SQLITE}
 
 
-def remove_storage_triggers(connection: Connection) -> None:
-    """Drop the triggers before an upgrade, because PostgreSQL cannot alter a table with pending deferred triggers."""
-    tables = set(inspect(connection).get_table_names())
-    for table in SIZES:
-        if table not in tables:
-            continue
-        if connection.dialect.name == "postgresql":
-            connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS stored_bytes_changed ON {table}")
-        else:
-            for change in _SQLITE:
-                connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS {_sqlite_trigger(table, change)}")
-
-
 def install_storage_triggers(connection: Connection) -> None:
     """Create the triggers after an upgrade. Does nothing if the schema has no `stored_bytes` table yet."""
     if "stored_bytes" not in inspect(connection).get_table_names():
