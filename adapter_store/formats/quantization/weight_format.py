@@ -35,7 +35,7 @@ class WeightFormat(Protocol):
 
     def weight_name(self, module: str) -> str:
         """Return the weight's name in a checkpoint that is not quantised."""
-        ...
+        return f"{module}.weight"
 
     def shape(self, parts: Parts) -> tuple[int, ...]: ...
 
