@@ -307,11 +307,13 @@ def test_tenant_with_running_or_past_requests_is_not_deleted(
     admission, tenants = Admission(clocked), Tenants(clocked)
     reservation = admission.reserve(make_request())
     assert ApiKeys(clocked).revoke(acme_key)
-    with pytest.raises(Conflict, match="suspend it instead"):
+    with pytest.raises(Conflict) as caught:
         tenants.delete(acme.id)
+    assert caught.value.code == "tenant_in_use"
     assert admission.settle(reservation.request_id, used(10, 5))
-    with pytest.raises(Conflict, match="suspend it instead"):
+    with pytest.raises(Conflict) as caught:
         tenants.delete(acme.id)
+    assert caught.value.code == "tenant_in_use"
     with clocked.write() as connection:
         connection.execute(delete(schema.usage_events))
     assert tenants.delete(acme.id)

@@ -102,11 +102,13 @@ def test_erased_tenant_leaves_exact_sums_and_no_names(
     before = totals(database, end_us, *groups)
     assert sum(tokens for _, tokens in before.values()) == 8 * 7
     eraser = UsageErasure(database)
-    with pytest.raises(Conflict, match="suspend the tenant first"):
+    with pytest.raises(Conflict) as caught:
         tenants.purge(gone.id)
+    assert caught.value.code == "tenant_active"
     tenants.update(gone.id, TenantChanges(state="suspended"), lambda tenant: None)
-    with pytest.raises(Conflict, match="still has"):
+    with pytest.raises(Conflict) as caught:
         tenants.purge(gone.id)
+    assert caught.value.code == "tenant_in_use"
     assert (eraser.count(gone.id), eraser.erase(gone.id), eraser.erase(gone.id)) == (6, 6, 0)
     assert tenants.purge(gone.id).num_keys == 1
     after = totals(database, end_us, *groups)
