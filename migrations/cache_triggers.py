@@ -8,6 +8,8 @@ from __future__ import annotations
 from sqlalchemy import Connection, inspect
 
 CACHED_TABLES = ("api_keys", "tenants", "quota_policies")
+"""An upgrade locks the tables in this order. A change of a quota also locks the tenant before its policies."""
+
 CHANNEL = "loramux_caches"
 """PostgreSQL channel that is notified when a change to a cached row commits."""
 
@@ -28,11 +30,11 @@ _SQLITE_COUNT = (
 )
 
 
-def cache_triggers(dialect: str) -> set[tuple[str, str]]:
-    """Return the table and the name of each trigger."""
+def cache_triggers(dialect: str) -> list[tuple[str, str]]:
+    """Return the table and the name of each trigger, in the order of CACHED_TABLES."""
     if dialect == "postgresql":
-        return {(table, "caches_changed") for table in CACHED_TABLES}
-    return {(table, name) for table in CACHED_TABLES for name, _ in _sqlite_triggers(table)}
+        return [(table, "caches_changed") for table in CACHED_TABLES]
+    return [(table, name) for table in CACHED_TABLES for name, _ in _sqlite_triggers(table)]
 
 
 def install_cache_triggers(connection: Connection) -> None:

@@ -29,7 +29,7 @@ def _is_current(connection: Connection) -> bool:
     else:
         query = "SELECT tbl_name, name FROM sqlite_master WHERE type = 'trigger'"
     found = {(table, name) for table, name in connection.exec_driver_sql(query)}
-    return cache_triggers(dialect) | storage_triggers(dialect) <= found
+    return {*cache_triggers(dialect), *storage_triggers(dialect)} <= found
 
 
 def _wait_for_writers(connection: Connection) -> None:
@@ -48,7 +48,7 @@ def _wait_for_writers(connection: Connection) -> None:
 def _remove_triggers(connection: Connection) -> None:
     """Drop the triggers before an upgrade, because PostgreSQL cannot alter a table with pending deferred triggers."""
     dialect, tables = connection.dialect.name, set(inspect(connection).get_table_names())
-    for table, name in sorted(cache_triggers(dialect) | storage_triggers(dialect)):
+    for table, name in (*cache_triggers(dialect), *storage_triggers(dialect)):
         if table in tables:
             place = f" ON {table}" if dialect == "postgresql" else ""
             connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS {name}{place}")

@@ -41,11 +41,11 @@ _SQLITE = {
 }
 
 
-def storage_triggers(dialect: str) -> set[tuple[str, str]]:
-    """Return the table and the name of each trigger."""
+def storage_triggers(dialect: str) -> list[tuple[str, str]]:
+    """Return the table and the name of each trigger, in the order of SIZES."""
     if dialect == "postgresql":
-        return {(table, "stored_bytes_changed") for table in SIZES}
-    return {(table, _sqlite_trigger(table, change)) for table in SIZES for change in _SQLITE}
+        return [(table, "stored_bytes_changed") for table in SIZES]
+    return [(table, _sqlite_trigger(table, change)) for table in SIZES for change in _SQLITE]
 
 
 def install_storage_triggers(connection: Connection) -> None:
