@@ -22,6 +22,8 @@ class WeightFormat(Protocol):
     tensors of a weight, including ignored ones.
     """
 
+    __slots__ = ()
+
     suffixes: ClassVar[tuple[str, ...]]
 
     @property
