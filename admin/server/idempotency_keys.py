@@ -43,7 +43,11 @@ class IdempotencyKeys:
         self._database = database
 
     def claim(self, principal: str, key: str, request_sha256: bytes) -> Claim | StoredAnswer:
-        """Claim the key for a call, or return the stored response. Raises Conflict or UnprocessableRequest."""
+        """Claim the key for a call, or return the stored response.
+
+        Raises Conflict if the first call with this key is still running or its outcome is unknown, and
+        UnprocessableRequest if the key was used for another call.
+        """
         claim = Claim(principal, hashlib.sha256(key.encode()).digest())
         try:
             with self._database.write() as connection:

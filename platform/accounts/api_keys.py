@@ -220,7 +220,10 @@ class ApiKeys:
         The current secret stays valid for `grace_us` microseconds. An older secret that is still valid expires
         immediately. With `keep_previous`, it is the other way round: the current secret, which nobody has received,
         expires immediately, and the older one keeps its grace period. If the key was not rotated within the last hour,
-        the rotation did not happen, and the current secret is in use. Raises Conflict.
+        the rotation did not happen, and the current secret is in use.
+
+        Raises Conflict if the key is revoked, and with `keep_previous` also if the key was not rotated within the last
+        hour or has no older secret that is still valid.
         """
         table = schema.api_keys
         with self._database.write() as connection:

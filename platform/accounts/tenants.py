@@ -185,10 +185,9 @@ class Tenants:
         return _tenant(row)
 
     def delete(self, tenant_id: str) -> bool:
-        """Delete a tenant that has no adapters, unrevoked keys, prices or usage.
+        """Delete a tenant. Raises Conflict if it has adapters, unrevoked keys, prices or usage.
 
-        Its revoked keys, quotas, grants and stored objects are deleted, too. Returns False if there is no such
-        tenant. Raises Conflict.
+        Its revoked keys, quotas, grants and stored objects are deleted, too. Returns False if there is no such tenant.
         """
         problem = "the tenant has adapters, unrevoked keys, prices or usage: suspend it instead"
         in_use = Conflict(problem, code="tenant_in_use")

@@ -52,8 +52,8 @@ class PriceList:
     ) -> Price:
         """Add a price. By default it takes effect after `NOTICE_US`, when every gateway has read it.
 
-        `cached_nanos` defaults to `prompt_nanos`. Raises InvalidRequest with the field's name, NotFound, or
-        Conflict.
+        `cached_nanos` defaults to `prompt_nanos`. Raises InvalidRequest with the field's name, NotFound for an unknown
+        tenant or adapter, or Conflict if another price for the same owner and scope takes effect at the same time.
         """
         cached_nanos = prompt_nanos if cached_nanos is None else cached_nanos
         _check(scope, prompt_nanos, cached_nanos, completion_nanos, currency)
@@ -124,7 +124,9 @@ class PriceList:
         return None if row is None else _price(row)
 
     def withdraw(self, price_id: str) -> None:
-        """Withdraw a future price. Raises NotFound or Conflict."""
+        """Withdraw a future price. Raises NotFound, or Conflict if the price is in force or will be within
+        `NOTICE_US`.
+        """
         prices = schema.prices
         with self._database.write() as connection:
             now_us = self._lock(connection)
