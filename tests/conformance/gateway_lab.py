@@ -38,6 +38,8 @@ from tests.platform.tool_base import make_tool_base
 from tests.ports import free_port
 
 PATIENCE_S = 60.0
+MAX_MODEL_LEN = 4096
+"""Context of the lab's base. It is long enough for several grants of tokens."""
 
 
 @dataclass(slots=True)
@@ -416,6 +418,8 @@ def until(is_so: Any, why: Any = lambda: "", patience_s: float = PATIENCE_S) -> 
 
 def make_lab_base(folder: Path, demo_base: Path) -> Path:
     model = make_tool_base(folder)
+    config = json.loads((model / "config.json").read_bytes())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MAX_MODEL_LEN}))
     # The engine computes nothing with the weights, but gateways compare their digest.
     shutil.copy(demo_base / "model.safetensors", model)
     return model

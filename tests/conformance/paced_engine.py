@@ -9,6 +9,7 @@ killed, it also records the arrival and each output of a sequence in the file EN
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -33,7 +34,6 @@ from tests.engine.simulated_engine import simulate_engine
 from tests.platform.ready_adapters import digest_of
 
 STEP_S = 0.01
-MAX_MODEL_LEN = 4096
 VOCAB_SIZE, EOS = 1024, 1
 """Size of the vocabulary and end-of-sequence token of the demo's base."""
 
@@ -44,6 +44,7 @@ def main() -> None:
     max_sequences = 256
     if record_fd is not None:
         max_sequences = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig).max_sequences
+    max_model_len = json.loads((model / "config.json").read_bytes())["max_position_embeddings"]
     wake, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     # A real engine drafts only in small steps, which the load of the labs leaves too rarely.
@@ -52,7 +53,7 @@ def main() -> None:
         num_pages=8192,
         max_batch_tokens=2048,
         max_sequences=max_sequences,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         adapters={digest_of(name): 1 for name in LAB_ADAPTERS},
         eos=(EOS,),
         vocab_size=VOCAB_SIZE,
@@ -65,7 +66,7 @@ def main() -> None:
         max_draft_rows=1024,
     )
     ready = EngineReady(
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         num_pages=8192,
         page_tokens=16,
         max_sequences=max_sequences,

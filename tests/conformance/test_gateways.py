@@ -33,6 +33,7 @@ from tests.conformance.drawn_requests import (
 from tests.conformance.engines_lab import EnginesLab
 from tests.conformance.fleet_lab import FleetLab
 from tests.conformance.gateway_lab import (
+    MAX_MODEL_LEN,
     GatewayLab,
     LabGateway,
     gateway_lab,
@@ -42,7 +43,7 @@ from tests.conformance.gateway_lab import (
     usage_of,
 )
 from tests.conformance.noted_ends import DraftCounts
-from tests.conformance.paced_engine import MAX_MODEL_LEN, STEP_S
+from tests.conformance.paced_engine import STEP_S
 from tests.postgres import create_database
 from tests.reliability.record import recorded
 
@@ -200,15 +201,14 @@ def test_answers_with_drafts_end_where_the_quota_does(lab: GatewayLab) -> None:
         assert not [one for one in lab.events_of(tenant.id).values() if not lab.truths()[one.request_id].fits(one)]
     print(f"\n{num_rounds * num_chats} chats, {num_cut} ended by the quota, {DraftCounts.total(counts)}")
     assert num_cut > num_rounds
-    check_drafted(DraftCounts.total(counts), 100 * num_rounds, has_grammars=False)
+    check_drafted(DraftCounts.total(counts), 100 * num_rounds)
 
 
-def check_drafted(counts: DraftCounts, least: int, *, has_grammars: bool = True) -> None:
-    """Check that the campaign had drafts. Drafts that grammars force are never wrong."""
-    for source in ("text", "prediction"):
+def check_drafted(counts: DraftCounts, least: int, sources: Iterable[str] = ("text", "prediction")) -> None:
+    """Check that the campaign had this many accepted and rejected drafts."""
+    for source in sources:
         assert counts.accepted[source] >= least, counts
         assert counts.rejected(source) >= least, counts
-    assert not has_grammars or counts.accepted["grammar"] >= least, counts
 
 
 @pytest.mark.parametrize("num_streams", [60, pytest.param(NUM_CUTS, marks=campaign)], ids=["few", "many"])
@@ -260,7 +260,7 @@ def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab:
     )
     assert num_cut > num_streams / 5
     if num_streams >= 1000:
-        check_drafted(drafts, num_streams // 20)
+        check_drafted(drafts, num_streams // 50)
     with recorded("disconnects", disconnects=num_cut, wrong_bills=len(wrong)):
         assert wrong == []
 
@@ -327,7 +327,7 @@ def test_gateways_stopped_under_load_finish_their_streams(lab: GatewayLab) -> No
         f"{total} tokens, {len(cut)} streams cut, {len(wrong)} bills wrong, {batches}, "
         f"{drafts}"
     )
-    check_drafted(drafts, 10 * NUM_STOPS)
+    check_drafted(drafts, 3 * NUM_STOPS)
     with recorded("stops", stops=num_done, cut=len(cut), wrong_bills=len(wrong)):
         assert cut == []
         assert wrong == []
@@ -352,7 +352,8 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
         streams = [asyncio.create_task(send(gateway.port, key, request)) for gateway, request in requests]
 
         async def kill(gateway: LabGateway) -> None:
-            await asyncio.sleep(dice.uniform(0.0, 1.5) if dice.random() < 0.9 else 14.0)
+            is_early = num_kills == 1 or dice.random() < 0.9
+            await asyncio.sleep(dice.uniform(0.0, 1.5) if is_early else 14.0)
             await asyncio.to_thread(lab.kill, gateway)
 
         await asyncio.gather(*map(kill, together))
@@ -407,7 +408,8 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
         f"{num_long} with tokens that a checkpoint must know, at most {most_under} tokens under, {batches}, {drafts}"
     )
     if num_kills > 1:
-        check_drafted(drafts, num_kills)
+        # A killed engine does not note its drafts.
+        check_drafted(drafts, num_kills, sources=("text",))
     with recorded("kills", kills=num_done, unsettled=len(unsettled), undercounted=is_under):
         assert not unsettled, "each request is settled once"
         assert not is_under
