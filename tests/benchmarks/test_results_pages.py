@@ -130,7 +130,8 @@ QUOTED = (
         "speculation-schemas-smollm2-avx512",
         lambda one: [one["cases"][kind]["speedup"] for kind in ("schema", "sixteen schemas")],
     ),
-    Quoted("conversations", "one busy core: {:.2f}", "conversations-small-avx512", lambda one: [one["ratio"]]),
+    Quoted("conversations", "small model, six tenants: {:.2f}", "conversations-small-amx", lambda one: [one["ratio"]]),
+    Quoted("conversations", "tiny model, 200 tenants: {:.2f}", "conversations-tiny-amx", lambda one: [one["ratio"]]),
     Quoted(
         "shared-context",
         "{:.2f} and {:.2f}; activated adapters {:.2f} and {:.2f}",

@@ -1,7 +1,8 @@
 """Mutates valid files and answers, and reads them: `python -m tests.reliability.fuzzing [--runs N] [READER ...]`.
 
-A reader may return or raise the errors that it documents. Any other error is a crash. A case may take one second and
-256 MB of address space. The seed determines all cases. A case that fails is written to `--out`.
+A reader may return or raise the errors that it documents. Any other error is a crash. A case may take one second of
+processor time, a minute in all, and 256 MB of address space. The seed determines all cases. A case that fails is
+written to `--out`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.formats.files.tensor_file import TensorFile
 from loramux.adapter_store.formats.packed.canonical import write_canonical
-from loramux.adapter_store.formats.packed.packed_file import read_packed, write_packed
+from loramux.adapter_store.formats.packed.packed_file import write_packed
 from loramux.adapter_store.formats.packed.packing import pack
 from loramux.adapter_store.formats.version_files.added_vocabulary import (
     AddedToken,
@@ -42,12 +43,16 @@ from loramux.engine.protocol.errors import EngineError
 from loramux.platform.tool_calls.parsers import PARSERS
 from tests.adapter_store.adapter_files import AdapterMaker
 from tests.adapter_store.gguf.llama_cpp import write_gguf
+from tests.adapter_store.packed_files import read_packed
 from tests.adapter_store.small_base import make_target
 from tests.demo_base import DEMO_BASE
 from tests.platform.tool_calls.recorded import RECORDED
 from tests.reliability.record import recorded
 
 LIMIT_S = 1.0
+WAIT_LIMIT_S = 60.0
+"""Longest time of a case in all, for one that waits. LIMIT_S is processor time, so that other programs do not count."""
+
 LIMIT_BYTES = 256 << 20
 LARGEST_BYTES = 1 << 20
 """Longest case. Mutations repeat parts of a case."""
@@ -65,7 +70,7 @@ ODD = (
 
 
 class TookTooLong(BaseException):
-    """A case ran for more than LIMIT_S. Not an Exception, so that no reader catches it."""
+    """A case ran for more than LIMIT_S or WAIT_LIMIT_S. Not an Exception, so that no reader catches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,22 +179,27 @@ def mutated(seeds: Sequence[bytes], dice: random.Random) -> bytes:
 
 @contextmanager
 def limits(limit_s: float, limit_bytes: int | None) -> Iterator[None]:
-    """Raise TookTooLong after a time. Allow this much more address space than is in use, unless it is None."""
+    """Raise TookTooLong after `limit_s` seconds of processor time or WAIT_LIMIT_S. Allow this much more address space
+    than is in use, unless it is None.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise TookTooLong
 
-    before = signal.signal(signal.SIGALRM, end)
+    before = {number: signal.signal(number, end) for number in (signal.SIGPROF, signal.SIGALRM)}
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if limit_bytes is not None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + limit_bytes, hard))
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, WAIT_LIMIT_S)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 

@@ -24,6 +24,10 @@ import uvloop
 MAX_IDLE_S = 30.0
 """A connection that has been idle for longer is not used again, in seconds. The server closes it after 75 s."""
 
+RETRY_S = 1.0
+"""How long one of a number of clients waits after a refusal, in seconds."""
+
+REFUSALS = (429, 503)
 NUM_PROMPT_TOKENS = 48
 TOKENS = [str(token) for token in range(3, 500)]
 
@@ -42,7 +46,9 @@ class LoadSettings:
     objective_s: float
     """A first token within this time counts as in time."""
     rate: float | None = None
-    """Requests per second, as a Poisson process. None: each of `num_clients` sends its next request after an answer."""
+    """Requests per second, as a Poisson process. None: each of `num_clients` sends its next request after an answer, or
+    RETRY_S after a refusal.
+    """
     num_clients: int = 1
     max_tokens: int = 64
 
@@ -76,7 +82,7 @@ class Counted:
 
     @property
     def num_refused(self) -> int:
-        return self.statuses.get("429", 0) + self.statuses.get("503", 0)
+        return sum(self.statuses.get(str(status), 0) for status in REFUSALS)
 
 
 @dataclass(slots=True)
@@ -93,7 +99,7 @@ class _Seen:
         self.statuses[str(answer.status)] += 1
         if answer.first_token_s is not None:
             self.first_token_s.append(answer.first_token_s)
-        if answer.status in (429, 503):
+        if answer.status in REFUSALS:
             self.refusal_s.append(answer.seconds)
         if answer.is_complete and answer.first_token_s is not None:
             self.num_complete += 1
@@ -188,7 +194,7 @@ class _Load:
         if settings.rate is None:
             await asyncio.gather(*(self._one_after_another(end_s) for _ in range(settings.num_clients)))
         else:
-            under_way: set[asyncio.Task[None]] = set()
+            under_way: set[asyncio.Task[_Answer]] = set()
             next_s = began_s
             while (next_s := next_s + self._dice.expovariate(settings.rate)) < end_s:
                 await asyncio.sleep(max(0.0, next_s - time.monotonic()))
@@ -203,14 +209,17 @@ class _Load:
 
     async def _one_after_another(self, end_s: float) -> None:
         while time.monotonic() < end_s:
-            await self._ask()
+            if (await self._ask()).status in REFUSALS:
+                await asyncio.sleep(RETRY_S)
 
-    async def _ask(self) -> None:
+    async def _ask(self) -> _Answer:
         connection = await self._connection()
-        self.seen.add(await connection.ask(self._request()))
+        answer = await connection.ask(self._request())
+        self.seen.add(answer)
         if not connection.is_lost:
             connection.idle_since_s = time.monotonic()
             self._idle.append(connection)
+        return answer
 
     async def _connection(self) -> _Connection:
         while self._idle:

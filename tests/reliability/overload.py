@@ -1,11 +1,12 @@
 """Asks a server for ten times what it can do: `python -m tests.reliability.overload [--tenants N] [--minutes M]`.
 
-A real server with the demo's base serves thousands of random adapters of hundreds of tenants, each of which asks for
-more than its share, half of the requests in the tier `default` and half in `flex`. First, the capacity is measured with
-as many requests as there are slots, and the goodput at that rate. Two groups of polite tenants, one of the tier
-`priority` and one of `default`, send half of what their shares allow, first alone and then beside the overload.
+A real server serves thousands of random adapters of hundreds of tenants, each of which asks for more than its share,
+half of the requests in the tier `default` and half in `flex`. The base is SmolLM2-135M-Instruct, which the first run
+downloads. First, the capacity is measured with as many requests as there are slots, and the goodput at that rate. Two
+groups of polite tenants, one of the tier `priority` and one of `default`, send half of what their shares allow, first
+alone, then while the others ask for nine tenths of the capacity, and then beside the overload.
 
-The server is built for one machine that it shares with the load, so all figures are those of a busy machine.
+The server, the load and the engine share one machine, so all figures are those of a busy machine.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+
+from rich.console import Console
 
 from benchmarks.s_lora.adapters import make_adapters
 from loramux.adapter_store.registry.bases import Bases
@@ -31,12 +34,28 @@ from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from tests.conformance.demo_adapters import DEMO
 from tests.conformance.served import Deployment, deployment
 from tests.platform.ready_adapters import add_ready_adapter
+from tests.real.models import prepare as prepare_model
 from tests.reliability.growth import growth
 from tests.reliability.open_loop import Counted, LoadSettings
 from tests.reliability.process_samples import Sampler, process_usage
 from tests.reliability.record import recorded
 
-RANK = 8
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """A base, and what it needs: the rank of its adapters, and a pool that is full before the overload begins."""
+
+    directory: Callable[[], Path]
+    rank: int
+    pool_bytes: str
+
+
+def _smollm2() -> Path:
+    return prepare_model("smollm2", Console()).directory
+
+
+STANDS = {"smollm2": Stand(_smollm2, 1, "128MiB"), "demo": Stand(lambda: DEMO / "base", 8, "64MiB")}
+
 CROWD_TIERS = ("default", "flex")
 POLITE_TIERS = ("priority", "default")
 POLITE_SHARE = 0.5
@@ -45,9 +64,11 @@ POLITE_SHARE = 0.5
 POLITE_PART = 20
 """Number of tenants that ask for too much for each polite tenant of a tier."""
 
-POOL_BYTES, HOST_TIER_BYTES = "64MiB", "8MiB"
+NORMAL_LOAD = 0.9
+"""The load beside which polite tenants are compared with those beside the overload, as a part of the capacity."""
+
+HOST_TIER_BYTES = "8MiB"
 NUM_SAMPLES = 240
-ALONE_PER_S = 3.0
 RESOLUTION = 0.05
 """Growth of a memory that does not count, as a part of it."""
 
@@ -62,11 +83,13 @@ class Overloaded:
     """The callers of each tier in POLITE_TIERS."""
 
 
-def prepare(directory: Path, num_tenants: int, num_adapters: int, num_slots: int, objective_s: float) -> Overloaded:
+def prepare(
+    stand: Stand, directory: Path, num_tenants: int, num_adapters: int, num_slots: int, objective_s: float
+) -> Overloaded:
     """Create the tenants and the adapters, without a server, whose validation would take most of the time."""
-    base, data = DEMO / "base", directory / "data"
+    base, data = stand.directory(), directory / "data"
     data.mkdir(mode=0o700)
-    files = make_adapters(directory, base, num_adapters, RANK, print)
+    files = make_adapters(directory, base, num_adapters, stand.rank, print)
     base_id = base_sha256(base)
     database = Database(f"sqlite:///{data / 'loramux.db'}")
     database.upgrade()
@@ -88,10 +111,10 @@ def prepare(directory: Path, num_tenants: int, num_adapters: int, num_slots: int
             Tenants(database).update(tenant.id, changes, lambda _: None)
             polite[tier].append((ApiKeys(database).create(tenant.id, "key").secret, ["demo-base"]))
     database.close()
-    # A small pool and host tier, which are full before the overload begins. Memory is taken when it is first written.
+    # The pool and the host tier are small, because memory is taken when it is first written.
     environment = {
         "LORAMUX_MAX_SEQUENCES": str(num_slots),
-        "LORAMUX_POOL_BYTES": POOL_BYTES,
+        "LORAMUX_POOL_BYTES": stand.pool_bytes,
         "LORAMUX_HOST_TIER_BYTES": HOST_TIER_BYTES,
     }
     arguments = (
@@ -119,13 +142,16 @@ class Figures:
     """Answers per second with as many requests as slots."""
     peak: Counted
     alone: dict[str, Counted]
+    normal: dict[str, Counted]
+    """Polite tenants beside the normal load."""
     beside: dict[str, Counted]
+    """Polite tenants beside the overload."""
     crowd: Counted
     grown: dict[str, tuple[float, float]]
     """The growth of each role's memory and its bound, in megabytes."""
 
-    def polite_ratio(self, tier: str) -> float:
-        return self.beside[tier].first_token_ms["p99"] / self.alone[tier].first_token_ms["p99"]
+    def polite_ratio(self, tier: str, than: dict[str, Counted]) -> float:
+        return self.beside[tier].first_token_ms["p99"] / than[tier].first_token_ms["p99"]
 
     @property
     def goodput_share(self) -> float:
@@ -154,28 +180,38 @@ async def measure(stand: Overloaded, pid: int, arguments: argparse.Namespace) ->
     peak = await load(crowd(seconds=calm_s, rate=capacity, seed=2))
     print(f"at capacity: {peak}")
 
-    def polite(tier: str, seconds: float, seed: int, slowest: float = 0.0) -> LoadSettings:
-        rate = POLITE_SHARE * capacity * len(stand.polite[tier]) * TIER_FACTORS[tier] / weights
-        return settings(callers=stand.polite[tier], skew=0.0, rate=max(rate, slowest), seconds=seconds, seed=seed)
+    rates = {
+        tier: POLITE_SHARE * capacity * len(callers) * TIER_FACTORS[tier] / weights
+        for tier, callers in stand.polite.items()
+    }
 
-    # Alone, the polite tenants may send more, so that the quantile is one of enough answers.
-    alone = {tier: await load(polite(tier, calm_s, 3, ALONE_PER_S)) for tier in POLITE_TIERS}
-    print(f"alone: {alone}")
-    with Sampler(partial(process_usage, pid), seconds / NUM_SAMPLES) as sampler:
+    def polite(tier: str, seconds: float, seed: int) -> LoadSettings:
+        return settings(callers=stand.polite[tier], skew=0.0, rate=rates[tier], seconds=seconds, seed=seed)
+
+    async def polite_beside(crowd_rate: float, seconds: float, seed: int) -> tuple[Counted, dict[str, Counted]]:
         crowded, *besides = await asyncio.gather(
-            load(crowd(seconds=seconds, rate=arguments.multiple * capacity, seed=4)),
-            *(load(polite(tier, seconds, 5)) for tier in POLITE_TIERS),
+            load(crowd(seconds=seconds, rate=crowd_rate, seed=seed)),
+            *(load(polite(tier, seconds, seed)) for tier in POLITE_TIERS),
         )
-    beside = dict(zip(POLITE_TIERS, besides, strict=True))
+        return crowded, dict(zip(POLITE_TIERS, besides, strict=True))
+
+    alone = {tier: await load(polite(tier, calm_s, 3)) for tier in POLITE_TIERS}
+    print(f"alone: {alone}")
+    # Long enough for a quantile of the few requests of polite tenants.
+    _, normal = await polite_beside(NORMAL_LOAD * capacity - sum(rates.values()), min(seconds, 4 * calm_s), 5)
+    print(f"beside the normal load: {normal}")
+    with Sampler(partial(process_usage, pid), seconds / NUM_SAMPLES) as sampler:
+        crowded, beside = await polite_beside(arguments.multiple * capacity, seconds, 4)
     print(f"overload: {crowded}\nbeside: {beside}")
     memory = {name: series for name, series in sampler.series.items() if name.endswith("MB")}
     grown = {name: growth(series, RESOLUTION) for name, series in memory.items()}
     print(f"memory: { {name: [round(one, 1) for one in pair] for name, pair in grown.items()} }")
-    return Figures(capacity=capacity, peak=peak, alone=alone, beside=beside, crowd=crowded, grown=grown)
+    return Figures(capacity=capacity, peak=peak, alone=alone, normal=normal, beside=beside, crowd=crowded, grown=grown)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.reliability.overload", description=__doc__)
+    parser.add_argument("--base", choices=STANDS, default="smollm2")
     parser.add_argument("--tenants", type=int, default=500)
     parser.add_argument("--adapters", type=int, default=2000)
     parser.add_argument("--minutes", type=float, default=30.0)
@@ -184,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--objective-s", type=float, default=2.0, help="longest time until the first token")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="loramux-overload-") as directory, recorded("overload") as figures:
-        stand = prepare(Path(directory), arguments.tenants, arguments.adapters, arguments.slots, arguments.objective_s)
+        sizes = arguments.tenants, arguments.adapters, arguments.slots
+        stand = prepare(STANDS[arguments.base], Path(directory), *sizes, arguments.objective_s)
         with stand.deployment.running(Path(directory) / "server.log") as server:
             found = asyncio.run(measure(stand, server.pid, arguments))
         figures |= {
@@ -194,8 +231,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "refused": found.crowd.num_refused,
             "goodput_share": round(found.goodput_share, 3),
             "refusal_p99_ms": found.crowd.refusal_ms["p99"],
-            "polite_ratio": round(found.polite_ratio("priority"), 2),
-            "polite_default_ratio": round(found.polite_ratio("default"), 2),
+            "capacity": round(found.capacity, 1),
+            "polite_ratio": round(found.polite_ratio("priority", found.normal), 2),
+            "polite_default_ratio": round(found.polite_ratio("default", found.normal), 2),
+            "polite_alone_ratio": round(found.polite_ratio("priority", found.alone), 2),
             "polite_refused_share": round(found.beside["priority"].refused_share, 3),
             "polite_default_refused_share": round(found.beside["default"].refused_share, 3),
             "growing": len(found.growing),

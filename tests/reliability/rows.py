@@ -276,8 +276,8 @@ ROWS: Mapping[str, Row] = {
             Command(
                 arguments=("tests.reliability.overload",),
                 sized={
-                    "small": ("--minutes", "3"),
-                    "tiny": ("--tenants", "10", "--adapters", "20", "--minutes", "0.5"),
+                    "small": ("--minutes", "6"),
+                    "tiny": ("--base", "demo", "--tenants", "10", "--adapters", "20", "--minutes", "0.5"),
                 },
             ),
         ),
@@ -285,15 +285,18 @@ ROWS: Mapping[str, Row] = {
             Figure(name="minutes", unit="minutes", full=30),
             Figure(name="tenants", unit="tenants", combine=max, full=500),
             Figure(name="adapters", unit="adapters", combine=max, full=2000),
+            Figure(name="capacity", unit="requests per second at capacity", combine=min),
             Figure(name="refused", unit="refusals"),
             Figure(name="goodput_share", unit="of the goodput at capacity", combine=min, at_least=0.9),
             Figure(name="refusal_p99_ms", unit="ms until a refusal (p99)", combine=max, at_most=50),
             Figure(
                 name="polite_ratio",
-                unit="times as long to the first token of polite tenants of the tier priority (p99)",
+                unit="times as long to the first token of polite tenants of the tier priority as beside nine tenths of "
+                "the capacity (p99)",
                 combine=max,
                 at_most=1.25,
             ),
+            Figure(name="polite_alone_ratio", unit="times as long as alone (p99)", combine=max),
             Figure(name="polite_default_ratio", unit="times as long in the tier default (p99)", combine=max),
             Figure(name="polite_refused_share", unit="of the requests of the former were refused", combine=max),
             Figure(name="polite_default_refused_share", unit="of the requests of the latter", combine=max),
@@ -352,7 +355,7 @@ ROWS: Mapping[str, Row] = {
         figures=(
             Figure(name="executions", unit="executions", full=50_000_000),
             Figure(name="crashes", unit="crashes", at_most=0),
-            Figure(name="slow", unit="took over 1 s", at_most=0),
+            Figure(name="slow", unit="took over 1 s of processor time", at_most=0),
             Figure(name="large", unit="took over 256 MB", at_most=0),
             FAILURES,
         ),

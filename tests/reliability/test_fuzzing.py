@@ -45,6 +45,11 @@ def test_every_broken_promise_of_a_reader_is_noticed() -> None:
     assert verdict(swallow, b"", limit_bytes=None) == "large"
 
 
+def test_reader_that_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.reliability.fuzzing.WAIT_LIMIT_S", 0.05)
+    assert verdict(lambda case: time.sleep(60), b"", limit_bytes=None) == "slow"
+
+
 def test_memory_is_limited_and_the_limit_is_removed() -> None:
     # More than earlier tests can have left in the heap for reuse. Memory that is not written takes no room.
     size = 2 << 30

@@ -23,11 +23,12 @@ def test_figures_follow_from_what_the_loads_counted() -> None:
         capacity=9.0,
         peak=CALM,
         alone={"priority": CALM, "default": CALM},
+        normal={"priority": CALM, "default": CALM},
         beside={"priority": SLOW, "default": SLOW},
         crowd=BUSY,
         grown={"server: memory, MB": (3.0, 5.0), "process: memory, MB": (6.0, 5.0)},
     )
-    assert figures.polite_ratio("priority") == 1.25
+    assert figures.polite_ratio("priority", figures.normal) == 1.25
     # 80 + 5 + 5 answers in time, and 100 at capacity.
     assert figures.goodput_share == 0.9
     assert figures.growing == ["process: memory, MB"]
