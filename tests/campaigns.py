@@ -123,7 +123,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/platform/batches/test_kills.py",
                 "tests/conformance/test_staging_deaths.py",
                 "tests/conformance/test_end_to_end.py",
-                "tests/conformance/test_restarted_server.py",
+                "tests/conformance/test_one_request_seen.py",
                 "tests/conformance/demo_server/test_evals_served.py",
                 "tests/admin/demo/test_demo.py",
                 marks=ALL,

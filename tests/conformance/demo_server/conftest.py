@@ -1,7 +1,7 @@
 """One server of the demo's base, in float32, for all modules of this folder.
 
-The demo itself runs in the base's bfloat16. The server writes traces, and its log is JSON. Each module uses tenants of
-its own. `tests/conftest.py` keeps the folder's modules in one process.
+The demo itself runs in the base's bfloat16. Each module uses tenants of its own. `tests/conftest.py` keeps the folder's
+modules in one process.
 """
 
 from __future__ import annotations
@@ -16,33 +16,17 @@ from tests.conformance.served import Deployment, deployment
 from tests.demo_base import DEMO_BASE
 
 FOLDER = Path(__file__).parent
-OBSERVED = {
-    "LORAMUX_TRACES": "file",
-    "LORAMUX_LOG_FORMAT": "json",
-    "LORAMUX_LOG_ANSWERS": "true",
-    "LORAMUX_TRACES_OF_CLIENTS": "parent",
-}
 RUNNING: pytest.StashKey[tuple[Deployment, ExitStack]] = pytest.StashKey()
 
 
 @pytest.fixture(scope="module")
 def demo_server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
     if RUNNING not in pytestconfig.stash:
-        made = deployment(DEMO_BASE, tmp_path_factory.mktemp("demo_server") / "data", ("--dtype", "float32"), OBSERVED)
+        made = deployment(DEMO_BASE, tmp_path_factory.mktemp("demo_server") / "data", ("--dtype", "float32"), {})
         with ExitStack() as stack:
-            stack.enter_context(made.running(log_of(made)))
+            stack.enter_context(made.running())
             pytestconfig.stash[RUNNING] = made, stack.pop_all()
     return pytestconfig.stash[RUNNING][0]
-
-
-def log_of(made: Deployment) -> Path:
-    return made.data_dir.with_name("stderr")
-
-
-@pytest.fixture(scope="module")
-def server_log(demo_server: Deployment) -> Path:
-    """The file of the server's log."""
-    return log_of(demo_server)
 
 
 @pytest.hookimpl(wrapper=True)
