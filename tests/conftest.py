@@ -108,8 +108,8 @@ def pytest_make_collect_report(
     if collector.path == TESTS and "PYTEST_XDIST_WORKER" in os.environ:
         worker, count = os.environ["PYTEST_XDIST_WORKER"], os.environ["PYTEST_XDIST_WORKER_COUNT"]
         files = [sum(1 for _ in node.path.rglob("test_*.py")) for node in report.result]
-        earlier = sum(files) * int(worker.removeprefix("gw")) // int(count)
-        first = sum(before <= earlier for before in accumulate(files))
+        start = sum(files) * int(worker.removeprefix("gw")) // int(count)
+        first = sum(end <= start for end in accumulate(files))
         report.result = [*report.result[first:], *report.result[:first]]
     return report
 

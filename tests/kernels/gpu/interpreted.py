@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -204,6 +205,7 @@ def _call_directly(interpreter: Any) -> None:
 
         scope.set_attr(target, name, call)
 
+    _check_parameters(interpreter._patch_attr, "obj", "name", "member", "builder", "scope")
     interpreter._patch_attr = patch
 
 
@@ -242,4 +244,14 @@ def _check_operands_once(interpreter: Any) -> None:
         # An operation may replace the data of a handle.
         return lhs, self.tensor(interpreter.TensorHandle(constant.handle.data, constant.handle.dtype), constant.type)
 
+    operands = ("self", "lhs", "rhs")
+    flags = ("allow_lhs_ptr", "allow_rhs_ptr", "arithmetic_check", "div_or_mod")
+    _check_parameters(check, *operands, *flags)
+    _check_parameters(broadcast, *operands)
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = check_once, broadcast_once
+
+
+def _check_parameters(replaced: Any, *names: str) -> None:
+    """Fail if this Triton's private function differs from the one that a shortcut was written for."""
+    found = tuple(inspect.signature(replaced).parameters)
+    assert found == names, f"Triton's {replaced.__name__} takes {found}: adapt the shortcut that replaces it"
