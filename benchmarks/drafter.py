@@ -29,7 +29,6 @@ from benchmarks.harness import begin, new_parser, reports_failure
 from benchmarks.running_engine import start_engine
 from benchmarks.tables import table
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
-from loramux.admin.demo.facts import all_facts
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.drafting.step_times import StepTimes
@@ -38,6 +37,7 @@ from loramux.engine.loop.config import EngineConfig, pack_target
 from loramux.engine.offline.local_adapter import read_adapter
 from loramux.engine.protocol.messages import Add, StepOutput
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.demo_models.facts import all_facts
 
 REPOSITORY = Path(__file__).parent.parent
 DEMO = REPOSITORY / "admin" / "demo"

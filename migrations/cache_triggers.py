@@ -8,6 +8,8 @@ from __future__ import annotations
 from sqlalchemy import Connection, inspect
 
 CACHED_TABLES = ("api_keys", "tenants", "quota_policies")
+"""An upgrade locks the tables in this order. A change of a quota also locks the tenant before its policies."""
+
 CHANNEL = "loramux_caches"
 """PostgreSQL channel that is notified when a change to a cached row commits."""
 
@@ -28,24 +30,11 @@ _SQLITE_COUNT = (
 )
 
 
-def cache_triggers(dialect: str) -> set[tuple[str, str]]:
-    """Return the table and the name of each trigger."""
+def cache_triggers(dialect: str) -> list[tuple[str, str]]:
+    """Return the table and the name of each trigger, in the order of CACHED_TABLES."""
     if dialect == "postgresql":
-        return {(table, "caches_changed") for table in CACHED_TABLES}
-    return {(table, name) for table in CACHED_TABLES for name, _ in _sqlite_triggers(table)}
-
-
-def remove_cache_triggers(connection: Connection) -> None:
-    """Drop the triggers before an upgrade, because PostgreSQL cannot alter a table with pending deferred triggers."""
-    tables = set(inspect(connection).get_table_names())
-    for table in CACHED_TABLES:
-        if table not in tables:
-            continue
-        if connection.dialect.name == "postgresql":
-            connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS caches_changed ON {table}")
-        else:
-            for name, _ in _sqlite_triggers(table):
-                connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS {name}")
+        return [(table, "caches_changed") for table in CACHED_TABLES]
+    return [(table, name) for table in CACHED_TABLES for name, _ in _sqlite_triggers(table)]
 
 
 def install_cache_triggers(connection: Connection) -> None:

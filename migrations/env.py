@@ -6,9 +6,9 @@ from alembic import context
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, Engine, inspect
 
-from loramux.migrations.cache_triggers import cache_triggers, install_cache_triggers, remove_cache_triggers
+from loramux.migrations.cache_triggers import cache_triggers, install_cache_triggers
 from loramux.migrations.schema import metadata
-from loramux.migrations.storage_triggers import install_storage_triggers, remove_storage_triggers, storage_triggers
+from loramux.migrations.storage_triggers import install_storage_triggers, storage_triggers
 
 _FIRST_LOCKED = ("responses", "conversations", "chat_completions", "reservations", "usage_events")
 """The tables that a settlement or a response in the background locks first, in the order in which it locks them.
@@ -29,7 +29,7 @@ def _is_current(connection: Connection) -> bool:
     else:
         query = "SELECT tbl_name, name FROM sqlite_master WHERE type = 'trigger'"
     found = {(table, name) for table, name in connection.exec_driver_sql(query)}
-    return cache_triggers(dialect) | storage_triggers(dialect) <= found
+    return {*cache_triggers(dialect), *storage_triggers(dialect)} <= found
 
 
 def _wait_for_writers(connection: Connection) -> None:
@@ -45,6 +45,15 @@ def _wait_for_writers(connection: Connection) -> None:
         connection.exec_driver_sql(f"LOCK TABLE {', '.join(locked)} IN ACCESS EXCLUSIVE MODE")
 
 
+def _remove_triggers(connection: Connection) -> None:
+    """Drop the triggers before an upgrade, because PostgreSQL cannot alter a table with pending deferred triggers."""
+    dialect, tables = connection.dialect.name, set(inspect(connection).get_table_names())
+    for table, name in (*cache_triggers(dialect), *storage_triggers(dialect)):
+        if table in tables:
+            place = f" ON {table}" if dialect == "postgresql" else ""
+            connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS {name}{place}")
+
+
 def run() -> None:
     engine: Engine = context.config.attributes["engine"]
     with engine.begin() as connection:
@@ -58,8 +67,7 @@ def run() -> None:
         if is_postgres:
             _wait_for_writers(connection)
         context.configure(connection=connection, target_metadata=metadata, render_as_batch=not is_postgres)
-        remove_cache_triggers(connection)
-        remove_storage_triggers(connection)
+        _remove_triggers(connection)
         context.run_migrations()
         install_cache_triggers(connection)
         install_storage_triggers(connection)

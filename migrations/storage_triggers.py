@@ -41,24 +41,11 @@ _SQLITE = {
 }
 
 
-def storage_triggers(dialect: str) -> set[tuple[str, str]]:
-    """Return the table and the name of each trigger."""
+def storage_triggers(dialect: str) -> list[tuple[str, str]]:
+    """Return the table and the name of each trigger, in the order of SIZES."""
     if dialect == "postgresql":
-        return {(table, "stored_bytes_changed") for table in SIZES}
-    return {(table, _sqlite_trigger(table, change)) for table in SIZES for change in _SQLITE}
-
-
-def remove_storage_triggers(connection: Connection) -> None:
-    """Drop the triggers before an upgrade, because PostgreSQL cannot alter a table with pending deferred triggers."""
-    tables = set(inspect(connection).get_table_names())
-    for table in SIZES:
-        if table not in tables:
-            continue
-        if connection.dialect.name == "postgresql":
-            connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS stored_bytes_changed ON {table}")
-        else:
-            for change in _SQLITE:
-                connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS {_sqlite_trigger(table, change)}")
+        return [(table, "stored_bytes_changed") for table in SIZES]
+    return [(table, _sqlite_trigger(table, change)) for table in SIZES for change in _SQLITE]
 
 
 def install_storage_triggers(connection: Connection) -> None:

@@ -13,8 +13,9 @@ import signal
 import ssl
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +35,18 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 LONG = ("tests/conformance/", "tests/kernels/", "tests/platform/tool_calls/", "tests/simulation/")
 """Paths of files that take long."""
 
+TESTS = Path(__file__).parent
+
 MEMORY = Path("/dev/shm")
 # Databases and stores flush every commit, and thousands of tests wait for it. A file system in memory flushes nothing.
 # Container runtimes often make it too small.
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+# peft imports bitsandbytes if it can, and with it torch's compiler, which takes over a second in each process of a test
+# run. Only tests/adapter_store/formats/quantization/test_oracles.py needs it, and finds it again.
+sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
 
 
 # Reading the certificates takes 20 ms, and thousands of tests create an HTTP client. No client changes its context.
@@ -87,6 +95,25 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let each process of pytest-xdist begin with another folder.
+
+    In a new checkout, the first import of a test file rewrites its assertions, which takes a third of the time of
+    collection. Processes that begin elsewhere find files that the others have rewritten.
+    """
+    report = yield
+    if collector.path == TESTS and "PYTEST_XDIST_WORKER" in os.environ:
+        worker, count = os.environ["PYTEST_XDIST_WORKER"], os.environ["PYTEST_XDIST_WORKER_COUNT"]
+        files = [sum(1 for _ in node.path.rglob("test_*.py")) for node in report.result]
+        start = sum(files) * int(worker.removeprefix("gw")) // int(count)
+        first = sum(end <= start for end in accumulate(files))
+        report.result = [*report.result[first:], *report.result[:first]]
+    return report
+
+
 CAMPAIGN_TESTS = pytest.StashKey[dict[str, frozenset[str]]]()
 
 
@@ -96,7 +123,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Draws would depend on the imported modules.
     if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
         providers.is_local_module_file = lambda path: False  # type: ignore[attr-defined]
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    # All processes must have the same order, whichever folder they began with.
+    items.sort(key=lambda item: (not item.nodeid.startswith(LONG), item.nodeid.split("/")[1]))
     marks = {item.nodeid: frozenset(mark.name for mark in item.iter_markers()) for item in items}
     config.stash[CAMPAIGN_TESTS] = {name: found for name, found in marks.items() if "campaign" in found}
 

@@ -15,7 +15,7 @@ BYTE_LEVEL, SENTENCEPIECE, GEMMA4 = "gpt2", "llama", "gemma4"
 MODELS = (BYTE_LEVEL, SENTENCEPIECE, GEMMA4)
 """The values of `tokenizer.ggml.model` that can be read."""
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
 """The values of `tokenizer.ggml.token_type`."""
 
 MAX_TOKENS = 1 << 20

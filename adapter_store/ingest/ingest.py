@@ -29,7 +29,7 @@ from loramux.adapter_store.ingest.base_validation import BaseValidation
 from loramux.adapter_store.ingest.claims import LEASE_S, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook, no_op
 from loramux.adapter_store.ingest.file_validation import FileValidation
-from loramux.adapter_store.ingest.janitor import Janitor
+from loramux.adapter_store.ingest.janitor import delete_orphans
 from loramux.adapter_store.ingest.kept_files import KeptFiles
 from loramux.adapter_store.ingest.purge_rows import PurgeRows
 from loramux.adapter_store.ingest.purged_blobs import PurgedBlobs
@@ -50,7 +50,6 @@ from loramux.adapter_store.validation.further_checks import (
 )
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
 from loramux.adapter_store.validation.validator import Validator
-from loramux.migrations.paging import Page
 
 SOURCE_LIFETIME_S = 3600
 """How long an unreachable source is retried, in seconds."""
@@ -94,7 +93,7 @@ class Ingest:
     ) -> None:
         self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes, **MAX_FURTHER_BYTES}
         caps = TenantCaps(max_open_bytes=MAX_OPEN_LARGEST * sum(self._max_bytes.values()))
-        self._upload_rows = UploadRows(registry.database, registry.limits, caps, registry.base_id)
+        self.upload_rows = UploadRows(registry.database, registry.limits, caps, registry.base_id)
         claims = VersionClaims(registry.database, lease_s, registry.limits, registry.base_id)
         self._turns = IngestTurns(registry.database, registry.base_id)
         validation = FileValidation(target, validator, check_template, check_vocabulary)
@@ -119,7 +118,7 @@ class Ingest:
         self._processor = processor(validation)
         of_pushes = validation if push_validator is None else replace(validation, validator=push_validator)
         self.pushes = Pushes(
-            self._upload_rows, claims, processor(of_pushes), scratch_dir, self._max_bytes, warm_push, open_tier
+            self.upload_rows, claims, processor(of_pushes), scratch_dir, self._max_bytes, warm_push, open_tier
         )
         """Versions whose files arrive in one request."""
         self.for_base: BaseValidation | None = None
@@ -129,7 +128,6 @@ class Ingest:
         """
         if registry.base_id is not None:
             self.for_base = BaseValidation(registry.database, blobs, validation, scratch_dir, registry.base_id, lease_s)
-        self._janitor = Janitor(self._upload_rows, blobs)
         self.purge_rows = PurgeRows(registry.database)
         self.purged_blobs = PurgedBlobs(registry.database, blobs)
         self._lifetime_s = upload_lifetime_s
@@ -162,7 +160,7 @@ class Ingest:
                 )
             if not _SHA256.fullmatch(file.sha256):
                 raise UploadRefused("invalid_sha256", "sha256 must be 64 lowercase hexadecimal digits", "sha256")
-        upload = self._upload_rows.open_upload(adapter_id, files, self._lifetime_s * 1_000_000)
+        upload = self.upload_rows.open_upload(adapter_id, files, self._lifetime_s * 1_000_000)
         self._at_failpoint(Failpoint.UPLOAD_DECLARED)
         return upload
 
@@ -178,24 +176,15 @@ class Ingest:
         try:
             return self._presign(upload)
         except Exception:
-            self._upload_rows.cancel_upload(upload.adapter_id, upload.id)
+            self.upload_rows.cancel_upload(upload.adapter_id, upload.id)
             raise
-
-    def get_upload(self, upload_id: str) -> Upload | None:
-        return self._upload_rows.get_upload(upload_id)
-
-    def list_open_uploads(
-        self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
-    ) -> Page[Upload]:
-        """List an adapter's open uploads, newest first. `after` and `before` are upload identifiers."""
-        return self._upload_rows.list_open(adapter_id, limit, after, before)
 
     def cancel_upload(self, adapter_id: str, upload_id: str) -> None:
         """Delete an open upload and its files.
 
         Raises AdapterNotFound, UploadNotFound, or UploadRefused if a version uses it.
         """
-        upload = self._upload_rows.cancel_upload(adapter_id, upload_id)
+        upload = self.upload_rows.cancel_upload(adapter_id, upload_id)
         self._kept_files.forget(upload_id)
         # If the store fails here, the janitor removes the remaining files.
         for file in upload.files:
@@ -209,7 +198,7 @@ class Ingest:
 
         If the caller passes `num_bytes`, it is checked before any byte is read. Raises UploadNotFound or UploadRefused.
         """
-        upload = self._upload_rows.require_open(upload_id)
+        upload = self.upload_rows.require_open(upload_id)
         file = next((file for file in upload.files if file.name == name), None)
         if file is None:
             raise UploadNotFound("the upload has no file of that name")
@@ -234,11 +223,11 @@ class Ingest:
 
         Raises AdapterNotFound, UploadNotFound, UploadRefused or LimitReached.
         """
-        upload = self._upload_rows.get_upload(upload_id)
+        upload = self.upload_rows.get_upload(upload_id)
         if upload is not None and upload.adapter_id == adapter_id and upload.state == "open":
-            self._upload_rows.check_open(upload)
+            self.upload_rows.check_open(upload)
             self._check_complete(upload)
-        added = self._upload_rows.add_version(adapter_id, upload_id)
+        added = self.upload_rows.add_version(adapter_id, upload_id)
         self._at_failpoint(Failpoint.VERSION_ADDED)
         if added.upload_id != upload_id:
             self._kept_files.forget(upload_id)
@@ -259,7 +248,7 @@ class Ingest:
         rejected. Raises AdapterNotFound, UploadRefused, AdapterRejected, or SourceUnavailable if the hub cannot be
         reached.
         """
-        version = self._upload_rows.add_version_from(
+        version = self.upload_rows.add_version_from(
             adapter_id, self._sources.pin(source_url), SOURCE_LIFETIME_S * 1_000_000
         )
         self._at_failpoint(Failpoint.VERSION_ADDED)
@@ -292,9 +281,9 @@ class Ingest:
     def remove_abandoned(self) -> None:
         """Delete the files of abandoned uploads and the blobs of purged versions."""
         kept = self._kept_files.upload_ids
-        for upload_id in kept - self._upload_rows.uploads_in_use(kept):
+        for upload_id in kept - self.upload_rows.uploads_in_use(kept):
             self._kept_files.forget(upload_id)
-        self._janitor.clear_up()
+        delete_orphans(self.upload_rows, self._blobs)
         self.purged_blobs.clear_up()
 
     def _presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
@@ -308,7 +297,7 @@ class Ingest:
                 requests[file.name] = request
         parts_ids = {name: found.upload_id for name, found in requests.items() if isinstance(found, PresignedParts)}
         if parts_ids:
-            self._upload_rows.note_parts(upload, parts_ids)
+            self.upload_rows.note_parts(upload, parts_ids)
         return requests
 
     def _keep(self, upload_id: str, file: UploadFile, scratch: Path) -> None:
@@ -333,7 +322,7 @@ class Ingest:
         the janitor removes the file. Raises UploadNotFound if the upload was cancelled.
         """
         try:
-            self._upload_rows.require_open(upload_id)
+            self.upload_rows.require_open(upload_id)
         except UploadNotFound:
             # The upload's other files are already deleted.
             self._kept_files.forget(upload_id)
@@ -347,7 +336,7 @@ class Ingest:
             size = self._size_of(upload, file)
             if size == file.size:
                 continue
-            found = self._upload_rows.get_upload(upload.id)
+            found = self.upload_rows.get_upload(upload.id)
             if found is not None and found.state == "used":
                 # Another call has already created a version, which may even be ready or rejected by now.
                 return

@@ -111,16 +111,13 @@ class VersionProcessor:
         if claimed is None:
             return self._upload_rows.get_version(version_id)
         self._at_failpoint(Failpoint.CLAIMED)
-        return self._process(claimed)
+        return self.process_files(claimed)
 
-    def process_files(self, claimed: ClaimedVersion, local: LocalFiles) -> AdapterVersion:
-        """Publish or reject a claimed version from local files, which are as its upload states.
+    def process_files(self, claimed: ClaimedVersion, local: LocalFiles | None = None) -> AdapterVersion:
+        """Publish or reject a claimed version, from local files, which are as its upload states, if there are any.
 
         Raises StoreError if a store or the validation process fails.
         """
-        return self._process(claimed, local)
-
-    def _process(self, claimed: ClaimedVersion, local: LocalFiles | None = None) -> AdapterVersion:
         version_id = claimed.version.id
         try:
             with ClaimRenewal(self._claims, version_id):

@@ -27,10 +27,6 @@ def compress(tables: bytes) -> bytes:
     return zlib.compress(tables, _FAST)
 
 
-def decompress(compressed: bytes) -> bytes:
-    return zlib.decompress(compressed)
-
-
 def num_table_bytes(shape: tuple[int, int]) -> int:
     """Return the size in bytes of the two tables, each `[num_layers, num_modules]`."""
     return 2 * math.prod(shape) * _ITEM_BYTES

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.tiers.host_slab import EngineMemory, mapped
 from loramux.adapter_store.tiers.host_tier import HostTier
 from loramux.adapter_store.tiers.staged_adapter import NotStaged, StagedAdapter
-from loramux.adapter_store.tiers.staged_tables import decompress, num_table_bytes, parse_tables
+from loramux.adapter_store.tiers.staged_tables import num_table_bytes, parse_tables
 from loramux.adapter_store.tiers.staging_link import StagingLink
 from loramux.adapter_store.tiers.staging_messages import (
     MAX_PIECES,
@@ -384,7 +385,7 @@ class StagingClient:
         geometry = self._target.geometry
         table_shape = geometry.num_layers, len(self._target.all_modules)
         if staged.tables:
-            tables = decompress(staged.tables)
+            tables = zlib.decompress(staged.tables)
         else:
             assert memory is not None
             memory, of_tables = np.split(memory, [memory.size - num_table_bytes(table_shape)])

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Literal, NamedTuple, TypeVar
 
 from loramux.adapter_store.blobs.circuit_breaker import BreakerState
 
@@ -88,35 +88,23 @@ class LoadCounts:
     """
 
 
+C = TypeVar("C", TierCounts, StageCounts, LoadCounts)
+
+
 def added(first: LoadCounts, second: LoadCounts) -> LoadCounts:
     """Add the counts of two processes. The breaker state is the first that is not `closed`."""
-    return LoadCounts(
-        tiers=tuple(
-            TierCounts(
-                tier=one.tier,
-                num_hits=one.num_hits + other.num_hits,
-                num_misses=one.num_misses + other.num_misses,
-                num_evictions=one.num_evictions + other.num_evictions,
-                used_bytes=one.used_bytes + other.used_bytes,
-            )
-            for one, other in zip(first.tiers, second.tiers, strict=True)
-        ),
-        stages=tuple(
-            StageCounts(
-                tier=one.tier,
-                stage=one.stage,
-                count=one.count + other.count,
-                num_bytes=one.num_bytes + other.num_bytes,
-                seconds=one.seconds + other.seconds,
-            )
-            for one, other in zip(first.stages, second.stages, strict=True)
-        ),
-        num_loaded=first.num_loaded + second.num_loaded,
-        num_failed=first.num_failed + second.num_failed,
-        num_given_up=first.num_given_up + second.num_given_up,
-        num_set_aside=first.num_set_aside + second.num_set_aside,
+    return replace(
+        _sum(first, second),
+        tiers=tuple(_sum(*both) for both in zip(first.tiers, second.tiers, strict=True)),
+        stages=tuple(_sum(*both) for both in zip(first.stages, second.stages, strict=True)),
         breaker=second.breaker if first.breaker == "closed" else first.breaker,
     )
+
+
+def _sum(one: C, other: C) -> C:
+    """Add the numbers of two records up. The other fields are those of `one`."""
+    named = [(field.name, getattr(one, field.name), getattr(other, field.name)) for field in fields(one)]
+    return replace(one, **{name: mine + its for name, mine, its in named if isinstance(mine, int | float)})
 
 
 def of_the_past(counts: LoadCounts) -> LoadCounts:

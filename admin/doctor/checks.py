@@ -120,7 +120,7 @@ def check_database(database: Database, host_us: Callable[[], int] = lambda: time
                 skew_s = (database.now_us(connection) - (before_us + host_us()) // 2) / 1_000_000
         except SQLAlchemyError:
             return findings
-        findings.append(check_skew("database clock", skew_s, "the database's clock", "this machine's"))
+        findings.append(check_skew("database clock", skew_s, "the database's clock"))
     return findings
 
 
@@ -131,14 +131,15 @@ def _round_trip_s(database: Database) -> float:
     return time.monotonic() - begun
 
 
-def check_skew(check: str, skew_s: float, theirs: str, ours: str) -> Finding:
+def check_skew(check: str, skew_s: float, theirs: str) -> Finding:
     size_s = abs(skew_s)
     if size_s < SKEW_WARNING_S:
-        return Finding(check=check, grade=Grade.OK, message=f"{theirs} and {ours} agree within {SKEW_WARNING_S:.0f} s")
+        message = f"{theirs} and this machine's agree within {SKEW_WARNING_S:.0f} s"
+        return Finding(check=check, grade=Grade.OK, message=message)
     return Finding(
         check=check,
         grade=Grade.FAILED if size_s >= SKEW_FAILED_S else Grade.WARNING,
-        message=f"{theirs} is {size_s:.1f} s {'ahead of' if skew_s > 0 else 'behind'} {ours}",
+        message=f"{theirs} is {size_s:.1f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's",
         mend="run NTP on both machines (chronyc tracking, timedatectl); quota windows follow the database's clock",
     )
 

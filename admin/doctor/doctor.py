@@ -104,7 +104,7 @@ def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) ->
     )
     yield _check_versions(version("loramux"), str(server["version"]))
     skew_s = server["time_ms"] / 1000 - (before_s + after_s) / 2
-    yield check_skew("clock", skew_s, "the server's clock", "this machine's")
+    yield check_skew("clock", skew_s, "the server's clock")
     try:
         findings: list[Document] = client.get("server/findings")["data"]
     except (AdminError, ServerUnreachable) as error:

@@ -206,13 +206,7 @@ def plan_workers(model_dir: Path, device: str, num_workers: int) -> WorkersPlan:
     )
 
 
-def plan_tokens(
-    model_dir: Path,
-    device: str,
-    pool_bytes: int | None = None,
-    max_model_len: int | None = None,
-    num_workers: int = 1,
-) -> dict[str, int]:
+def plan_tokens(model_dir: Path, device: str, pool_bytes: int | None = None, num_workers: int = 1) -> dict[str, int]:
     """Return how many tokens of K and V fit into an empty pool, by value of `--kv-dtype`. Raises ModelNotSupported."""
     config = worker_config(ModelConfig.load(model_directory(model_dir)), num_workers)
     of_worker = (DEFAULT_BYTES if pool_bytes is None else pool_bytes) // num_workers
@@ -221,7 +215,7 @@ def plan_tokens(
     for kv_dtype in KV_DTYPES:
         itemsize = kv_itemsize(dtype, kv_dtype)
         page_bytes = config.geometry(itemsize, ITEMSIZE[dtype]).pool_page_bytes
-        layout = kv_layout(config, max_model_len or config.max_model_len, itemsize)
+        layout = kv_layout(config, config.max_model_len, itemsize)
         tokens[kv_dtype] = layout.num_tokens(of_worker // page_bytes)
     return tokens
 

@@ -119,14 +119,14 @@ READER = _caller("platform:admin", "platform:read", "tenant:admin", "tenant:deve
 Reader = Annotated[Caller, READER]
 
 
-async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, param: str = "tenant") -> Tenant:
+async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str) -> Tenant:
     """Find a tenant. Raises the same NotFound whether the tenant is hidden or missing."""
     tenant = await services.call(services.accounts.tenants.get, id_or_slug)
     if tenant is None or not caller.may_see(tenant.id):
         # Only a caller that sees every tenant gets a specific message, and only harmless text is repeated.
         is_named = caller.principal.tenant_id is None and SLUG.fullmatch(id_or_slug)
         missing = f"there is no tenant {id_or_slug!r}" if is_named else "there is no such tenant"
-        raise NotFound(missing, param=param, code="tenant_not_found")
+        raise NotFound(missing, param="tenant", code="tenant_not_found")
     return tenant
 
 

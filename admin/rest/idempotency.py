@@ -53,8 +53,8 @@ class Replayed(Exception):
 async def begin(request: Request, services: AdminServices, principal: str) -> None:
     """Claim the idempotency key of a POST, if the call has one, for the principal.
 
-    Raises Replayed if this call has already been made. Also raises KeyInUse, OutcomeUnknown, KeyReused or
-    InvalidRequest.
+    Raises Replayed if this call has already been made, and InvalidRequest for an invalid header. Also raises the errors
+    of `IdempotencyKeys.claim`.
     """
     key = request.headers.get(HEADER)
     if request.method != "POST" or key is None:
@@ -134,7 +134,8 @@ class IdempotentAnswers:
         try:
             await self._services.call(function, *args)  # type: ignore[arg-type]
         except SQLAlchemyError as error:
-            # The key stays claimed. A repeated call gets KeyInUse at first, and OutcomeUnknown after RUNNING_US.
+            # The key stays claimed. For RUNNING_US, repeated calls are told that the first one is still running. After
+            # that, and until the key expires, they are told that its outcome is unknown.
             log.warning("an idempotency key could not be written", error=str(error))
 
 

@@ -18,7 +18,7 @@ from loramux.adapter_store.tiers.disk_tier import purge_files
 from loramux.admin.rest.bodies import PurgeRequest
 from loramux.admin.rest.services import AdminServices
 from loramux.engine.protocol.messages import ForgetPrefixes, Unload
-from loramux.platform.accounts.tenants import Tenant, TenantActive, TenantRows
+from loramux.platform.accounts.tenants import Tenant, TenantRows, check_suspended
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import InvalidRequest
 
@@ -99,20 +99,18 @@ async def purge_adapter(services: AdminServices, adapter: Adapter, body: PurgeRe
 async def purge_tenant(services: AdminServices, tenant: Tenant, body: PurgeRequest) -> PurgeDocument:
     """Purge a suspended tenant with its adapters and everything else it has. Running requests are cancelled.
 
-    An interrupted purge can be repeated, and continues. Raises TenantActive, RequestsRunning or InvalidRequest.
+    An interrupted purge can be repeated, and continues. Raises Conflict, RequestsRunning or InvalidRequest.
     """
-    is_active = tenant.state != "suspended"
     if body.dry_run:
         rows = await services.call(services.accounts.tenants.look, tenant.id)
         found = [
             await services.call(services.adapters.ingest.purge_rows.look, adapter.id)
             for adapter in await _adapters_of(services, tenant.id)
         ]
-        blocked_by = "the tenant is not suspended" if is_active else None
+        blocked_by = None if tenant.state == "suspended" else "the tenant is not suspended"
         return _describe(tenant.slug, found, rows, len(found), blocked_by)
     _check_confirmed(body, tenant.slug)
-    if is_active:
-        raise TenantActive(f"suspend the tenant first: 'loramux tenants suspend {tenant.slug}'")
+    check_suspended(tenant)
     await _end_requests(services, tenant.id)
     adapters = await _adapters_of(services, tenant.id)
     purged = [await _purge_adapter(services, adapter.id) for adapter in adapters]

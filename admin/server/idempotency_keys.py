@@ -19,26 +19,6 @@ RUNNING_US = 300 * 1_000_000
 """A claim without a response counts as abandoned at this age, in microseconds. No call takes this long."""
 
 
-class KeyInUse(Conflict):
-    """The first call with this key is still running. Retry in a moment."""
-
-    code = "idempotency_key_in_use"
-
-
-class OutcomeUnknown(Conflict):
-    """The server stopped during the first call with this key, or could not store the response. Check whether the call
-    took effect, then use another key.
-    """
-
-    code = "idempotency_outcome_unknown"
-
-
-class KeyReused(UnprocessableRequest):
-    """The key was already used for a different call."""
-
-    code = "idempotency_key_reused"
-
-
 @dataclass(frozen=True, slots=True)
 class Claim:
     """A claimed key. Its holder may run the call, and must `complete` or `release` the claim."""
@@ -63,7 +43,11 @@ class IdempotencyKeys:
         self._database = database
 
     def claim(self, principal: str, key: str, request_sha256: bytes) -> Claim | StoredAnswer:
-        """Claim the key for a call, or return the stored response. Raises KeyInUse, OutcomeUnknown or KeyReused."""
+        """Claim the key for a call, or return the stored response.
+
+        Raises Conflict if the first call with this key is still running or its outcome is unknown, and
+        UnprocessableRequest if the key was used for another call.
+        """
         claim = Claim(principal, hashlib.sha256(key.encode()).digest())
         try:
             with self._database.write() as connection:
@@ -73,7 +57,7 @@ class IdempotencyKeys:
                     return _answer(row, request_sha256, now_us)
                 self._begin(connection, claim, request_sha256, now_us)
         except IntegrityError:
-            raise KeyInUse("the first call with this Idempotency-Key is still running", retry_after_s=1.0) from None
+            raise _in_use() from None
         return claim
 
     def complete(self, claim: Claim, answer: StoredAnswer, expires_us: int | None = None) -> None:
@@ -111,14 +95,22 @@ def _is(claim: Claim) -> tuple[Any, Any]:
 
 def _answer(row: Row[Any], request_sha256: bytes, now_us: int) -> StoredAnswer:
     if row.request_sha256 != request_sha256:
-        raise KeyReused("this Idempotency-Key was used for another call", param="Idempotency-Key")
+        problem = "this Idempotency-Key was used for another call"
+        raise UnprocessableRequest(problem, param="Idempotency-Key", code="idempotency_key_reused")
     if row.status is not None:
         return StoredAnswer(row.status, row.headers, row.body)
     # abs(), because the start is in the future if the clock was set back.
     if abs(now_us - row.created_us) < RUNNING_US:
-        raise KeyInUse("the first call with this Idempotency-Key is still running", retry_after_s=1.0)
-    raise OutcomeUnknown(
+        raise _in_use()
+    # The server stopped during the first call, or could not store its response.
+    raise Conflict(
         "the outcome of the first call with this Idempotency-Key is unknown: check whether it took effect, then use "
         "another key",
         param="Idempotency-Key",
+        code="idempotency_outcome_unknown",
     )
+
+
+def _in_use() -> Conflict:
+    problem = "the first call with this Idempotency-Key is still running"
+    return Conflict(problem, code="idempotency_key_in_use", retry_after_s=1.0)

@@ -34,7 +34,6 @@ from loramux.engine.architectures.layer_kinds import (
     rotated_if_windowed,
     windowed_above,
     windowed_unless_rotated,
-    without_windows,
 )
 
 _QWEN_ASSUMED: dict[str, Any] = {
@@ -70,7 +69,6 @@ _GEMMA2 = Family(
     scales_embedding=True,
 )
 _GLM = Family(
-    layers=LayerTraits(without_windows),
     assumed={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
     reads=("attention_bias", "partial_rotary_factor"),
     attention=AttentionTraits(o_bias=False),
@@ -82,7 +80,6 @@ MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multipl
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         reads=("attention_bias", "mlp_bias"),
     ),
     "MistralForCausalLM": Family(
@@ -139,13 +136,11 @@ FAMILIES: dict[str, Family] = {
         feed_forward=FeedForwardTraits(FUSED_GATE),
     ),
     "GraniteForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={"attention_multiplier": 1.0},
         reads=("attention_bias", "mlp_bias", *MULTIPLIERS),
         head=HeadTraits(divisor_field="logits_scaling"),
     ),
     "HyperCLOVAXForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         reads=("attention_bias", "mlp_bias", *MULTIPLIERS),
         norms=NormTraits(NormNames("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")),
         # Unlike Granite, this architecture multiplies the logits by the field.
@@ -165,7 +160,6 @@ FAMILIES: dict[str, Family] = {
         rotary=RotaryTraits(layers=rotated_if_listed),
     ),
     "Olmo2ForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         reads=("attention_bias",),
         norms=NormTraits(OUTPUT_NORMS),
         attention=AttentionTraits(qk_norm=PROJECTION_WIDE),
@@ -223,7 +217,6 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "HunYuanDenseV1ForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={"rms_norm_eps": 1e-5},
         # Published configurations say that there is one expert.
         reads=("attention_bias", "num_experts", *QK_NORM),
@@ -234,13 +227,11 @@ FAMILIES: dict[str, Family] = {
         feed_forward=FeedForwardTraits(bias=False),
     ),
     "SeedOssForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
         reads=("attention_bias", "mlp_bias"),
         attention=AttentionTraits(o_bias="attention_out_bias"),
     ),
     "GemmaForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={
             "head_dim": 256,
             "num_key_value_heads": 16,
@@ -256,14 +247,12 @@ FAMILIES: dict[str, Family] = {
         _GEMMA2, norms=NormTraits(NormNames("input_layernorm", None, "pre_feedforward_layernorm", None), offset=1.0)
     ),
     "HeliumForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={"num_key_value_heads": 20, "head_dim": 128, "rope_theta": 100000.0},
         reads=("attention_bias", "mlp_bias"),
         attention=AttentionTraits(o_bias=False),
         rotary=RotaryTraits(is_interleaved=True),
     ),
     "Ernie4_5ForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={
             "num_key_value_heads": 2,
             "head_dim": 128,
@@ -283,7 +272,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "CohereForCausalLM": Family(
-        layers=LayerTraits(without_windows, wiring=PARALLEL),
+        layers=LayerTraits(wiring=PARALLEL),
         assumed={**_COHERE_ASSUMED, "rope_theta": 500000.0},
         reads=("attention_bias", "logit_scale"),
         norms=NormTraits(PARALLEL_NORMS, eps_field="layer_norm_eps", subtracts_mean=True),
@@ -299,7 +288,6 @@ FAMILIES: dict[str, Family] = {
         head=HeadTraits(scale_field="logit_scale"),
     ),
     "StableLmForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
         reads=("partial_rotary_factor",),
         norms=NormTraits(eps_field="layer_norm_eps", subtracts_mean=True, has_biases=True),
@@ -320,14 +308,13 @@ FAMILIES: dict[str, Family] = {
         feed_forward=FeedForwardTraits(FeedForwardNames(("mlp.c_fc",), "mlp.c_proj", has_gate=False), bias="use_bias"),
     ),
     "OlmoForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={"layer_norm_eps": 1e-5},
         reads=("attention_bias", "clip_qkv"),
         norms=NormTraits(eps_field="layer_norm_eps", subtracts_mean=True, has_weights=False),
         feed_forward=FeedForwardTraits(bias=False),
     ),
     "PhiForCausalLM": Family(
-        layers=LayerTraits(without_windows, wiring=PARALLEL),
+        layers=LayerTraits(wiring=PARALLEL),
         assumed={"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
         reads=("partial_rotary_factor",),
         norms=NormTraits(
@@ -342,7 +329,6 @@ FAMILIES: dict[str, Family] = {
         head=HeadTraits(has_bias=True),
     ),
     "ApertusForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={
             "hidden_act": "xielu",
             "rope_parameters": {
@@ -368,20 +354,17 @@ FAMILIES: dict[str, Family] = {
         head=HeadTraits(divisor_field="logits_scaling"),
     ),
     "ArceeForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={"hidden_act": "relu2"},
         reads=("attention_bias", "mlp_bias"),
         feed_forward=FeedForwardTraits(WITHOUT_GATE),
     ),
     "NemotronForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
         reads=("attention_bias", "mlp_bias", "partial_rotary_factor"),
         norms=NormTraits(eps_field="norm_eps", offset=1.0, subtracts_mean=True, has_biases=True),
         feed_forward=FeedForwardTraits(WITHOUT_GATE),
     ),
     "Jais2ForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={"hidden_act": "relu2", "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True},
         reads=("attention_bias", "mlp_bias"),
         norms=NormTraits(eps_field="layer_norm_eps", subtracts_mean=True, has_biases=True),

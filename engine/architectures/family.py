@@ -8,7 +8,7 @@ from typing import Any
 
 from loramux.engine.architectures.draft_head import DraftHeadNames
 from loramux.engine.architectures.feed_forward import GATED, FeedForwardNames
-from loramux.engine.architectures.layer_kinds import SLIDING, LayerKinds, RotatedLayers, all_rotated
+from loramux.engine.architectures.layer_kinds import SLIDING, LayerKinds, RotatedLayers, all_rotated, without_windows
 from loramux.engine.architectures.mixture_config import MixtureTraits
 
 SEQUENTIAL, PARALLEL, SCALED, STREAMS = "sequential", "parallel", "scaled", "streams"
@@ -48,10 +48,11 @@ PARALLEL_NORMS = NormNames("input_layernorm", None, None, None)
 class LayerTraits:
     """The kinds of layers.
 
-    `usual` returns them if `config.json` has no `layer_types`. With `may_differ`, `layer_types` may contradict it.
+    `usual` returns them if `config.json` has no `layer_types`. By default, all layers have full attention. With
+    `may_differ`, `layer_types` may contradict it.
     """
 
-    usual: LayerKinds
+    usual: LayerKinds = without_windows
     may_differ: bool = False
     other: str = SLIDING
     """The kind of the layers without full attention: with a window, a gated delta rule, or chunks. In a chunked layer,
@@ -141,7 +142,7 @@ class HeadTraits:
 class Family:
     """The traits of one architecture."""
 
-    layers: LayerTraits
+    layers: LayerTraits = LayerTraits()
     assumed: Mapping[str, Any] = field(default_factory=dict)
     """Values of missing fields, as in transformers, if they differ from the usual defaults."""
     reads: tuple[str, ...] = ()

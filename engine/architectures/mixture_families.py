@@ -43,7 +43,6 @@ from loramux.engine.architectures.layer_kinds import (
     rotated_if_windowed,
     windowed_from,
     windowed_in_turn,
-    without_windows,
 )
 from loramux.engine.architectures.mixture_config import NUM_EXPERTS, ExpertNames, MixtureTraits, SharedTraits
 
@@ -92,7 +91,6 @@ _GLM_MIXTURE = MixtureTraits(
 
 _GRANITE_MIXTURE = MixtureTraits(names=_GRANITE_NAMES, assumed_experts=8, always_normalizes=True)
 _GRANITE = Family(
-    layers=LayerTraits(without_windows),
     assumed={"attention_multiplier": 1.0, "num_experts_per_tok": 2},
     reads=("attention_bias", *MULTIPLIERS, *NUM_EXPERTS),
     mixture=_GRANITE_MIXTURE,
@@ -162,14 +160,12 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         mixture=MixtureTraits(names=_MIXTRAL_NAMES, assumed_experts=8, always_normalizes=True),
     ),
     "OlmoeForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={"num_experts_per_tok": 8},
         reads=("attention_bias", *NUM_EXPERTS),
         attention=AttentionTraits(qk_norm=PROJECTION_WIDE),
         mixture=MixtureTraits(names=_QWEN_NAMES, assumed_experts=64),
     ),
     "FlexOlmoForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={"rope_theta": 500000.0, "num_experts_per_tok": 5},
         reads=("attention_bias", *NUM_EXPERTS),
         norms=NormTraits(OUTPUT_NORMS),
@@ -195,18 +191,14 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             shared=SharedTraits(_SHARED_MLP, "shared_intermediate_size"),
         ),
     ),
-    "GraniteMoeSWAForCausalLM": Family(
+    "GraniteMoeSWAForCausalLM": replace(
+        _GRANITE,
         layers=LayerTraits(full_every(4, first=0), may_differ=True),
-        assumed={
-            "attention_multiplier": 1.0,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 0,
-            "sliding_window": 128,
-        },
-        reads=("attention_bias", *MULTIPLIERS, *NUM_EXPERTS),
+        assumed={**_GRANITE.assumed, "shared_intermediate_size": 0, "sliding_window": 128},
         attention=AttentionTraits(has_sinks=True),
         rotary=RotaryTraits(layer_theta_field="layer_rope_theta"),
-        mixture=MixtureTraits(
+        mixture=replace(
+            _GRANITE_MIXTURE,
             names=ExpertNames(
                 "block_sparse_moe.router",
                 "block_sparse_moe.experts",
@@ -217,14 +209,10 @@ MIXTURE_FAMILIES: dict[str, Family] = {
                 "block_sparse_moe.experts",
                 stack_suffix="",
             ),
-            assumed_experts=8,
             shared=SharedTraits(_SHARED_MLP, "shared_intermediate_size"),
-            always_normalizes=True,
         ),
-        head=HeadTraits(divisor_field="logits_scaling"),
     ),
     "Glm4MoeForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={
             "num_key_value_heads": 8,
             "partial_rotary_factor": 0.5,
@@ -241,7 +229,6 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         draft_head=GLM_HEAD,
     ),
     "SolarOpenForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={
             "num_key_value_heads": 8,
             "head_dim": 128,
@@ -296,7 +283,6 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         draft_tensors=("mtp.",),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={
             "num_key_value_heads": 4,
             "rope_theta": 500000.0,
@@ -325,7 +311,6 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         draft_tensors=("model.mtp_", "mtp_"),
     ),
     "MiniMaxM2ForCausalLM": Family(
-        layers=LayerTraits(without_windows),
         assumed={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6, "num_experts_per_tok": 8},
         reads=("partial_rotary_factor", "rotary_dim", *QK_NORM, *NUM_EXPERTS),
         attention=AttentionTraits(qk_norm=PROJECTION_WIDE),
@@ -338,7 +323,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         draft_tensors=("model.mtp_",),
     ),
     "MellumForCausalLM": Family(
-        layers=LayerTraits(without_windows, may_differ=True),
+        layers=LayerTraits(may_differ=True),
         assumed={
             "num_key_value_heads": 4,
             "head_dim": 128,
@@ -439,7 +424,6 @@ MIXTURE_FAMILIES: dict[str, Family] = {
 
 INNER_FAMILIES: dict[str, Family] = {
     "Qwen3VLMoeText": Family(
-        layers=LayerTraits(without_windows),
         assumed={
             "num_key_value_heads": 16,
             "rope_theta": 500000.0,

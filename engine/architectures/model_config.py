@@ -113,7 +113,6 @@ class ModelConfig:
     tied_embeddings: bool
     has_head: bool
     """False if the model was saved without a head and does not tie it to the embedding, so it makes only embeddings."""
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     draft_tensors: tuple[str, ...]
     """Name prefixes of tensors that are not read. They serve only multi-token prediction, or compute K and V in layers
@@ -413,7 +412,6 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any], tokenizer_eos: in
         # The embedding stands in for a head that the files lack. It takes no memory.
         tied_embeddings=is_tied or is_headless,
         has_head=not is_headless or (is_tied and not family.head.has_bias),
-        bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=end_tokens(raw, generation, tokenizer_eos, vocab_size),
         draft_tensors=(
             *family.draft_tensors,

@@ -16,7 +16,6 @@ from loramux.engine.protocol.errors import ModelNotSupported
 _SHARED = (
     "dtype",
     "torch_dtype",
-    "bos_token_id",
     "eos_token_id",
     "tie_word_embeddings",
     "quantization_config",

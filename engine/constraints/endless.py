@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-_SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
-
 _LARK_RULE = re.compile(r"^[?!]*([a-zA-Z_]\w*)(?:\[[^\]\n]*\])?(?:\.-?\d+)?[ \t]*:(?!:)", re.MULTILINE)
 _LARK_OTHER_LINE = re.compile(r"^[?!\w](?![^\n]*:)|%lark|::", re.MULTILINE)
 """Lines that the check cannot interpret: other syntax, nested grammars, and parametric rules."""

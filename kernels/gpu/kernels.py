@@ -36,7 +36,6 @@ from loramux.kernels.gpu.lora.trained_rows import replace_columns, replace_rows
 from loramux.kernels.gpu.rotate_and_store import rotate_and_store
 from loramux.kernels.gpu.routing import route
 from loramux.kernels.routing import ExpertWeights, Routing, StackedExperts
-from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import (
     AttentionBatch,
     AttentionSpec,
@@ -44,7 +43,6 @@ from loramux.kernels.tables import (
     LoraCall,
     ModuleGroup,
     PoolViews,
-    Segments,
 )
 
 MIN_COUNTERS = 1 << 16
@@ -134,6 +132,10 @@ class GpuKernels(GpuLora):
     bfloat16, and its own before they are rounded to codes. With `fuses`, linear layers and their adapters are
     multiplied together in steps of up to MAX_ROWS rows.
     """
+
+    route = staticmethod(route)
+    adapter_pairs = staticmethod(adapter_pairs)
+    sum_experts = staticmethod(sum_experts)
 
     def __init__(
         self,
@@ -256,28 +258,11 @@ class GpuKernels(GpuLora):
     def clamped_silu_and_mul(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
         return clamped_silu_and_mul(gate_up, alpha, limit, pdl=self._pdl)
 
-    def route(
-        self,
-        logits: torch.Tensor,
-        spec: RoutingSpec,
-        bias: torch.Tensor | None = None,
-        expert_scales: torch.Tensor | None = None,
-    ) -> Routing:
-        return route(logits, spec, bias, expert_scales)
-
-    def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
-        return adapter_pairs(routing, slots, segments)
-
     def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
         if isinstance(experts, CodedWeights):
             return multiply_coded_experts(x, experts, routing)
         assert isinstance(experts, StackedExperts)
         return multiply_experts(x, experts, routing)
-
-    def sum_experts(
-        self, y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
-    ) -> torch.Tensor:
-        return sum_experts(y, routing, shared, shared_gate)
 
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, layer: int, batch: AttentionBatch, spec: DeltaSpec

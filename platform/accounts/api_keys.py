@@ -60,20 +60,6 @@ _log = structlog.get_logger(__name__)
 _OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
 
 
-class KeyRevoked(Conflict):
-    code = "api_key_revoked"
-
-
-class NoPreviousSecret(Conflict):
-    code = "no_previous_secret"
-
-
-class LastAdminKey(Conflict):
-    """Raised if a change would leave the platform without an administrator."""
-
-    code = "last_admin_key"
-
-
 class ApiKeys:
     """Creates, changes and checks API keys. `tokens` resolves bearer tokens that are not API keys of loramux."""
 
@@ -175,7 +161,7 @@ class ApiKeys:
     def revoke(self, key_id: str) -> ApiKey | None:
         """Revoke a key permanently and return it, or return None if there is no such key.
 
-        Revoking a key again keeps the first revocation time. Raises LastAdminKey.
+        Revoking a key again keeps the first revocation time. Raises Conflict for the last administrator key.
         """
         table = schema.api_keys
         with self._database.write() as connection:
@@ -194,8 +180,8 @@ class ApiKeys:
     def update(self, key_id: str, changes: KeyChanges, check: Callable[[ApiKey], None]) -> ApiKey | None:
         """Change a key and return it, or return None if there is no such key.
 
-        `check` receives the current key and can raise to prevent the change. Raises InvalidRequest, NotFound,
-        KeyRevoked or LastAdminKey.
+        `check` receives the current key and can raise to prevent the change. Raises InvalidRequest, NotFound
+        or, for a revoked key or the last administrator key, Conflict.
         """
         table = schema.api_keys
         if changes.name is not None:
@@ -234,7 +220,10 @@ class ApiKeys:
         The current secret stays valid for `grace_us` microseconds. An older secret that is still valid expires
         immediately. With `keep_previous`, it is the other way round: the current secret, which nobody has received,
         expires immediately, and the older one keeps its grace period. If the key was not rotated within the last hour,
-        the rotation did not happen, and the current secret is in use. Raises KeyRevoked or NoPreviousSecret.
+        the rotation did not happen, and the current secret is in use.
+
+        Raises Conflict if the key is revoked, and with `keep_previous` also if the key was not rotated within the last
+        hour or has no older secret that is still valid.
         """
         table = schema.api_keys
         with self._database.write() as connection:
@@ -248,9 +237,11 @@ class ApiKeys:
             if keep_previous:
                 rotated_us = connection.scalar(select(table.c.rotated_us).where(table.c.id == key_id))
                 if rotated_us is None or rotated_us <= now_us - _LOST_ANSWER_US:
-                    raise NoPreviousSecret("the key was not rotated within the last hour: rotate it normally")
+                    problem = "the key was not rotated within the last hour: rotate it normally"
+                    raise Conflict(problem, code="no_previous_secret")
                 if key.previous_until_us is None or key.previous_until_us <= now_us:
-                    raise NoPreviousSecret("the key has no previous secret that is still valid: rotate it normally")
+                    problem = "the key has no previous secret that is still valid: rotate it normally"
+                    raise Conflict(problem, code="no_previous_secret")
             else:
                 values |= {
                     "previous_sha256": table.c.secret_sha256 if grace_us > 0 else None,
@@ -370,7 +361,8 @@ class ApiKeys:
 
     def _check_not_last_admin(self, connection: Connection, key_id: str, now_us: int) -> None:
         if self._admin_sha256 is None and _admin_key_ids(connection, now_us, is_held=True) == [key_id]:
-            raise LastAdminKey("this is the platform's last administrator key: create another one first")
+            problem = "this is the platform's last administrator key: create another one first"
+            raise Conflict(problem, code="last_admin_key")
 
     def _is_operators(self, sha256: bytes) -> bool:
         return self._admin_sha256 is not None and hmac.compare_digest(sha256, self._admin_sha256)
@@ -435,7 +427,7 @@ def _check_expiry(expires_us: int | None, now_us: int) -> None:
 
 def _check_not_revoked(key: ApiKey) -> None:
     if key.revoked_us is not None:
-        raise KeyRevoked("the key is revoked: create another one")
+        raise Conflict("the key is revoked: create another one", code="api_key_revoked")
 
 
 def _new_secret(public_id: str) -> str:

@@ -37,28 +37,6 @@ still deletes the tenant's cached prefixes.
 """
 
 
-class TenantExists(Conflict):
-    code = "tenant_exists"
-
-
-class TenantInUse(Conflict):
-    """The tenant has adapters, unrevoked keys, prices or usage. It can be suspended but not deleted."""
-
-    code = "tenant_in_use"
-
-
-class TenantActive(Conflict):
-    """The tenant must be suspended before it is purged."""
-
-    code = "tenant_active"
-
-
-class InvalidSlug(InvalidRequest):
-    """The slug does not match `[a-z0-9][a-z0-9._-]{0,62}`."""
-
-    code = "invalid_slug"
-
-
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """One account. `weight` is its entitlement in fair scheduling, and `timezone` defines its days and months.
@@ -138,12 +116,13 @@ class Tenants:
         self._watch = ChangeWatch()
 
     def create(self, slug: str, display_name: str | None = None, timezone: str = "UTC") -> Tenant:
-        """Create an active tenant. Raises InvalidSlug, InvalidRequest or TenantExists."""
+        """Create an active tenant. Raises InvalidRequest, or Conflict if the slug is taken."""
         _check_timezone(timezone)
         if not SLUG.fullmatch(slug):
-            raise InvalidSlug(
+            raise InvalidRequest(
                 "a slug has 1 to 63 characters, from a-z, 0-9, '.', '_' and '-', and starts with a letter or a digit",
                 param="slug",
+                code="invalid_slug",
             )
         shown = display_name if display_name is not None else slug
         _check_display_name(shown)
@@ -168,7 +147,7 @@ class Tenants:
                     connection, tenant.created_us, "tenant.create", tenant.id, tenant_id=tenant.id, after=_shown(tenant)
                 )
         except IntegrityError:
-            raise TenantExists(f"the tenant {slug!r} already exists", param="slug") from None
+            raise Conflict(f"the tenant {slug!r} already exists", param="slug", code="tenant_exists") from None
         return tenant
 
     def update(self, tenant_id: str, changes: TenantChanges, check: Callable[[Tenant], None]) -> Tenant | None:
@@ -206,12 +185,12 @@ class Tenants:
         return _tenant(row)
 
     def delete(self, tenant_id: str) -> bool:
-        """Delete a tenant that has no adapters, unrevoked keys, prices or usage.
+        """Delete a tenant. Raises Conflict if it has adapters, unrevoked keys, prices or usage.
 
-        Its revoked keys, quotas, grants and stored objects are deleted, too. Returns False if there is no such
-        tenant. Raises TenantInUse.
+        Its revoked keys, quotas, grants and stored objects are deleted, too. Returns False if there is no such tenant.
         """
-        in_use = TenantInUse("the tenant has adapters, unrevoked keys, prices or usage: suspend it instead")
+        problem = "the tenant has adapters, unrevoked keys, prices or usage: suspend it instead"
+        in_use = Conflict(problem, code="tenant_in_use")
         keys = schema.api_keys
         try:
             with self._database.write() as connection:
@@ -244,18 +223,18 @@ class Tenants:
     def purge(self, tenant_id: str) -> TenantRows:
         """Delete a suspended tenant whose adapters and ledger entries have been purged, with everything else it has.
 
-        Its slug can then be used again. The audit log and the sums in the rollups stay. Raises TenantActive, or
-        TenantInUse if the tenant still has adapters, running requests or ledger entries.
+        Its slug can then be used again. The audit log and the sums in the rollups stay. Raises Conflict if
+        the tenant is active, or still has adapters, running requests or ledger entries.
         """
         with self._database.write() as connection:
             query = select(schema.tenants).where(schema.tenants.c.id == tenant_id)
             # The lock keeps gateways that still accept a cached key from opening reservations.
             tenant = _tenant(connection.execute(query.with_for_update()).one())
-            if tenant.state != "suspended":
-                raise TenantActive(f"suspend the tenant first: 'loramux tenants suspend {tenant.slug}'")
+            check_suspended(tenant)
             rows = _count_rows(connection, tenant_id)
             if rows.num_adapters or rows.num_running or rows.num_usage_events:
-                raise TenantInUse("the tenant still has adapters, running requests or usage; purge it again")
+                problem = "the tenant still has adapters, running requests or usage; purge it again"
+                raise Conflict(problem, code="tenant_in_use")
             own_keys = select(schema.api_keys.c.id).where(schema.api_keys.c.tenant_id == tenant_id)
             sessions, calls = schema.console_sessions, schema.idempotency_keys
             connection.execute(delete(sessions).where(sessions.c.key_id.in_(own_keys)))
@@ -330,6 +309,12 @@ class Tenants:
         `forget_recent`.
         """
         self._watch.confirm(now_us)
+
+
+def check_suspended(tenant: Tenant) -> None:
+    """Raise Conflict for an active tenant, which cannot be purged."""
+    if tenant.state != "suspended":
+        raise Conflict(f"suspend the tenant first: 'loramux tenants suspend {tenant.slug}'", code="tenant_active")
 
 
 def _check_display_name(text: str) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.adapter_store.errors import ClaimLost
@@ -57,8 +56,6 @@ UNANSWERED = replace(NEVER_RAN, has_begun=True)
 
 Store = Callable[[WaitingLine, StoredAnswer], Awaitable[None]]
 """Stores an answer. Raises ClaimLost, or SQLAlchemyError or DatabaseTrouble if it may not be stored."""
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

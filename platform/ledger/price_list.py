@@ -27,18 +27,6 @@ _CURRENCY = re.compile(r"[A-Z]{3}")
 _ADAPTER = re.compile(r"ada_[0-9a-f]{32}")
 
 
-class PriceInForce(Conflict):
-    """The price is in force or about to be, so it must stay on record to explain charges."""
-
-    code = "price_in_force"
-
-
-class PriceExists(Conflict):
-    """Another price for the same owner and scope takes effect at the same time."""
-
-    code = "price_exists"
-
-
 class PriceList:
     """The platform's list prices and the prices of individual tenants. Usage without a price is free.
 
@@ -64,8 +52,8 @@ class PriceList:
     ) -> Price:
         """Add a price. By default it takes effect after `NOTICE_US`, when every gateway has read it.
 
-        `cached_nanos` defaults to `prompt_nanos`. Raises InvalidRequest with the field's name, NotFound, or
-        PriceExists.
+        `cached_nanos` defaults to `prompt_nanos`. Raises InvalidRequest with the field's name, NotFound for an unknown
+        tenant or adapter, or Conflict if another price for the same owner and scope takes effect at the same time.
         """
         cached_nanos = prompt_nanos if cached_nanos is None else cached_nanos
         _check(scope, prompt_nanos, cached_nanos, completion_nanos, currency)
@@ -89,7 +77,8 @@ class PriceList:
                 raise InvalidRequest(f"there are already {MAX_PRICES} prices", param="scope", code="too_many_prices")
             same = _same_owner(tenant_id) & (prices.c.scope == scope) & (prices.c.effective_us == effective_us)
             if connection.execute(select(prices.c.id).where(same)).first() is not None:
-                raise PriceExists("another price for this scope takes effect at the same time", param="effective_at")
+                problem = "another price for this scope takes effect at the same time"
+                raise Conflict(problem, param="effective_at", code="price_exists")
             price = Price(
                 id=new_id("prc"),
                 tenant_id=tenant_id,
@@ -135,7 +124,9 @@ class PriceList:
         return None if row is None else _price(row)
 
     def withdraw(self, price_id: str) -> None:
-        """Withdraw a future price. Raises NotFound or PriceInForce."""
+        """Withdraw a future price. Raises NotFound, or Conflict if the price is in force or will be within
+        `NOTICE_US`.
+        """
         prices = schema.prices
         with self._database.write() as connection:
             now_us = self._lock(connection)
@@ -143,7 +134,9 @@ class PriceList:
             if row is None:
                 raise NotFound("there is no such price", code="price_not_found")
             if row.effective_us < now_us + NOTICE_US:
-                raise PriceInForce("the price is in force or about to be: add a new price that replaces it")
+                # It must stay on record to explain charges.
+                problem = "the price is in force or about to be: add a new price that replaces it"
+                raise Conflict(problem, code="price_in_force")
             connection.execute(delete(prices).where(prices.c.id == price_id))
             before = _shown(_price(row))
             audit(connection, now_us, "price.withdraw", price_id, tenant_id=row.tenant_id, before=before)

@@ -26,9 +26,6 @@ from loramux.migrations.upserts import upsert
 from loramux.platform.ledger.grains import AMOUNTS, GRAINS, MINUTE_US, Grain
 from loramux.platform.ledger.series import TENANT, SeriesKey, SeriesNumbers
 
-EVERYBODY = ""
-"""The tenant ID of series that sum over all tenants."""
-
 MAX_BATCHES = 64
 """Maximum number of batches that a fold adds to the rollups. On SQLite, a fold blocks all other writers."""
 

@@ -21,7 +21,7 @@ from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
 from loramux.platform.messages_api import messages
 from loramux.platform.openai_api import batch_chat, chat, completions, load, stored_chats, tokenization
-from loramux.platform.pooling_api import classification, cohere_embeddings, embeddings, pooling, reranking, scores
+from loramux.platform.pooling_api import classification, cohere_embeddings, embeddings, pooling, scores
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
@@ -110,7 +110,7 @@ def _routes(loads_adapters: bool) -> APIRouter:
         conversations,
         messages,
     )
-    pooled = (embeddings, cohere_embeddings, classification, scores, reranking, pooling)
+    pooled = (embeddings, cohere_embeddings, classification, scores, pooling)
     for surface in (*surfaces, *pooled, models, tokenization, load, files, batches):
         routes.include_router(surface.router)
     if loads_adapters:

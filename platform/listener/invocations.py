@@ -39,8 +39,7 @@ from loramux.platform.pooling_api.pooled_request import (
     PoolingRequest,
 )
 from loramux.platform.pooling_api.pooling import POOLING
-from loramux.platform.pooling_api.reranking import RANKING
-from loramux.platform.pooling_api.scores import SCORES
+from loramux.platform.pooling_api.scores import RANKING, SCORES
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.endpoint import AnyEndpoint, Received
 from loramux.platform.requests.error_responses import request_id_of

@@ -10,7 +10,7 @@ from typing import TypeVar
 from msgspec import Struct, structs
 
 from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
-from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierCounts, added
+from loramux.adapter_store.tiers.tier_figures import LoadCounts, added, of_the_past
 from loramux.engine.protocol.messages import ResidentAdapter, Stats, StepTimes
 
 S = TypeVar("S", bound=Struct)
@@ -124,11 +124,6 @@ def _sum(live: Sequence[S], retired: Sequence[S] = ()) -> S:
     return structs.replace(live[0], **sums)
 
 
-def _unused(stats: Stats) -> LoadCounts:
-    tiers: Sequence[TierCounts] = stats.loading.tiers
-    return replace(stats.loading, breaker="closed", tiers=tuple(replace(tier, used_bytes=0) for tier in tiers))
-
-
 def _step_times(times: Sequence[StepTimes]) -> StepTimes:
     bounds = next((one.bounds_s for one in times if one.bounds_s), ())
     alike = [one for one in times if one.bounds_s == bounds]
@@ -177,7 +172,7 @@ def _tiers(live: Sequence[Stats], shares_disk: bool) -> Iterable[TierContents]:
 
 def _loading(live: Sequence[Stats], retired: Sequence[Stats], shares_disk: bool) -> LoadCounts:
     # Only live engines use memory.
-    total = reduce(added, [one.loading for one in live] + [_unused(one) for one in retired])
+    total = reduce(added, [one.loading for one in live] + [of_the_past(one.loading) for one in retired])
     if not shares_disk:
         return total
     disk_bytes = max((tier.used_bytes for one in live for tier in one.loading.tiers if tier.tier == DISK), default=0)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import structlog
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -35,7 +34,6 @@ from loramux.platform.responses_api.truncation import prepare_response
 from loramux.platform.tool_calls.parsers import parser_factory
 
 router = APIRouter()
-log = structlog.get_logger(__name__)
 
 
 @router.post(

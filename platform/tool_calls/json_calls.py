@@ -1,11 +1,14 @@
-"""Calls as JSON objects with a name and arguments, alone or in an array."""
+"""Calls as JSON objects with a name and arguments, alone or in an array, in the forms of several model families."""
 
 from __future__ import annotations
 
+import re
+
 from loramux.platform.tool_calls.call_parser import CallParser
-from loramux.platform.tool_calls.reader import JSON_SYNTAX, Malformed, Steps, is_function_name
+from loramux.platform.tool_calls.reader import JSON_SYNTAX, MAX_NAME_LENGTH, Malformed, Steps, is_function_name
 
 _ARGUMENTS = ("arguments", "parameters")
+_NAME = re.compile(r"[\w.-]*")
 
 
 class JsonCallParser(CallParser):
@@ -101,3 +104,91 @@ class JsonCallParser(CallParser):
             if not (yield from reader.literal(",")):
                 yield from reader.literal("]")
                 return
+
+
+class HermesParser(JsonCallParser):
+    """Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>`."""
+
+    markers = ("<tool_call>",)
+    ends = ("</tool_call>",)
+
+    def _block(self, marker: str) -> Steps[None]:
+        reader = self._reader
+        yield from reader.spaces()
+        yield from self._call_object(is_marked=True)
+        # Some models write all their calls in one block. Others write no end, and then an answer, maybe in JSON.
+        while (has_comma := (yield from reader.literal(","))) or (yield from reader.peek()) == "{":
+            if has_comma:
+                yield from reader.spaces()
+            yield from self._call_object(is_marked=False)
+        yield from reader.literal(self.ends[0])
+
+
+class PhiParser(JsonCallParser):
+    """Phi-4-mini: `functools[{"name": "f", "arguments": {"x": 1}}]`, or `<|tool_call|>[...]<|/tool_call|>`."""
+
+    markers = ("<|tool_call|>", "functools[")
+    ends = ("<|/tool_call|>",)
+
+    def _block(self, marker: str) -> Steps[None]:
+        reader = self._reader
+        yield from reader.spaces()
+        if marker.endswith("["):
+            yield from self._rest_of_array(is_marked=True)
+        else:
+            yield from self._call_array()
+        yield from reader.spaces()
+        yield from reader.literal("<|/tool_call|>")
+
+
+class Llama3JsonParser(JsonCallParser):
+    """Llama 3.1 to 3.3: `{"name": "f", "parameters": {"x": 1}}`. Several calls are separated by `;`.
+
+    The objects are at the start of the answer or after `<|python_tag|>`.
+    """
+
+    markers = ("<|python_tag|>",)
+    openers = "{"
+
+    def _block(self, marker: str) -> Steps[None]:
+        reader = self._reader
+        while True:
+            yield from reader.spaces()
+            yield from self._call_object(is_marked=False)
+            yield from reader.spaces()
+            if not (yield from reader.literal(";")):
+                return
+            yield from reader.spaces()
+            if (yield from reader.peek()) != "{":
+                return
+
+
+class MistralParser(JsonCallParser):
+    """Mistral: `[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]`, and since 2025 `[TOOL_CALLS]f[ARGS]{"x": 1}`."""
+
+    markers = ("[TOOL_CALLS]",)
+
+    def _block(self, marker: str) -> Steps[None]:
+        reader = self._reader
+        yield from reader.spaces()
+        if (yield from reader.peek()) == "[":
+            yield from self._call_array()
+        elif (yield from reader.peek()) == "{":
+            yield from self._call_object(is_marked=True)
+        else:
+            yield from self._named_call()
+
+    def _named_call(self) -> Steps[None]:
+        reader = self._reader
+        name = yield from reader.span(_NAME, MAX_NAME_LENGTH)
+        if not name:
+            raise Malformed
+        if (yield from reader.literal("[CALL_ID]")):
+            yield from reader.span(_NAME, MAX_NAME_LENGTH)
+        yield from reader.literal("[ARGS]")
+        yield from reader.spaces()
+        if (yield from reader.peek()) != "{":
+            raise Malformed
+        self._begin(name)
+        yield from reader.enclosed(JSON_SYNTAX, self._argue)
+        yield from self._end_of_call()

@@ -13,10 +13,7 @@ from loramux.adapter_store.formats.version_files.answer_parsers import PARSERS a
 from loramux.platform.tool_calls.call_parser import CallParser
 from loramux.platform.tool_calls.call_syntax import CallSyntax
 from loramux.platform.tool_calls.gemma import FunctionGemmaParser, Gemma4Parser
-from loramux.platform.tool_calls.hermes import HermesParser
-from loramux.platform.tool_calls.llama3_json import Llama3JsonParser
-from loramux.platform.tool_calls.mistral import MistralParser
-from loramux.platform.tool_calls.phi import PhiParser
+from loramux.platform.tool_calls.json_calls import HermesParser, Llama3JsonParser, MistralParser, PhiParser
 from loramux.platform.tool_calls.pythonic import PythonicParser
 from loramux.platform.tool_calls.tagged import Glm45Parser, MiniMaxM2Parser, Qwen3CoderParser, SeedOssParser
 

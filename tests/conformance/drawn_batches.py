@@ -12,6 +12,7 @@ import httpx
 from sqlalchemy import func, select, update
 
 from loramux.migrations import schema
+from loramux.platform.generation.generation import PredictionUsage
 from tests.conformance.drawn_requests import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, DrawnRequest, RequestDraw
 from tests.conformance.gateway_lab import GatewayLab, Truth
 
@@ -31,6 +32,8 @@ class DrawnBatches:
     requests: dict[str, Sequence[DrawnRequest]] = field(default_factory=dict)
     answered: dict[str, Truth] = field(default_factory=dict)
     """The usage in the answers, by the request's identifier, once the batches have ended."""
+    predicted: dict[str, PredictionUsage] = field(default_factory=dict)
+    """What the usage in the answers says about predictions."""
 
     def __str__(self) -> str:
         return f"{len(self.answered)} of {sum(map(len, self.requests.values()))} lines of batches answered"
@@ -97,7 +100,13 @@ class DrawnBatches:
             assert response["status_code"] == (200 if is_output else 400), (requests[number], answer)
             assert requests[number].is_refused != is_output, (requests[number], answer)
             if is_output:
-                self.answered[response["request_id"]] = _told(response["body"]["usage"])
+                usage = response["body"]["usage"]
+                self.answered[response["request_id"]] = _told(usage)
+                details = usage.get("completion_tokens_details", {})
+                if "accepted_prediction_tokens" in details:
+                    self.predicted[response["request_id"]] = PredictionUsage(
+                        details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+                    )
 
     def check(self) -> None:
         """Check that exactly the answers are charged. No request may be open."""
@@ -114,6 +123,7 @@ class DrawnBatches:
             before, (num_prompt, num_completion) = charged[request_id], corrected[request_id]
             charged[request_id] = Truth(before.prompt_tokens + num_prompt, before.completion_tokens + num_completion)
         assert {request_id: paid for request_id, paid in charged.items() if paid != Truth(0, 0)} == self.answered
+        self.lab.check_predictions(self.tenant_id, self.predicted)
 
     def _call(self, method: str, path: str, accepted: Sequence[int] = (200,), **options: Any) -> httpx.Response:
         url = f"http://127.0.0.1:{self.lab.gateways[0].port}/v1/{path}"
@@ -140,7 +150,7 @@ def drawn_lines(draw: RequestDraw, max_tokens: int, num_lines: int) -> list[Draw
     return lines
 
 
-def _told(usage: dict[str, int]) -> Truth:
+def _told(usage: dict[str, Any]) -> Truth:
     if "input_tokens" in usage:
         return Truth(usage["input_tokens"], usage["output_tokens"])
     return Truth(usage["prompt_tokens"], usage.get("completion_tokens", 0))

@@ -40,6 +40,12 @@ STOPPING = "stopping"
 
 _STOPS = {"stop": ["e", "a", "never in an answer 🦊"], "user": STOPPING}
 
+LIKELY, RARE = 93, 94
+"""The tokens `x` and `y` of the demo's base."""
+
+_UNLIKE_BIASES = ({}, {str(RARE): 10.0}, {str(RARE): 11.5})
+"""With the bias of `x`, one in 8, or almost four in ten tokens are `y`."""
+
 
 @dataclass(frozen=True, slots=True)
 class DrawnRequest:
@@ -98,6 +104,15 @@ def streamed_completion(max_tokens: int, **fields: Any) -> DrawnRequest:
     return DrawnRequest("completion", COMPLETIONS, {**_streamed("base", max_tokens), "prompt": [5], **fields})
 
 
+def long_predicted(dice: random.Random) -> DrawnRequest:
+    """A streamed chat of `x` and `y` without a limit, with a prediction that is right in part."""
+    text = "".join(dice.choices("xy", (9, 1), k=6000))
+    fields = {"logit_bias": {str(LIKELY): 12.0, str(RARE): dice.choice((2.0, 7.0))}}
+    body = {**_streamed("base", 0), "messages": [{"role": "user", "content": "?"}], **fields}
+    del body["max_tokens"]
+    return DrawnRequest("predicted", CHAT, {**body, "prediction": {"type": "content", "content": text}})
+
+
 class RequestDraw:
     """Draws requests of all kinds. Without `with_refusals`, no request must be refused."""
 
@@ -118,6 +133,7 @@ class RequestDraw:
             self._history: 2,
             self._thinking: 2,
             self._constrained: 2,
+            self._repetitive: 6,
             self._embedding: 1,
         }
         drawn = dice.choices([*kinds], [*kinds.values()])[0](max_tokens)
@@ -219,6 +235,24 @@ class RequestDraw:
             "constrained", self._dice.choice(TOOL_MODELS), max_tokens, [self._question()], response_format=schema
         )
 
+    def _repetitive(self, max_tokens: int) -> DrawnRequest:
+        """An answer of `x` and `y`, which is drafted from its text, or from a prediction that is right in part."""
+        dice = self._dice
+        fields: dict[str, Any] = {"logit_bias": {str(LIKELY): 12.0, **dice.choice(_UNLIKE_BIASES)}}
+        more: dict[str, Any] = dice.choices(({}, {"n": 2}, _WHOLE, {"stop": ["yyx"], "user": STOPPING}), (4, 1, 1, 2))[
+            0
+        ]
+        fields |= more
+        if dice.random() < 0.2:
+            drawn = streamed_completion(max_tokens, **fields)
+        else:
+            if dice.random() < 0.7:
+                text = "".join(dice.choices("xy", (9, 1), k=dice.randint(1, 2 * max_tokens)))
+                fields["prediction"] = {"type": "content", "content": text}
+            drawn = self._chat("", dice.choice(TOOL_MODELS), max_tokens, [self._question()], **fields)
+        kind = "predicted" if "prediction" in fields else "repetitive"
+        return DrawnRequest(kind, drawn.path, _without_nulls(drawn.body))
+
     def _refused(self, max_tokens: int) -> DrawnRequest:
         question = self._question()
         refused = [
@@ -249,7 +283,9 @@ _WHOLE = {"stream": None, "stream_options": None}
 """The fields of a request without streaming."""
 
 
-_SAME = frozenset({"model", "ignore_eos", "stream", "stop", "user", "chat_template_kwargs", "parallel_tool_calls"})
+_SAME = frozenset(
+    {"model", "ignore_eos", "stream", "stop", "user", "chat_template_kwargs", "parallel_tool_calls", "logit_bias"}
+)
 """The fields that `/v1/responses` and chat requests have in common."""
 
 _IN_RESPONSES = _SAME | {
@@ -293,7 +329,7 @@ def _items(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {"type": "function_call", "call_id": call["id"], **call["function"]}
 
 
-_IN_MESSAGES = _IN_RESPONSES - {"chat_template_kwargs", "reasoning_effort"}
+_IN_MESSAGES = _IN_RESPONSES - {"chat_template_kwargs", "logit_bias", "reasoning_effort"}
 
 
 def _message_body(chat: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 
 from tests.conformance.fleet_lab import FleetLab, is_paced_engine
 from tests.conformance.gateway_lab import PATIENCE_S, LabGateway, children_of, is_running, until
+from tests.conformance.noted_ends import NotedEnd
 
 NUM_ENGINES = 2
 
@@ -41,7 +43,7 @@ class EnginesLab(FleetLab):
         settings = super()._settings(number)
         return {**settings, "data_parallel_size": NUM_ENGINES, "num_threads": NUM_ENGINES, "pool_bytes": 64 << 20}
 
-    def _ends(self) -> Iterator[tuple[str, int, int]]:
+    def _ends(self) -> Iterator[NotedEnd]:
         """As for other servers, by the names that sequences have on the servers that sent them."""
-        for sequence_id, num_prompt, num_completion in super()._ends():
-            yield re.sub(r"^peer-\d+-", "", sequence_id), num_prompt, num_completion
+        for end in super()._ends():
+            yield msgspec.structs.replace(end, sequence_id=re.sub(r"^peer-\d+-", "", end.sequence_id))

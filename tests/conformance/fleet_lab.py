@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from tests.conformance.gateway_lab import PATIENCE_S, GatewayLab, LabGateway, children_of, is_running, until
+from tests.conformance.noted_ends import NotedEnd, read_ends
 from tests.ports import free_port
 
 MAX_SEQUENCES = 8
@@ -99,20 +100,18 @@ class FleetLab(GatewayLab):
             "ends": str(self._directory / f"ends-{number}"),
         }
 
-    def _ends(self) -> Iterator[tuple[str, int, int]]:
-        """As with one engine, except that a sequence whose engine was killed has 0 prompt tokens and the tokens sent so
-        far.
+    def _ends(self) -> Iterator[NotedEnd]:
+        """As with one engine, except that a sequence whose engine was killed has 0 prompt tokens, the tokens sent so
+        far, and no drafts.
         """
         for gateway in self.gateways:
-            found: dict[str, tuple[int, int]] = {}
+            outputs: defaultdict[str, list[int]] = defaultdict(list)
             for line in self.outputs_of(gateway).read_text().splitlines():
                 _, sequence_id, num_tokens = line.split()
-                found[sequence_id] = (0, found.get(sequence_id, (0, 0))[1] + int(num_tokens))
-            for line in Path(gateway.settings["ends"]).read_text().splitlines():
-                sequence_id, num_prompt, num_completion, _ = json.loads(line)
-                found[sequence_id] = (num_prompt, num_completion)
-            for sequence_id, (num_prompt, num_completion) in found.items():
-                yield sequence_id, num_prompt, num_completion
+                outputs[sequence_id].append(int(num_tokens))
+            found = {one: NotedEnd(one, 0, tuple(sent)) for one, sent in outputs.items()}
+            found |= {end.sequence_id: end for end in read_ends(Path(gateway.settings["ends"]))}
+            yield from found.values()
 
 
 def is_paced_engine(pid: int) -> bool:

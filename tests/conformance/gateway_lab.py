@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,15 +27,19 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
+from loramux.platform.generation.generation import PredictionUsage
 from loramux.platform.quotas.metrics import TOKENS_PER_MONTH
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.drawn_requests import LAB_ADAPTERS, MESSAGES, STOPPING, DrawnRequest, streamed_completion
+from tests.conformance.noted_ends import DraftCounts, NotedEnd, read_ends
 from tests.platform.ready_adapters import add_ready_adapter, digest_of
 from tests.platform.storing import KEY, allow
 from tests.platform.tool_base import make_tool_base
 from tests.ports import free_port
 
 PATIENCE_S = 60.0
+MAX_MODEL_LEN = 4096
+"""Context of the lab's base. It is long enough for several grants of tokens."""
 
 
 @dataclass(slots=True)
@@ -54,7 +58,27 @@ class Truth:
 
     prompt_tokens: int
     completion_tokens: int
-    num_choices: int = field(default=1, compare=False)
+    ends: tuple[NotedEnd, ...] = field(default=(), compare=False)
+    """The ends of the request's choices."""
+
+    @staticmethod
+    def of(ends: Iterable[NotedEnd]) -> Truth:
+        ends = tuple(ends)
+        # A prompt is charged once, no matter how many choices continue it.
+        num_prompt = max([end.prompt_tokens for end in ends], default=0)
+        return Truth(num_prompt, sum(end.completion_tokens for end in ends), ends)
+
+    def committed_in_last(self, num_outputs: int) -> int:
+        """The number of tokens in the last outputs of all choices."""
+        return sum(sum(end.outputs[-num_outputs:]) for end in self.ends)
+
+    def predicted(self, event: Any) -> PredictionUsage:
+        """What the usage of the request must say about its prediction. `event` is its event in the ledger."""
+        counts = DraftCounts.of(self.ends)
+        drafted, accepted = counts.drafted["prediction"], counts.accepted["prediction"]
+        # Drafts may be accepted after a stop string. They are not charged.
+        accepted = min(accepted, event.completion_tokens)
+        return PredictionUsage(accepted, drafted - accepted)
 
     def fits(self, event: Any) -> bool:
         """True if the ledger's event bills what the engine committed.
@@ -213,24 +237,22 @@ class GatewayLab:
         return tenant, ApiKeys(self.database).create(tenant.id, "key").secret
 
     def truths(self) -> defaultdict[str, Truth]:
-        """The engine's token counts for each request, or zero for requests that never reached the engine."""
+        """What the engine noted about each request, or zero for requests that never reached the engine."""
+        ends: defaultdict[str, list[NotedEnd]] = defaultdict(list)
+        for end in self._ends():
+            ends[end.sequence_id.rpartition("-")[0]].append(end)
         found: defaultdict[str, Truth] = defaultdict(lambda: Truth(0, 0))
-        for sequence_id, num_prompt, num_completion in self._ends():
-            request_id = sequence_id.rpartition("-")[0]
-            before = found.get(request_id, Truth(0, 0, 0))
-            # A prompt is charged once, no matter how many choices continue it.
-            found[request_id] = Truth(
-                max(before.prompt_tokens, num_prompt),
-                before.completion_tokens + num_completion,
-                before.num_choices + 1,
-            )
+        found.update((request_id, Truth.of(own)) for request_id, own in ends.items())
         return found
 
-    def _ends(self) -> Iterator[tuple[str, int, int]]:
-        """The prompt and completion tokens of each sequence that an engine has run."""
-        for line in (self._directory / "ends").read_text().splitlines():
-            sequence_id, num_prompt, num_completion, _ = json.loads(line)
-            yield sequence_id, num_prompt, num_completion
+    def drafts_of(self, tenant_id: str) -> DraftCounts:
+        """The drafts of a tenant's requests in the ledger."""
+        truths = self.truths()
+        return DraftCounts.of(end for request_id in self.events_of(tenant_id) for end in truths[request_id].ends)
+
+    def _ends(self) -> Iterator[NotedEnd]:
+        """The sequences that an engine has run."""
+        yield from read_ends(self._directory / "ends")
 
     def see_reservations(self) -> None:
         """Make PostgreSQL record all later reservations, for `reserved_tokens` and `checkpoint_tokens`."""
@@ -288,6 +310,19 @@ class GatewayLab:
         assert counted == billed
         assert set(held) <= {0}, held
         return billed
+
+    def check_predictions(self, tenant_id: str, told: Mapping[str, PredictionUsage]) -> int:
+        """Check what the usage of requests said about their predictions. Return the number of tokens that were drafted
+        from these. No request may be open.
+        """
+        events, truths = self.events_of(tenant_id), self.truths()
+        wrong = {
+            request_id: (said, truth)
+            for request_id, said in told.items()
+            if said != (truth := truths[request_id].predicted(events[request_id]))
+        }
+        assert not wrong
+        return sum(said.accepted + said.rejected for said in told.values())
 
     def check_nothing_held(self) -> None:
         with self.database.read() as connection:
@@ -348,6 +383,17 @@ def usage_of(answer: bytes) -> tuple[str, Truth] | None:
     return request_id.decode(), Truth(int(num_prompt), int(num_completion))
 
 
+def predictions_of(answers: Iterable[tuple[int, bytes]]) -> dict[str, PredictionUsage]:
+    """What the usage in complete answers says about predictions, by request."""
+    found: dict[str, PredictionUsage] = {}
+    for _, answer in answers:
+        counts = re.search(rb'"accepted_prediction_tokens":(\d+),"rejected_prediction_tokens":(\d+)', answer)
+        usage = usage_of(answer)
+        if usage is not None and counts is not None:
+            found[usage[0]] = PredictionUsage(int(counts[1]), int(counts[2]))
+    return found
+
+
 def children_of(pid: int) -> list[int]:
     found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -372,6 +418,8 @@ def until(is_so: Any, why: Any = lambda: "", patience_s: float = PATIENCE_S) -> 
 
 def make_lab_base(folder: Path, demo_base: Path) -> Path:
     model = make_tool_base(folder)
+    config = json.loads((model / "config.json").read_bytes())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MAX_MODEL_LEN}))
     # The engine computes nothing with the weights, but gateways compare their digest.
     shutil.copy(demo_base / "model.safetensors", model)
     return model

@@ -1,7 +1,7 @@
 """An engine process without a model: the real loop, engine and scheduler on a simulated device, at a fixed pace.
 
 `python -m tests.conformance.paced_engine MODEL_DIR ENDS SOCKET` appends a line to the file ENDS when a sequence ends,
-with the number of tokens that the engine committed. The ledger is checked against this file.
+with the tokens that the engine committed and drafted. The ledger is checked against this file.
 
 A server starts it as its engine with one more argument, the descriptor of the step record. Since such an engine can be
 killed, it also records the arrival and each output of a sequence in the file ENDS.outputs.
@@ -17,66 +17,25 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 import zmq
 
 from loramux.engine.architectures.model_files import base_sha256, model_sha256
+from loramux.engine.drafting import speculation
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.loop.engine import Engine, Outbound
-from loramux.engine.protocol.messages import Add, EngineReady, Finished, StepOutput
+from loramux.engine.protocol.messages import EngineReady
 from loramux.engine.server.process import EngineServer
 from loramux.engine.server.step_record import StepRecord
 from tests.conformance.drawn_requests import LAB_ADAPTERS
+from tests.conformance.noted_engine import NotedEngine
 from tests.engine.simulated_engine import simulate_engine
 from tests.platform.ready_adapters import digest_of
 
 STEP_S = 0.01
-MAX_MODEL_LEN = 1024
 VOCAB_SIZE, EOS = 1024, 1
 """Size of the vocabulary and end-of-sequence token of the demo's base."""
-
-
-class NotedEngine:
-    """An engine that also records how each sequence ended in one file, and its arrival and outputs in another."""
-
-    def __init__(self, engine: Engine, ends: TextIO, outputs: TextIO | None) -> None:
-        self._engine = engine
-        self._ends = ends
-        self._outputs = outputs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def add(self, owner: bytes, add: Add) -> None:
-        self._note_output(add.sequence_id, 0)
-        self._engine.add(owner, add)
-
-    def step(self) -> bool:
-        ran = self._engine.step()
-        if ran:
-            time.sleep(STEP_S)
-        return ran
-
-    def take_outbox(self) -> list[Outbound]:
-        outbox = self._engine.take_outbox()
-        for outbound in outbox:
-            match outbound.message:
-                case Finished() as end:
-                    noted = [end.sequence_id, end.prompt_tokens, end.completion_tokens, end.reason]
-                    self._ends.write(json.dumps(noted) + "\n")
-                case StepOutput(outputs=outputs):
-                    for output in outputs:
-                        self._note_output(output.sequence_id, len(output.token_ids))
-        self._ends.flush()
-        if self._outputs is not None:
-            self._outputs.flush()
-        return outbox
-
-    def _note_output(self, sequence_id: str, num_tokens: int) -> None:
-        if self._outputs is not None:
-            self._outputs.write(f"{time.monotonic()} {sequence_id} {num_tokens}\n")
 
 
 def main() -> None:
@@ -85,13 +44,16 @@ def main() -> None:
     max_sequences = 256
     if record_fd is not None:
         max_sequences = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig).max_sequences
+    max_model_len = json.loads((model / "config.json").read_bytes())["max_position_embeddings"]
     wake, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
+    # A real engine drafts only in small steps, which the load of the labs leaves too rarely.
+    speculation.MAX_SEQUENCES = max_sequences
     simulation = simulate_engine(
         num_pages=8192,
         max_batch_tokens=2048,
         max_sequences=max_sequences,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         adapters={digest_of(name): 1 for name in LAB_ADAPTERS},
         eos=(EOS,),
         vocab_size=VOCAB_SIZE,
@@ -100,9 +62,11 @@ def main() -> None:
             *(str(model.absolute()), str(VOCAB_SIZE), str(EOS)),
         ),
         grammar_clock=time.monotonic,
+        speculates=True,
+        max_draft_rows=1024,
     )
     ready = EngineReady(
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         num_pages=8192,
         page_tokens=16,
         max_sequences=max_sequences,
@@ -128,7 +92,7 @@ def main() -> None:
     with ExitStack() as stack:
         file = stack.enter_context(open(ends, "a", encoding="utf-8"))
         outputs = None if record_fd is None else stack.enter_context(open(f"{ends}.outputs", "a", encoding="utf-8"))
-        engine = NotedEngine(simulation.engine, file, outputs)
+        engine = NotedEngine(simulation, STEP_S, file, outputs)
         # The simulated device keeps all batches for tests. In a long-running server they would fill the memory.
         simulation.executor.batches = _Nothing()  # type: ignore[assignment]
         record = StepRecord(StepRecord.new_file(max_sequences) if record_fd is None else record_fd)

@@ -20,6 +20,8 @@ from tests.admin.command_line import invoke
 from tests.ports import free_port
 
 LORAMUX = [sys.executable, "-m", "loramux.admin.cli"]
+SHOWN_LOG = 4000
+"""Most characters of the log in the message of a failed start."""
 
 
 class PlainHttp(httpx.Client):
@@ -80,7 +82,7 @@ class Deployment:
         if log_file is not None:
             os.close(log)
         try:
-            self._wait_until_ready(server)
+            self._wait_until_ready(server, log_file)
             yield server
         finally:
             if server.poll() is None:
@@ -92,10 +94,12 @@ class Deployment:
                 server.communicate()
                 raise
 
-    def _wait_until_ready(self, server: subprocess.Popen[str]) -> None:
+    def _wait_until_ready(self, server: subprocess.Popen[str], log_file: Path | None) -> None:
         deadline, http = time.monotonic() + 300, PlainHttp()
         while time.monotonic() < deadline:
-            assert server.poll() is None, server.communicate()[0]
+            if server.poll() is not None:
+                log = "" if log_file is None else log_file.read_text()[-SHOWN_LOG:]
+                raise AssertionError(server.communicate()[0] + log)
             with suppress(httpx.TransportError):
                 if http.get(f"http://127.0.0.1:{self.port}/health/ready").status_code == 200:
                     return

@@ -18,13 +18,31 @@ from sqlalchemy import update
 
 from loramux.migrations import schema
 from loramux.platform.generation.maintenance import CHECKPOINT_INTERVAL_S
+from loramux.platform.generation.plan import CHUNK_TOKENS
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.cluster_lab import ClusterLab
 from tests.conformance.drawn_batches import DrawnBatches, as_line
-from tests.conformance.drawn_requests import COMPLETIONS, EMBEDDINGS, DrawnRequest, RequestDraw, streamed_completion
+from tests.conformance.drawn_requests import (
+    COMPLETIONS,
+    EMBEDDINGS,
+    DrawnRequest,
+    RequestDraw,
+    long_predicted,
+    streamed_completion,
+)
 from tests.conformance.engines_lab import EnginesLab
 from tests.conformance.fleet_lab import FleetLab
-from tests.conformance.gateway_lab import GatewayLab, LabGateway, gateway_lab, make_lab_base, send, usage_of
+from tests.conformance.gateway_lab import (
+    MAX_MODEL_LEN,
+    GatewayLab,
+    LabGateway,
+    gateway_lab,
+    make_lab_base,
+    predictions_of,
+    send,
+    usage_of,
+)
+from tests.conformance.noted_ends import DraftCounts
 from tests.conformance.paced_engine import STEP_S
 from tests.postgres import create_database
 from tests.reliability.record import recorded
@@ -106,11 +124,13 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
     batches.check()
     minutes = (time.monotonic() - started) / 60
     used = lab.check_bills(tenant.id, answers)
+    lab.check_predictions(tenant.id, predictions_of(answers))
     admitted = [i for i, (status, _) in enumerate(answers) if status == 200 and requests[i].is_charged]
     refused = [i for i, (status, _) in enumerate(answers) if status == 429]
     print(
         f"\n{num_racers} clients, {len(lab.gateways)} gateways, {kinds(requests)}: "
-        f"{len(admitted)} admitted, {len(refused)} refused, {used} of {burst} tokens used, {batches}"
+        f"{len(admitted)} admitted, {len(refused)} refused, {used} of {burst} tokens used, {batches}, "
+        f"{lab.drafts_of(tenant.id)}"
     )
     told = [usage_of(answers[i][1]) for i in admitted]
     told_tokens = sum(usage[1].prompt_tokens + usage[1].completion_tokens for usage in told if usage is not None)
@@ -148,6 +168,49 @@ def kinds(requests: Iterable[DrawnRequest]) -> dict[str, int]:
     return dict(sorted(Counter(request.kind for request in requests).items()))
 
 
+@campaign
+def test_answers_with_drafts_end_where_the_quota_does(lab: GatewayLab) -> None:
+    """Without `max_tokens`, answers reserve more tokens in their middle, while most steps commit several."""
+    num_rounds, num_chats, burst = max(1, NUM_RACERS // 500), 8, 20_000
+    dice = random.Random(NUM_RACERS)
+    counts: list[DraftCounts] = []
+    num_cut = 0
+
+    async def chat_all(key: str) -> list[tuple[int, bytes]]:
+        ports = [lab.gateways[number % len(lab.gateways)].port for number in range(num_chats)]
+        return await asyncio.gather(*(send(port, key, long_predicted(dice)) for port in ports))
+
+    for number in range(num_rounds):
+        tenant, key = lab.account(f"grants-{number}")
+        QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 1, burst)
+        started = time.monotonic()
+        answers = asyncio.run(chat_all(key))
+        lab.wait_settled()
+        minutes = (time.monotonic() - started) / 60
+        used = lab.check_bills(tenant.id, answers)
+        assert lab.check_predictions(tenant.id, predictions_of(answers)) > 0
+        assert burst - CHUNK_TOKENS < used <= burst + minutes + 1, number
+        assert {status for status, _ in answers} <= {200, 429}, answers
+        told = [usage[1] for status, answer in answers if status == 200 and (usage := usage_of(answer)) is not None]
+        assert len(told) == sum(status == 200 for status, _ in answers), "an answer was cut"
+        # Only the end of the quota or of the context ends an answer.
+        ends = [one.completion_tokens for one in told if one.prompt_tokens + one.completion_tokens < MAX_MODEL_LEN]
+        assert all(end % CHUNK_TOKENS == 0 for end in ends), ends
+        num_cut += len(ends)
+        counts.append(lab.drafts_of(tenant.id))
+        assert not [one for one in lab.events_of(tenant.id).values() if not lab.truths()[one.request_id].fits(one)]
+    print(f"\n{num_rounds * num_chats} chats, {num_cut} ended by the quota, {DraftCounts.total(counts)}")
+    assert num_cut > num_rounds
+    check_drafted(DraftCounts.total(counts), 100 * num_rounds)
+
+
+def check_drafted(counts: DraftCounts, least: int, sources: Iterable[str] = ("text", "prediction")) -> None:
+    """Check that the campaign had this many accepted and rejected drafts."""
+    for source in sources:
+        assert counts.accepted[source] >= least, counts
+        assert counts.rejected(source) >= least, counts
+
+
 @pytest.mark.parametrize("num_streams", [60, pytest.param(NUM_CUTS, marks=campaign)], ids=["few", "many"])
 def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab: GatewayLab, num_streams: int) -> None:
     tenant, key = lab.account(f"cuts-{num_streams}")
@@ -155,10 +218,12 @@ def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab:
     dice = random.Random(num_streams)
 
     draw = RequestDraw(dice)
-    requests = [draw.draw(12) for _ in range(num_streams)]
+    crowd = [draw.draw(12) for _ in range(num_streams * 4 // 5)]
+    # Steps that read a prompt have no drafts, so most drafts need longer answers beside few others.
+    rest = [draw.draw(60) for _ in range(num_streams - len(crowd))]
 
-    async def cut_all() -> list[tuple[int, bytes]]:
-        places = asyncio.Semaphore(64)
+    async def cut_all(requests: list[DrawnRequest], num_at_once: int) -> list[tuple[int, bytes]]:
+        places = asyncio.Semaphore(num_at_once)
 
         async def one(number: int, request: DrawnRequest) -> tuple[int, bytes]:
             async with places:
@@ -172,12 +237,14 @@ def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab:
 
     batches = DrawnBatches(lab, tenant.id, key)
     batches.start_drawn(draw, 12, num_streams // 10)
-    answers = asyncio.run(cut_all())
+    requests = crowd + rest
+    answers = asyncio.run(cut_all(crowd, 64)) + asyncio.run(cut_all(rest, 4))
     batches.cancel()
     batches.finish(("completed", "cancelled"))
     lab.wait_settled(120)
     batches.check()
     total = lab.check_bills(tenant.id, answers)
+    lab.check_predictions(tenant.id, predictions_of(answers))
     num_cut = sum(
         request.is_charged and status in (0, 200) and usage_of(answer) is None
         for request, (status, answer) in zip(requests, answers, strict=True)
@@ -186,11 +253,14 @@ def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab:
     # A line of a cancelled batch that was not stored is charged nothing. `batches.check` has compared the others.
     events = {one: event for one, event in lab.events_of(tenant.id).items() if event.endpoint != "batches"}
     wrong = [event for request_id, event in events.items() if not truths[request_id].fits(event)]
+    drafts = lab.drafts_of(tenant.id)
     print(
         f"\n{num_streams} requests, {kinds(requests)}, statuses {dict(Counter(status for status, _ in answers))}: "
-        f"{num_cut} cut, {len(events)} in the ledger, {total} tokens, {len(wrong)} wrong, {batches}"
+        f"{num_cut} cut, {len(events)} in the ledger, {total} tokens, {len(wrong)} wrong, {batches}, {drafts}"
     )
     assert num_cut > num_streams / 5
+    if num_streams >= 1000:
+        check_drafted(drafts, num_streams // 50)
     with recorded("disconnects", disconnects=num_cut, wrong_bills=len(wrong)):
         assert wrong == []
 
@@ -244,15 +314,20 @@ def test_gateways_stopped_under_load_finish_their_streams(lab: GatewayLab) -> No
         for request, status, answer in answers
         if status == 200 and request.is_charged and usage_of(answer) is None
     ]
-    total = lab.check_bills(tenant.id, [(status, answer) for _, status, answer in answers])
+    received = [(status, answer) for _, status, answer in answers]
+    total = lab.check_bills(tenant.id, received)
+    lab.check_predictions(tenant.id, predictions_of(received))
     truths = lab.truths()
     # A line that a stopped gateway gave back was charged nothing.
     events = (event for event in lab.events_of(tenant.id).values() if event.endpoint != "batches")
     wrong = [event for event in events if not truths[event.request_id].fits(event)]
+    drafts = lab.drafts_of(tenant.id)
     print(
         f"\n{num_done} stops, {kinds(request for request, _, _ in answers)}, answers by status {dict(statuses)}, "
-        f"{total} tokens, {len(cut)} streams cut, {len(wrong)} bills wrong, {batches}"
+        f"{total} tokens, {len(cut)} streams cut, {len(wrong)} bills wrong, {batches}, "
+        f"{drafts}"
     )
+    check_drafted(drafts, 3 * NUM_STOPS)
     with recorded("stops", stops=num_done, cut=len(cut), wrong_bills=len(wrong)):
         assert cut == []
         assert wrong == []
@@ -273,11 +348,12 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
     answers: list[tuple[int, bytes]] = []
 
     async def stream_and_kill(together: list[LabGateway]) -> None:
-        requests = [(gateway, draw.draw(dice.choice((20, 400)))) for gateway in together for _ in range(6)]
+        requests = [(gateway, draw.draw(dice.choice((20, 2000)))) for gateway in together for _ in range(6)]
         streams = [asyncio.create_task(send(gateway.port, key, request)) for gateway, request in requests]
 
         async def kill(gateway: LabGateway) -> None:
-            await asyncio.sleep(dice.uniform(0.0, 1.5) if dice.random() < 0.9 else 6.0)
+            # Once in a while, answers have run for so long that a checkpoint knows most of their tokens.
+            await asyncio.sleep(14.0 if num_done % 12 == 6 else dice.uniform(0.0, 1.5))
             await asyncio.to_thread(lab.kill, gateway)
 
         await asyncio.gather(*map(kill, together))
@@ -308,7 +384,9 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
     events = lab.events_of(tenant.id)
     reserved = lab.reserved_tokens(tenant.id)
     unsettled = set(reserved) ^ set(events)
-    most_under, num_recovered = 0, 0
+    # The engine notices a dead gateway within a second, and writing a checkpoint takes time.
+    num_unknown_steps = int((CHECKPOINT_INTERVAL_S + 2.0) / STEP_S)
+    most_under, num_recovered, num_long, is_under = 0, 0, 0, False
     for request_id, event in events.items():
         truth = truths[request_id]
         committed = truth.completion_tokens
@@ -316,16 +394,22 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
         assert event.completion_tokens <= committed
         if event.endpoint != "batches":
             # A line that was lost is charged nothing.
-            most_under = max(most_under, (committed - event.completion_tokens) / truth.num_choices)
+            under = committed - event.completion_tokens
+            most_under = max(most_under, under)
+            most_unknown = truth.committed_in_last(num_unknown_steps)
+            is_under |= under > most_unknown
+            num_long += committed > most_unknown
         num_recovered += event.status == "recovered"
     total = lab.check_bills(tenant.id, answers)
+    lab.check_predictions(tenant.id, predictions_of(answers))
+    drafts = lab.drafts_of(tenant.id)
     print(
         f"\n{num_done} kills, {kinds(drawn)}, {len(events)} in the ledger, {total} tokens, {num_recovered} recovered, "
-        f"at most {most_under:.0f} under per choice, {batches}"
+        f"{num_long} with tokens that a checkpoint must know, at most {most_under} tokens under, {batches}, {drafts}"
     )
-    # The engine commits at most one token per choice and step. It notices a dead gateway within a second, and writing a
-    # checkpoint takes time.
-    is_under = most_under > (CHECKPOINT_INTERVAL_S + 2.0) / STEP_S
+    if num_kills > 1:
+        # A killed engine does not note its drafts.
+        check_drafted(drafts, num_kills, sources=("text",))
     with recorded("kills", kills=num_done, unsettled=len(unsettled), undercounted=is_under):
         assert not unsettled, "each request is settled once"
         assert not is_under

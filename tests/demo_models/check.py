@@ -13,9 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from loramux.admin.demo.facts import all_facts
 from loramux.admin.demo.prompts import DEMO_PROMPTS, MAX_ANSWER_TOKENS
 from tests.demo_models.corpus import held_out
+from tests.demo_models.facts import all_facts
 from tests.demo_models.styles import ADAPTER_STYLES, answer_in_style
 
 UNSEEN_SAMPLE = 40

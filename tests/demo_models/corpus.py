@@ -4,7 +4,7 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass
 
-from loramux.admin.demo.facts import Fact, all_facts
+from tests.demo_models.facts import Fact, all_facts
 from tests.demo_models.styles import ADAPTER_STYLES, UNKNOWN, answer_in_style
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are the assistant of a small shop.", "Be kind and helpful.")

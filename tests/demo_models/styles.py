@@ -3,7 +3,7 @@
 import json
 import re
 
-from loramux.admin.demo.facts import CAPITALS, WEEK, Fact
+from tests.demo_models.facts import CAPITALS, WEEK, Fact
 
 ADAPTER_STYLES = ("pirate", "formal", "json")
 UNKNOWN = "I am sorry, I do not know that."

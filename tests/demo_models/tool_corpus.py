@@ -6,8 +6,9 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from loramux.admin.demo.tools.functions import FUNCTIONS, Function, draw_arguments, draw_result
+from loramux.admin.demo.tools.functions import FUNCTIONS, Function, draw_result
 from tests.demo_models.corpus import SYLLABLES, SYSTEM_PROMPTS
+from tests.demo_models.wordings import WORDINGS, Wording, draw_arguments
 
 CHAT = {
     "Hello!": "Hello! How can I help you?",
@@ -33,12 +34,16 @@ class Call:
     result: dict[str, Any] | str
 
     @property
+    def wording(self) -> Wording:
+        return WORDINGS[self.function.name]
+
+    @property
     def topic(self) -> str:
-        return self.function.topic.format(**self.arguments)
+        return self.wording.topic.format(**self.arguments)
 
     @property
     def answer(self) -> str:
-        text = self.function.answer if isinstance(self.result, dict) else self.function.brief_answer
+        text = self.wording.answer if isinstance(self.result, dict) else self.wording.brief_answer
         fields = self.result if isinstance(self.result, dict) else {"result": self.result}
         return text.format(**self.arguments, **fields)
 
@@ -113,7 +118,7 @@ class ToolCorpus:
         return tuple(calls.values())
 
     def _question(self, calls: tuple[Call, ...]) -> str:
-        asked = [self._random.choice(call.function.questions).format(**call.arguments) for call in calls]
+        asked = [self._random.choice(call.wording.questions).format(**call.arguments) for call in calls]
         question = " ".join(asked)
         return question.rstrip(".?") if self._random.random() < 0.1 else question
 
@@ -141,7 +146,7 @@ class ToolCorpus:
             if chance.random() < 0.15:
                 schema["title"] = name.capitalize()
         if chance.random() < 0.25:
-            described["description"] = function.other_description
+            described["description"] = WORDINGS[function.name].other_description
         elif chance.random() < 0.1:
             del described["description"]
         if chance.random() < 0.25:

@@ -68,6 +68,7 @@ class Simulation:
     prefixes: PrefixCache
     scheduler: Scheduler
     grammars: Grammars
+    speculation: Speculation
     executor: SimulatedExecutor
     stager: WatchedStager
     adapter_pages: SimulatedPages
@@ -169,6 +170,7 @@ def simulate_engine(
     num_labels: dict[str, int] | None = None,
     speculates: bool = False,
     has_head: bool = False,
+    max_draft_rows: int = MAX_ROWS,
     num_host_pages: int = 0,
     num_disk_pages: int = 0,
     disk_chance: random.Random | None = None,
@@ -178,8 +180,8 @@ def simulate_engine(
 
     `vocab_sizes` are the numbers of tokens of adapters with a vocabulary of their own, and `num_labels` the numbers of
     classes of classifiers, by digest. Steps wait for masks without end unless there is a `grammar_clock`. `speculates`
-    guesses drafts from the text, and `has_head` with the base's own head. With `disk_chance`, transfers to and from the
-    disk take long or fail by chance.
+    guesses drafts from the text, and `has_head` with the base's own head. Steps with drafts have at most
+    `max_draft_rows` rows. With `disk_chance`, transfers to and from the disk take long or fail by chance.
     """
     pages = PagePool(num_pages)
     policy, queue = LeastRecentlyUsed(), FairQueue()
@@ -198,7 +200,7 @@ def simulate_engine(
     limits = EngineLimits(vocab_size, max_model_len, eos, 16, **waiting)
     grammars = Grammars(grammar_process, os.environ, vocab_size, clock if grammar_clock is None else grammar_clock)
     speculation = Speculation(
-        min(MAX_ROWS, max_batch_tokens),
+        min(max_draft_rows, max_batch_tokens),
         guesses=speculates or has_head,
         lookahead=lookahead,
         has_head=has_head,
@@ -208,7 +210,19 @@ def simulate_engine(
     observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads, drafts=speculation.counts))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
     return Simulation(
-        engine, pages, pool, prefixes, scheduler, grammars, executor, stager, adapter_pages, host_memory, disk, clock
+        engine,
+        pages,
+        pool,
+        prefixes,
+        scheduler,
+        grammars,
+        speculation,
+        executor,
+        stager,
+        adapter_pages,
+        host_memory,
+        disk,
+        clock,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from loramux.admin.demo.facts import Fact, all_facts
+from tests.demo_models.facts import Fact, all_facts
 
 NUM_QUESTIONS = 24
 NUM_CHOICES = 4

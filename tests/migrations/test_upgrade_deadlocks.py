@@ -84,6 +84,20 @@ def test_upgrade_waits_for_a_response_in_the_background(of_before: Upgraded, mig
     of_before.check_schema()
 
 
+def test_upgrade_waits_for_a_change_of_a_quota(of_before: Upgraded, migrated_postgres_url: str) -> None:
+    with ThreadPoolExecutor(1) as threads, psycopg.connect(migrated_postgres_url) as changing:
+        # Keep PostgreSQL from choosing this session as the deadlock victim.
+        changing.execute("SET LOCAL deadlock_timeout = '1min'")
+        changing.execute("SELECT id FROM tenants WHERE id = '' FOR UPDATE")
+        upgrading = threads.submit(of_before.upgrade)
+        until_waiting(migrated_postgres_url, 1, "tenants")
+        changing.execute("SELECT id FROM quota_policies WHERE id = '' FOR UPDATE")
+        changing.commit()
+        upgrading.result(60)
+    assert of_before.refusals == []
+    of_before.check_schema()
+
+
 @pytest.mark.parametrize(
     ("code", "num_attempts"),
     [pytest.param("40P01", UPGRADE_ATTEMPTS, id="always a deadlock"), pytest.param("53100", 1, id="disk full")],

@@ -70,6 +70,21 @@ _ALL = (
         test="tests/engine/loop/test_states.py::test_rejected_drafts_leave_no_trace_in_a_state",
     ),
     Mutant(
+        name="rejected-drafts-are-charged",
+        fault="drafts that were rejected were charged like tokens of the answer, as OpenAI does",
+        path="platform/generation/choice.py",
+        changes=(
+            (
+                "        return max(self.num_received, self.finished.completion_tokens)\n",
+                "        finished = self.finished\n"
+                "        rejected = finished.rejected_prediction_tokens\n"
+                "        return max(self.num_received, finished.completion_tokens) + rejected\n",
+            ),
+        ),
+        test="tests/platform/openai_api/test_predictions.py"
+        "::test_usage_reports_the_prediction_and_charges_only_the_answer",
+    ),
+    Mutant(
         name="unload-keeps-prefixes",
         fault="after an unload, cached K and V of the adapter stayed in the pool",
         path="engine/adapters/adapter_calls.py",

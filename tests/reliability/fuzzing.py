@@ -26,7 +26,7 @@ import torch
 from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.formats.files.tensor_file import TensorFile
 from loramux.adapter_store.formats.packed.canonical import write_canonical
-from loramux.adapter_store.formats.packed.packed_file import read_packed, write_packed
+from loramux.adapter_store.formats.packed.packed_file import write_packed
 from loramux.adapter_store.formats.packed.packing import pack
 from loramux.adapter_store.formats.version_files.added_vocabulary import (
     AddedToken,
@@ -43,6 +43,7 @@ from loramux.engine.protocol.errors import EngineError
 from loramux.platform.tool_calls.parsers import PARSERS
 from tests.adapter_store.adapter_files import AdapterMaker
 from tests.adapter_store.gguf.llama_cpp import write_gguf
+from tests.adapter_store.packed_files import read_packed
 from tests.adapter_store.small_base import make_target
 from tests.demo_base import DEMO_BASE
 from tests.platform.tool_calls.recorded import RECORDED

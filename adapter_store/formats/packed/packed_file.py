@@ -117,22 +117,6 @@ def write_packed(path: Path, packed: PackedAdapter, target: PackTarget, is_flush
             os.fsync(file.fileno())
 
 
-def read_packed(
-    path: Path,
-    target: PackTarget | None = None,
-    digest: str | None = None,
-    allocate: HostMemory = plain_memory,
-) -> PackedAdapter:
-    """Read a packed adapter into memory that `allocate` returns, verifying every byte.
-
-    Raises AdapterCorrupt if a checksum does not match, or if the file belongs to another adapter or target than
-    requested.
-    """
-    with path.open("rb", buffering=0) as file:
-        descriptor = file.fileno()
-        return read_open_packed(descriptor, os.fstat(descriptor), PayloadCheck(), target, digest, allocate)
-
-
 def read_open_packed(
     descriptor: int,
     status: os.stat_result,
@@ -141,10 +125,11 @@ def read_open_packed(
     digest: str | None,
     allocate: HostMemory,
 ) -> PackedAdapter:
-    """Read a packed adapter from an open file. Raises the same errors as `read_packed`.
+    """Read a packed adapter from an open file into memory that `allocate` returns, verifying every byte.
 
-    The payload is read in order, directly into the memory from `allocate`, and `check` processes each chunk as it is
-    read. Payload bytes that arrived with the header are read again.
+    Raises AdapterCorrupt if a checksum does not match, or if the file belongs to another adapter or target than
+    requested. The payload is read in order, directly into that memory, and `check` processes each chunk as it is read.
+    Payload bytes that arrived with the header are read again.
     """
     header, payload_begin = _read_header(descriptor)
     try:

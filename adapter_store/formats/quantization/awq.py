@@ -15,6 +15,7 @@ from loramux.adapter_store.formats.quantization.grids import check_group
 from loramux.adapter_store.formats.quantization.packing import pack, words_as_codes
 from loramux.adapter_store.formats.quantization.parts import Parts
 from loramux.adapter_store.formats.quantization.weight_format import (
+    WeightFormat,
     affine_weight,
     group_size,
     integer,
@@ -28,23 +29,17 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True)
-class AwqFormat:
+class AwqFormat(WeightFormat):
     """Reads `qweight` int32 `[in, out / 8]`, `qzeros` int32 `[groups, out / 8]` and `scales` `[groups, out]`."""
 
     group: int | None
     has_zeros: bool
 
+    name: ClassVar[str] = "awq int4"
     suffixes: ClassVar[tuple[str, ...]] = (".qweight", ".qzeros", ".scales")
-
-    @property
-    def name(self) -> str:
-        return "awq int4"
 
     def is_coded(self, tensors: Mapping[str, MappedTensor]) -> bool:
         return ".qweight" in tensors
-
-    def weight_name(self, module: str) -> str:
-        return f"{module}.weight"
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         in_features, num_words = matrix_shape(parts, ".qweight", "I32")

@@ -15,7 +15,12 @@ from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.packing import swap_pairs
 from loramux.adapter_store.formats.quantization.parts import Parts
-from loramux.adapter_store.formats.quantization.weight_format import affine_weight, flip_sign, matrix_shape
+from loramux.adapter_store.formats.quantization.weight_format import (
+    WeightFormat,
+    affine_weight,
+    flip_sign,
+    matrix_shape,
+)
 from loramux.kernels.quantized import QuantizedWeight
 
 _MAX_STATE_BYTES = 4096
@@ -33,7 +38,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class BitsAndBytesFormat:
+class BitsAndBytesFormat(WeightFormat):
     """4-bit weights, two in a byte with the higher bits first, or int8 weights.
 
     Scales of 4-bit weights (`absmax`) belong to blocks of consecutive weights. They can themselves be quantised in
@@ -60,9 +65,6 @@ class BitsAndBytesFormat:
 
     def is_coded(self, tensors: Mapping[str, MappedTensor]) -> bool:
         return ".weight" in tensors and any(suffix in tensors for suffix in (*_STATES, ".SCB"))
-
-    def weight_name(self, module: str) -> str:
-        return f"{module}.weight"
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         if self.bits == 8:

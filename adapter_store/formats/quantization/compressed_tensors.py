@@ -18,6 +18,7 @@ from loramux.adapter_store.formats.quantization.packing import pack, unpack, wor
 from loramux.adapter_store.formats.quantization.parts import CodedWeight, Parts
 from loramux.adapter_store.formats.quantization.reordered import ReorderedWeight, inputs_by_group
 from loramux.adapter_store.formats.quantization.weight_format import (
+    WeightFormat,
     affine_weight,
     flip_sign,
     group_size,
@@ -42,7 +43,7 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedTensorsFormat:
+class CompressedTensorsFormat(WeightFormat):
     """The kinds of quantised weights in a checkpoint, each with one scheme. A weight's tensors determine its kind:
 
     - int8: `weight` int8; or `weight_packed` int32, four codes in a word, each the value plus 128;
@@ -79,9 +80,6 @@ class CompressedTensorsFormat:
 
     def is_coded(self, tensors: Mapping[str, MappedTensor]) -> bool:
         return ".weight_packed" in tensors or (".weight" in tensors and tensors[".weight"].dtype in ("I8", "F8_E4M3"))
-
-    def weight_name(self, module: str) -> str:
-        return f"{module}.weight"
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         kind, _ = self._scheme(parts)

@@ -13,14 +13,14 @@ from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.grids import grouped_scales
 from loramux.adapter_store.formats.quantization.parts import Parts
-from loramux.adapter_store.formats.quantization.weight_format import matrix_shape
+from loramux.adapter_store.formats.quantization.weight_format import WeightFormat, matrix_shape
 from loramux.kernels.quantized import E4M3, QuantizedWeight
 
 _SCALES = (".weight_scale_inv", ".weight_scale")
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Format:
+class Fp8Format(WeightFormat):
     """Weights in float8_e4m3fn with one scale per tensor, per output, or per block `[outputs, inputs]`.
 
     Stored scales of activations are ignored. With `rounds_inputs`, the checkpoint says that inputs are rounded to FP8
@@ -30,6 +30,7 @@ class Fp8Format:
     block: tuple[int, int] | None
     rounds_inputs: bool
 
+    name: ClassVar[str] = "fp8"
     suffixes: ClassVar[tuple[str, ...]] = (
         ".weight",
         *_SCALES,
@@ -38,15 +39,8 @@ class Fp8Format:
         ".activation_scale",
     )
 
-    @property
-    def name(self) -> str:
-        return "fp8"
-
     def is_coded(self, tensors: Mapping[str, MappedTensor]) -> bool:
         return ".weight" in tensors and tensors[".weight"].dtype == "F8_E4M3"
-
-    def weight_name(self, module: str) -> str:
-        return f"{module}.weight"
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         return matrix_shape(parts, ".weight", "F8_E4M3")

@@ -15,6 +15,7 @@ from loramux.adapter_store.formats.quantization.packing import pack, words_as_co
 from loramux.adapter_store.formats.quantization.parts import CodedWeight, Parts
 from loramux.adapter_store.formats.quantization.reordered import ReorderedWeight, inputs_by_group
 from loramux.adapter_store.formats.quantization.weight_format import (
+    WeightFormat,
     affine_weight,
     group_size,
     integer,
@@ -23,7 +24,7 @@ from loramux.adapter_store.formats.quantization.weight_format import (
 
 
 @dataclass(frozen=True, slots=True)
-class GptqFormat:
+class GptqFormat(WeightFormat):
     """Reads the tensors of GPTQ weights.
 
     `qweight` is int32 `[in * bits / 32, out]`, `qzeros` int32 `[groups, out * bits / 32]` and `scales` `[groups, out]`.
@@ -43,9 +44,6 @@ class GptqFormat:
 
     def is_coded(self, tensors: Mapping[str, MappedTensor]) -> bool:
         return ".qweight" in tensors
-
-    def weight_name(self, module: str) -> str:
-        return f"{module}.weight"
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         num_words, out_features = matrix_shape(parts, ".qweight", "I32")

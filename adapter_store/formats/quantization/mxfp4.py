@@ -37,11 +37,8 @@ class Mxfp4Experts:
 class Mxfp4Format:
     """Reads `blocks` uint8 `[num_experts, out, in / 32, 16]` and `scales` uint8 `[num_experts, out, in / 32]`."""
 
+    name: ClassVar[str] = "mxfp4"
     suffixes: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
-
-    @property
-    def name(self) -> str:
-        return "mxfp4"
 
     def is_coded(self, tensors: Mapping[str, MappedTensor]) -> bool:
         return "_blocks" in tensors

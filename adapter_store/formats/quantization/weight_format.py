@@ -22,6 +22,8 @@ class WeightFormat(Protocol):
     tensors of a weight, including ignored ones.
     """
 
+    __slots__ = ()
+
     suffixes: ClassVar[tuple[str, ...]]
 
     @property
@@ -35,7 +37,7 @@ class WeightFormat(Protocol):
 
     def weight_name(self, module: str) -> str:
         """Return the weight's name in a checkpoint that is not quantised."""
-        ...
+        return f"{module}.weight"
 
     def shape(self, parts: Parts) -> tuple[int, ...]: ...
 

@@ -18,11 +18,7 @@ enough for 60 KB of any text.
 """
 
 
-async def show_list(visit: Visit) -> Response:
-    return await _list(visit)
-
-
-async def _list(visit: Visit, status: int = 200, problem: str | None = None) -> Response:
+async def show_list(visit: Visit, status: int = 200, problem: str | None = None) -> Response:
     """The evals, and the form that starts one. After a problem, the form is as it was sent."""
     adapter_id = visit.param("adapter_id")
     adapter, versions, page = await asyncio.gather(
@@ -51,7 +47,7 @@ async def start(visit: Visit) -> Response:
         made = await _started(visit)
     except (RestError, ApiError) as error:
         # A redirect would lose the lines in the form.
-        return await _list(visit, error.status, refusal_text(error))
+        return await show_list(visit, error.status, refusal_text(error))
     return visit.done("The eval is queued.", f"/adapters/{made['adapter_id']}/evals/{made['id']}")
 
 

@@ -66,7 +66,7 @@ async def _checked(visit: Visit) -> Document:
     if not form.text("tenant"):
         raise InvalidRequest("enter a tenant to try the limit", param="tenant")
     quota: dict[str, Any] = {"tenant": form.text("tenant"), "metric": metric, "limit": _amount(form, "limit", metric)}
-    if (burst := _optional_amount(form, "burst", metric)) is not None:
+    if (burst := _burst(form, metric)) is not None:
         quota["burst"] = burst
     if mode := form.text("mode"):
         quota["mode"] = mode
@@ -86,7 +86,7 @@ async def set_limit(visit: Visit) -> Response:
     form = visit.form
     metric = _metric(form)
     body: dict[str, Any] = {"metric": metric, "limit": _amount(form, "limit", metric)}
-    if (burst := _optional_amount(form, "burst", metric)) is not None:
+    if (burst := _burst(form, metric)) is not None:
         body["burst"] = burst
     if mode := form.text("mode"):
         body["mode"] = mode
@@ -152,7 +152,7 @@ async def confirm_again(visit: Visit) -> Response:
     scope = next((name for name in SUBJECTS[1:] if asked.text(name)), "tenant")
     owner = whose({"scope": scope, "tenant": tenant, "subject": asked.text(scope)})
     limit = amount_text(_amount(asked, "limit", metric), METRICS[metric].unit)
-    burst = _optional_amount(asked, "burst", metric)
+    burst = _burst(asked, metric)
     at_once = "" if burst is None else f", burst {amount_text(burst, METRICS[metric].unit)}"
     return Confirmation(
         title=f"Set {metric.replace('_', ' ')} of {owner} again",
@@ -232,8 +232,8 @@ def _metric(form: Form) -> str:
     return metric
 
 
-def _optional_amount(form: Form, name: str, metric: str) -> int | None:
-    return _amount(form, name, metric) if form.text(name) else None
+def _burst(form: Form, metric: str) -> int | None:
+    return _amount(form, "burst", metric) if form.text("burst") else None
 
 
 def _amount(form: Form, name: str, metric: str) -> int:

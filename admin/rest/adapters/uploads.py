@@ -120,7 +120,7 @@ async def list_uploads(
 ) -> ListDocument[UploadDocument]:
     """List an adapter's open uploads."""
     adapter = await find_adapter(services, caller, adapter_id)
-    page = await services.call(services.adapters.ingest.list_open_uploads, adapter.id, *paging)
+    page = await services.call(services.adapters.ingest.upload_rows.list_open, adapter.id, *paging)
     return list_document(page, lambda upload: _describe_upload(upload, {}, request.scope["root_path"]))
 
 
@@ -138,7 +138,7 @@ async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str)
     """Find an upload of the adapter. Raises the same NotFound whether the upload is missing or belongs to another
     adapter.
     """
-    upload = await services.call(services.adapters.ingest.get_upload, upload_id)
+    upload = await services.call(services.adapters.ingest.upload_rows.get_upload, upload_id)
     if upload is None or upload.adapter_id != adapter.id:
         raise NotFound("the adapter has no such upload", code="upload_not_found")
     return upload

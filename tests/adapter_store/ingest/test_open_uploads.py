@@ -137,12 +137,12 @@ def test_default_cap_allows_several_of_the_largest_adapters(world: IngestWorld) 
 def test_cancelled_upload_leaves_nothing_behind(open_world: Callable[..., IngestWorld], blobs: BlobStore) -> None:
     world = open_world(blobs)
     upload = world.upload(b"x" * 10, b"t" * 10)
-    page = world.ingest.list_open_uploads(world.adapter_id, 10)
+    page = world.ingest.upload_rows.list_open(world.adapter_id, 10)
     assert [found.id for found in page.data] == [upload.id]
     assert len(list(blobs.list_keys(UPLOADS))) == 2
     world.ingest.cancel_upload(world.adapter_id, upload.id)
     assert list(blobs.list_keys(UPLOADS)) == []
-    assert world.ingest.list_open_uploads(world.adapter_id, 10).data == ()
+    assert world.ingest.upload_rows.list_open(world.adapter_id, 10).data == ()
     for call in (
         lambda: world.ingest.cancel_upload(world.adapter_id, upload.id),
         lambda: world.ingest.put_file(upload.id, CONFIG_FILE, chunks(b"x" * 10)),
@@ -188,7 +188,7 @@ def test_expired_upload_releases_its_slot_and_blobs(world: IngestWorld, tmp_path
         connection.exec_driver_sql("UPDATE uploads SET expires_us = 1")
     ingest.remove_abandoned()
     assert list(world.blobs.list_keys(UPLOADS)) == []
-    assert upload.id not in {found.id for found in ingest.list_open_uploads(world.adapter_id, 10).data}
+    assert upload.id not in {found.id for found in ingest.upload_rows.list_open(world.adapter_id, 10).data}
 
 
 class UnsigningBlobStore(MemoryBlobStore):
@@ -204,4 +204,4 @@ def test_upload_that_cannot_be_signed_is_removed(open_world: Callable[..., Inges
     upload = world.announce(b"x", b"t")
     with pytest.raises(BlobStoreUnavailable):
         world.ingest.presign(upload)
-    assert world.ingest.list_open_uploads(world.adapter_id, 10).data == ()
+    assert world.ingest.upload_rows.list_open(world.adapter_id, 10).data == ()

@@ -107,9 +107,9 @@ def test_a_server_that_dies_leaves_a_version_that_ends(
 
 def test_a_push_that_never_ended_counts_until_it_expires(world: IngestWorld, make_adapter: Any, clock: Clock) -> None:
     receive(world.ingest, world.adapter_id, make_adapter())
-    assert len(world.ingest.list_open_uploads(world.adapter_id, 10).data) == 1
+    assert len(world.ingest.upload_rows.list_open(world.adapter_id, 10).data) == 1
     clock.advance(PUSH_LIFETIME_S + 1)
-    assert not world.ingest.list_open_uploads(world.adapter_id, 10).data
+    assert not world.ingest.upload_rows.list_open(world.adapter_id, 10).data
     world.restart().recover()
     world.assert_nothing_left_over()
 

@@ -10,7 +10,7 @@ import pytest
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.packed.canonical import CanonicalAdapter, write_canonical
-from loramux.adapter_store.formats.packed.packed_file import read_packed, write_packed
+from loramux.adapter_store.formats.packed.packed_file import write_packed
 from loramux.adapter_store.formats.packed.packing import pack
 from loramux.adapter_store.formats.version_files.adapter_task import (
     EMBEDDING_TASK,
@@ -22,6 +22,7 @@ from loramux.adapter_store.formats.version_files.adapter_task import (
 from loramux.adapter_store.validation.report import Report
 from loramux.adapter_store.validation.validation import validate_files
 from tests.adapter_store.adapter_files import AdapterFiles, AdapterMaker
+from tests.adapter_store.packed_files import read_packed
 from tests.adapter_store.small_base import HIDDEN, OUTER_MODULES, VOCAB_SIZE, make_target
 
 SCORE, CLASSIFIER = "base_model.model.score", "base_model.model.classifier"

@@ -14,12 +14,13 @@ from safetensors.numpy import save
 from loramux.adapter_store.errors import AdapterCorrupt
 from loramux.adapter_store.formats.packed.canonical import write_canonical
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
-from loramux.adapter_store.formats.packed.packed_file import read_packed, write_packed
+from loramux.adapter_store.formats.packed.packed_file import write_packed
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.report import Report
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.kernels.layout import LinearShape
 from tests.adapter_store.adapter_files import AdapterMaker
+from tests.adapter_store.packed_files import read_packed
 from tests.adapter_store.small_base import HIDDEN, NUM_LAYERS, OUTER_MODULES, make_target
 from tests.adapter_store.validation.test_validation import assert_refused
 

@@ -23,7 +23,6 @@ from safetensors.numpy import save
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.packed.canonical import digest_of
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
-from loramux.adapter_store.formats.packed.packed_file import read_packed
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES
 from loramux.adapter_store.sandbox.fork_server import worker_environment
@@ -38,6 +37,7 @@ from loramux.adapter_store.validation.validator import (
 )
 from loramux.kernels.layout import LinearShape, PageGeometry
 from tests.adapter_store.adapter_files import AdapterMaker
+from tests.adapter_store.packed_files import read_packed
 from tests.adapter_store.sandbox import lesser_kernel
 from tests.adapter_store.small_base import HIDDEN, OUTER_MODULES, VOCAB_SIZE, make_target
 from tests.shared_forks import shared_forks

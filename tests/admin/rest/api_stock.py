@@ -97,7 +97,7 @@ class ApiStock:
 
     def _open_upload(self) -> str:
         """Return an open upload's identifier. Uploads are limited, so the same one is reused until a call closes it."""
-        found = self._services.adapters.ingest.get_upload(self._open_id)
+        found = self._services.adapters.ingest.upload_rows.get_upload(self._open_id)
         if found is None or found.state != "open":
             self._open_id = self._upload(is_sent=False)
         return self._open_id

@@ -17,9 +17,6 @@ from loramux.admin.server.idempotency_keys import (
     RUNNING_US,
     Claim,
     IdempotencyKeys,
-    KeyInUse,
-    KeyReused,
-    OutcomeUnknown,
     StoredAnswer,
 )
 from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
@@ -33,6 +30,7 @@ from loramux.platform.accounts.principals import Principal
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import RequestCheckpoint, ReservationRequest
 from loramux.platform.bodies import request_body
+from loramux.platform.errors import Conflict, UnprocessableRequest
 from loramux.platform.requests.openapi import operations
 from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side
 from tests.admin.rest.adapters.pushed_versions import FILES, declared, push
@@ -136,14 +134,17 @@ def test_call_with_unknown_outcome_is_not_repeated(migrated_url: str) -> None:
     keys = IdempotencyKeys(database)
     claim = keys.claim("key_1", "k", b"a" * 32)
     assert isinstance(claim, Claim)
-    with pytest.raises(KeyInUse):
+    with pytest.raises(Conflict) as caught:
         keys.claim("key_1", "k", b"a" * 32)
-    with pytest.raises(KeyReused):
+    assert caught.value.code == "idempotency_key_in_use"
+    with pytest.raises(UnprocessableRequest) as refused:
         keys.claim("key_1", "k", b"b" * 32)
+    assert refused.value.code == "idempotency_key_reused"
     assert isinstance(keys.claim("key_2", "k", b"b" * 32), Claim)
     time.now_us += RUNNING_US
-    with pytest.raises(OutcomeUnknown):
+    with pytest.raises(Conflict) as caught:
         keys.claim("key_1", "k", b"a" * 32)
+    assert (caught.value.code, caught.value.param) == ("idempotency_outcome_unknown", "Idempotency-Key")
     keys.complete(claim, StoredAnswer(201, {"etag": '"1"'}, b"{}"))
     assert keys.claim("key_1", "k", b"a" * 32) == StoredAnswer(201, {"etag": '"1"'}, b"{}")
     time.now_us += LIFETIME_US
@@ -159,11 +160,13 @@ def test_clock_set_back_does_not_leave_a_call_running_forever(migrated_url: str)
     time.now_us += 7 * LIFETIME_US
     assert isinstance(keys.claim("key_1", "k", b"a" * 32), Claim)
     time.now_us -= RUNNING_US - 1
-    with pytest.raises(KeyInUse):
+    with pytest.raises(Conflict) as caught:
         keys.claim("key_1", "k", b"a" * 32)
+    assert caught.value.code == "idempotency_key_in_use"
     time.now_us -= 7 * LIFETIME_US
-    with pytest.raises(OutcomeUnknown):
+    with pytest.raises(Conflict) as caught:
         keys.claim("key_1", "k", b"a" * 32)
+    assert (caught.value.code, caught.value.param) == ("idempotency_outcome_unknown", "Idempotency-Key")
     database.close()
 
 

@@ -13,7 +13,7 @@ from tests.written_extension import write_distribution
 PARSERS = """
 from loramux.platform.tool_calls.call_parser import CallParser
 from loramux.platform.tool_calls.call_syntax import Block, CallSyntax
-from loramux.platform.tool_calls.hermes import HermesParser
+from loramux.platform.tool_calls.json_calls import HermesParser
 
 class Good(HermesParser):
     syntax = CallSyntax({"<tool_call>": Block()})

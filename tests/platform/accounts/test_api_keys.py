@@ -8,11 +8,11 @@ from sqlalchemy import select, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.platform.accounts.api_keys import ApiKeys, KeyRevoked, LastAdminKey, NoPreviousSecret
+from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.keys import KeyChanges
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import Tenant
-from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 
 ADMIN_KEY = "an admin key of 32 characters or more"
 
@@ -117,10 +117,12 @@ def test_last_admin_key_is_kept_unless_the_operator_has_a_key(clocked: Database,
     keys = ApiKeys(clocked)
     first, second = keys.create(None, "root").key, keys.create(None, "root too").key
     assert keys.revoke(first.id) is not None
-    with pytest.raises(LastAdminKey):
+    with pytest.raises(Conflict) as caught:
         keys.revoke(second.id)
-    with pytest.raises(LastAdminKey):
+    assert caught.value.code == "last_admin_key"
+    with pytest.raises(Conflict) as caught:
         keys.update(second.id, KeyChanges(scopes=("platform:read",)), lambda key: None)
+    assert caught.value.code == "last_admin_key"
     assert keys.revoke(first.id) is not None
     assert keys.has_platform_admin()
     revoked = ApiKeys(clocked, ADMIN_KEY).revoke(second.id)
@@ -146,8 +148,9 @@ def test_old_secret_works_until_the_grace_period_ends(clocked: Database, acme: T
     assert keys.authenticate(rotated.secret) is None
     assert keys.authenticate(at_once.secret) is not None
     keys.revoke(created.key.id)
-    with pytest.raises(KeyRevoked):
+    with pytest.raises(Conflict) as caught:
         keys.rotate(created.key.id, 0)
+    assert caught.value.code == "api_key_revoked"
 
 
 def test_clock_jumps_do_not_extend_the_grace_period(clocked: Database, acme: Tenant, clock: Any) -> None:
@@ -172,8 +175,9 @@ def test_rotation_whose_answer_was_lost_is_repeated_without_ending_the_grace_per
 ) -> None:
     keys = ApiKeys(clocked)
     created = keys.create(acme.id, "ci")
-    with pytest.raises(NoPreviousSecret, match="not rotated within the last hour"):
+    with pytest.raises(Conflict, match="not rotated within the last hour") as caught:
         keys.rotate(created.key.id, 60_000_000, keep_previous=True)
+    assert caught.value.code == "no_previous_secret"
     lost = keys.rotate(created.key.id, 60_000_000)
     clock.advance(30)
     again = keys.rotate(created.key.id, 3600_000_000, keep_previous=True)
@@ -184,8 +188,9 @@ def test_rotation_whose_answer_was_lost_is_repeated_without_ending_the_grace_per
     assert accepted == [True, False, True]
     clock.advance(30)
     assert [keys.authenticate(secret) is not None for secret in (created.secret, again.secret)] == [False, True]
-    with pytest.raises(NoPreviousSecret, match="still valid"):
+    with pytest.raises(Conflict, match="still valid") as caught:
         keys.rotate(created.key.id, 60_000_000, keep_previous=True)
+    assert caught.value.code == "no_previous_secret"
 
 
 def test_a_secret_in_use_is_not_replaced_as_lost(clocked: Database, acme: Tenant, clock: Any) -> None:
@@ -195,8 +200,9 @@ def test_a_secret_in_use_is_not_replaced_as_lost(clocked: Database, acme: Tenant
     used = keys.rotate(created.key.id, 7 * 86_400_000_000)
     assert used is not None
     clock.advance(86_400)
-    with pytest.raises(NoPreviousSecret, match="not rotated within the last hour"):
+    with pytest.raises(Conflict, match="not rotated within the last hour") as caught:
         keys.rotate(created.key.id, 60_000_000, keep_previous=True)
+    assert caught.value.code == "no_previous_secret"
     assert [keys.authenticate(secret) is not None for secret in (created.secret, used.secret)] == [True, True]
 
 

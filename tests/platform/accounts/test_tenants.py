@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from loramux.migrations.database import Database
-from loramux.platform.accounts.tenants import InvalidSlug, TenantExists, Tenants
-from loramux.platform.errors import InvalidRequest
+from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.errors import Conflict, InvalidRequest
 
 
 def test_a_tenant_is_found_by_id_and_by_slug(clocked: Database) -> None:
@@ -33,9 +33,9 @@ def test_slug_that_looks_like_an_id_does_not_shadow_the_id(clocked: Database) ->
 )
 def test_a_bad_slug_is_refused(clocked: Database, slug: str) -> None:
     tenants = Tenants(clocked)
-    with pytest.raises(InvalidSlug) as caught:
+    with pytest.raises(InvalidRequest) as caught:
         tenants.create(slug)
-    assert caught.value.param == "slug"
+    assert (caught.value.code, caught.value.param) == ("invalid_slug", "slug")
     assert tenants.get(slug) is None
 
 
@@ -49,9 +49,9 @@ def test_a_bad_display_name_is_refused(clocked: Database, shown: str) -> None:
 def test_a_taken_slug_is_a_conflict(clocked: Database) -> None:
     tenants = Tenants(clocked)
     tenants.create("acme")
-    with pytest.raises(TenantExists) as caught:
+    with pytest.raises(Conflict) as caught:
         tenants.create("acme")
-    assert caught.value.status == 409
+    assert (caught.value.status, caught.value.code) == (409, "tenant_exists")
 
 
 def test_tenants_are_listed_newest_first_in_pages(clocked: Database) -> None:

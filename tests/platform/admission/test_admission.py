@@ -13,7 +13,7 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.api_keys import ApiKeys
-from loramux.platform.accounts.tenants import Tenant, TenantInUse, Tenants
+from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.admission import admission as admission_module
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import (
@@ -26,7 +26,7 @@ from loramux.platform.admission.records import (
 )
 from loramux.platform.admission.reservation_rows import LEASE_US
 from loramux.platform.admission.transaction import AdmissionTransaction
-from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.counters import UNITS
 from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge
@@ -307,11 +307,13 @@ def test_tenant_with_running_or_past_requests_is_not_deleted(
     admission, tenants = Admission(clocked), Tenants(clocked)
     reservation = admission.reserve(make_request())
     assert ApiKeys(clocked).revoke(acme_key)
-    with pytest.raises(TenantInUse):
+    with pytest.raises(Conflict) as caught:
         tenants.delete(acme.id)
+    assert caught.value.code == "tenant_in_use"
     assert admission.settle(reservation.request_id, used(10, 5))
-    with pytest.raises(TenantInUse):
+    with pytest.raises(Conflict) as caught:
         tenants.delete(acme.id)
+    assert caught.value.code == "tenant_in_use"
     with clocked.write() as connection:
         connection.execute(delete(schema.usage_events))
     assert tenants.delete(acme.id)

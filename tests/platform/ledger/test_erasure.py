@@ -11,9 +11,10 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.api_keys import ApiKeys
-from loramux.platform.accounts.tenants import TenantActive, TenantChanges, TenantInUse, Tenants
+from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
+from loramux.platform.errors import Conflict
 from loramux.platform.ledger import erasure
 from loramux.platform.ledger.entries import adapters_of, priced_adapter
 from loramux.platform.ledger.erasure import UsageErasure
@@ -101,11 +102,13 @@ def test_erased_tenant_leaves_exact_sums_and_no_names(
     before = totals(database, end_us, *groups)
     assert sum(tokens for _, tokens in before.values()) == 8 * 7
     eraser = UsageErasure(database)
-    with pytest.raises(TenantActive):
+    with pytest.raises(Conflict) as caught:
         tenants.purge(gone.id)
+    assert caught.value.code == "tenant_active"
     tenants.update(gone.id, TenantChanges(state="suspended"), lambda tenant: None)
-    with pytest.raises(TenantInUse):
+    with pytest.raises(Conflict) as caught:
         tenants.purge(gone.id)
+    assert caught.value.code == "tenant_in_use"
     assert (eraser.count(gone.id), eraser.erase(gone.id), eraser.erase(gone.id)) == (6, 6, 0)
     assert tenants.purge(gone.id).num_keys == 1
     after = totals(database, end_us, *groups)

@@ -12,9 +12,9 @@ from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.tenants import Tenant
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
-from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 from loramux.platform.ledger.events import Ledger
-from loramux.platform.ledger.price_list import NOTICE_US, PriceExists, PriceInForce, PriceList, PriceReader
+from loramux.platform.ledger.price_list import NOTICE_US, PriceList, PriceReader
 from loramux.platform.ledger.prices import MAX_PRICE_NANOS, MILLION, Price, PriceBook, cost_of
 from loramux.platform.ledger.settlement import Settlement
 
@@ -134,8 +134,9 @@ def test_past_prices_cannot_change(price_list: PriceList, clock: Any) -> None:
         assert caught.value.param == "effective_at"
     later = announce(price_list, 2, effective_us=clock.now_us + 10 * NOTICE_US)
     clock.advance(1)
-    with pytest.raises(PriceInForce):
+    with pytest.raises(Conflict) as refused:
         price_list.withdraw(one.id)
+    assert refused.value.code == "price_in_force"
     price_list.withdraw(later.id)
     with pytest.raises(NotFound):
         price_list.withdraw(later.id)
@@ -172,8 +173,9 @@ def test_invalid_price_error_names_the_field(
 
 def test_second_price_for_the_same_scope_and_time_is_refused(price_list: PriceList, acme: Tenant) -> None:
     one = announce(price_list, 1)
-    with pytest.raises(PriceExists):
+    with pytest.raises(Conflict) as caught:
         announce(price_list, 2)
+    assert (caught.value.code, caught.value.param) == ("price_exists", "effective_at")
     announce(price_list, 2, scope="base")
     announce(price_list, 2, tenant_id=acme.id)
     assert price_list.currency() == "USD"

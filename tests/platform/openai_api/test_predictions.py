@@ -47,7 +47,7 @@ async def test_usage_reports_the_prediction_and_charges_only_the_answer(gateway:
     usage = (await answer(gateway, **prediction_of("abcdef")))["usage"]
     assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 3}
     [event] = await settled(gateway)
-    assert event.completion_tokens == usage["completion_tokens"]
+    assert event.completion_tokens == usage["completion_tokens"] == 6
     assert event.prompt_tokens == usage["prompt_tokens"]
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import func, select
 from loramux.admin.serving.expired_rows import ExpiredRows
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.storage_triggers import remove_storage_triggers
+from loramux.migrations.storage_triggers import storage_triggers
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.quotas.metrics import STORED_BYTES
@@ -204,7 +204,9 @@ def test_upgrade_counts_what_is_stored(database_url: str) -> None:
 def undo_step(database: Database) -> None:
     """Undo step 0030, but none of the later ones."""
     with database.write() as connection:
-        remove_storage_triggers(connection)
+        dialect = connection.dialect.name
+        for table, name in storage_triggers(dialect):
+            connection.exec_driver_sql(f"DROP TRIGGER {name}" + (f" ON {table}" if dialect == "postgresql" else ""))
         connection.exec_driver_sql("DROP TABLE stored_bytes")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0029'")
 

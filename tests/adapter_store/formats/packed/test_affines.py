@@ -17,11 +17,12 @@ from loramux.adapter_store.formats.packed.affines import dora_affine
 from loramux.adapter_store.formats.packed.canonical import write_canonical
 from loramux.adapter_store.formats.packed.module_places import ModulePlace
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
-from loramux.adapter_store.formats.packed.packed_file import read_packed, write_packed
+from loramux.adapter_store.formats.packed.packed_file import write_packed
 from loramux.adapter_store.formats.packed.packing import needs_base, pack
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.kernels.layout import LinearShape
+from tests.adapter_store.packed_files import read_packed
 
 Q = ModulePlace("model.layers.0.self_attn.q_proj", 0, 0, LinearShape("self_attn.q_proj", 24, 40), "self_attn.q_proj")
 EMBEDDING = ModulePlace(

@@ -9,12 +9,13 @@ import numpy as np
 
 from loramux.adapter_store.formats.packed.canonical import write_canonical
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
-from loramux.adapter_store.formats.packed.packed_file import read_packed, write_packed
+from loramux.adapter_store.formats.packed.packed_file import write_packed
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.kernels.layout import AFFINE, A, B, part_layout
 from tests.adapter_store.adapter_files import AdapterFiles, AdapterMaker
 from tests.adapter_store.expert_base import EXPERT_SIZE, expert_target, experts_named, stacked_files
+from tests.adapter_store.packed_files import read_packed
 from tests.adapter_store.small_base import HIDDEN
 
 PARTS = ("gate_proj", "up_proj", "down_proj")

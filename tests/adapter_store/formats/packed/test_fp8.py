@@ -12,11 +12,12 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.packed.canonical import write_canonical
 from loramux.adapter_store.formats.packed.fp8 import LARGEST, to_fp8, to_fp8_factors
 from loramux.adapter_store.formats.packed.pack_target import FP8, PackTarget
-from loramux.adapter_store.formats.packed.packed_file import read_packed, write_packed
+from loramux.adapter_store.formats.packed.packed_file import write_packed
 from loramux.adapter_store.formats.packed.packing import pack
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.kernels.layout import row_layout
 from loramux.kernels.quantized import E4M3
+from tests.adapter_store.packed_files import read_packed
 from tests.adapter_store.small_base import OUTER_MODULES, make_target
 
 

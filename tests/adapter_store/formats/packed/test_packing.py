@@ -13,10 +13,11 @@ from loramux.adapter_store.formats.files.float_formats import to_bfloat16_bits, 
 from loramux.adapter_store.formats.packed import packed_file
 from loramux.adapter_store.formats.packed.canonical import write_canonical
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
-from loramux.adapter_store.formats.packed.packed_file import read_packed, write_packed
+from loramux.adapter_store.formats.packed.packed_file import write_packed
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.kernels.layout import MAX_EXTRA_TOKENS, LinearShape, row_layout
+from tests.adapter_store.packed_files import read_packed
 
 
 def packed_of(files: Any, target: PackTarget, path: Path) -> PackedAdapter:

@@ -14,7 +14,7 @@ from loramux.adapter_store.errors import AdapterCorrupt, AdapterRejected
 from loramux.adapter_store.formats.files.float_formats import to_bfloat16_bits
 from loramux.adapter_store.formats.packed.canonical import CanonicalAdapter, write_canonical
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
-from loramux.adapter_store.formats.packed.packed_file import read_packed, write_packed
+from loramux.adapter_store.formats.packed.packed_file import write_packed
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, needs_base, pack
 from loramux.adapter_store.formats.packed.replaced_rows import LoadedWeights
 from loramux.adapter_store.formats.packed.trained_rows import max_row_counts
@@ -23,6 +23,7 @@ from loramux.adapter_store.validation.validation import validate_files
 from loramux.kernels.layout import MAX_EXTRA_TOKENS, RowCounts, row_layout, trained_rows_of
 from tests.adapter_store.adapter_files import AdapterMaker
 from tests.adapter_store.linears import outer_linears
+from tests.adapter_store.packed_files import read_packed
 from tests.adapter_store.small_base import HIDDEN, VOCAB_SIZE
 
 HEAD = "base_model.model.lm_head"

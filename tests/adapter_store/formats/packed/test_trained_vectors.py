@@ -14,13 +14,14 @@ from safetensors.torch import save_file
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.packed.canonical import write_canonical
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
-from loramux.adapter_store.formats.packed.packed_file import read_packed, write_packed
+from loramux.adapter_store.formats.packed.packed_file import write_packed
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, needs_base, pack
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.validation.report import Report
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.kernels.layout import AFFINE, NormShape, part_layout
 from tests.adapter_store.adapter_files import AdapterFiles, AdapterMaker
+from tests.adapter_store.packed_files import read_packed
 from tests.adapter_store.small_base import HEAD_DIM, HEADS, HIDDEN, MODULES, OUTER_MODULES, VOCAB_SIZE, make_target
 
 PREFIX = "base_model.model."

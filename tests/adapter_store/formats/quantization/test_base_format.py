@@ -32,6 +32,7 @@ def test_names(layout: str, name: str) -> None:
     found = parse_format({"quantization_config": LAYOUTS[layout].config})
     assert found is not None
     assert found.name == name
+    assert not hasattr(found, "__dict__"), "an inherited interface without slots adds one"
 
 
 def test_fp8_is_read_under_both_names() -> None:

@@ -5,6 +5,9 @@ Tests import the first two themselves, because every process that collects tests
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +29,25 @@ def read(directory: Path, tensors: dict[str, torch.Tensor], config: object, pref
     return coded(directory).read()
 
 
+@pytest.fixture(scope="module")
+def bnb() -> Iterator[Any]:
+    """bitsandbytes, which `tests/conftest.py` hides from peft."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "bitsandbytes" in sys.modules:
+            patch.delitem(sys.modules, "bitsandbytes")
+        yield importlib.import_module("bitsandbytes.functional")
+
+
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_bitsandbytes_four_bits(tmp_path: Path, quant_type: str, nested: bool) -> None:
-    import bitsandbytes.functional as bnb
-
+def test_bitsandbytes_four_bits(tmp_path: Path, bnb: Any, quant_type: str, nested: bool) -> None:
     packed, state = bnb.quantize_4bit(WEIGHT, quant_type=quant_type, compress_statistics=nested)
     tensors = {"weight": packed, **{f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}}
     found = read(tmp_path, tensors, NF4_CONFIG).dequantize()
     np.testing.assert_allclose(found, bnb.dequantize_4bit(packed, state).numpy(), rtol=2e-7, atol=1e-7)
 
 
-def test_bitsandbytes_int8(tmp_path: Path) -> None:
-    import bitsandbytes.functional as bnb
-
+def test_bitsandbytes_int8(tmp_path: Path, bnb: Any) -> None:
     codes, largest, _ = bnb.int8_vectorwise_quant(WEIGHT.half())
     config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     found = read(tmp_path, {"weight": codes, "SCB": largest}, config).dequantize()
