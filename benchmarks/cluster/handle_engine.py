@@ -80,16 +80,20 @@ class HandleMember:
 
     def __init__(self, address: str, is_multiplexed: bool) -> None:
         self.address = address
-        self.cluster = HandleEngine(is_multiplexed)
+        self.client = HandleEngine(is_multiplexed)
 
     @property
     def info(self) -> EngineReady | None:
-        return self.cluster.info
+        return self.client.info
+
+    @property
+    def place(self) -> str:
+        return f"cluster     {self.address}"
 
     async def spawn(self) -> None:
         await asyncio.to_thread(connect, self.address)
 
     async def start(self) -> None:
-        await self.cluster.start()
+        await self.client.start()
 
     async def close(self) -> None: ...
