@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from abc import ABC, abstractmethod
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ EXCHANGE_TIMEOUT = timedelta(minutes=30)
 """Longest wait for another worker in an exchange. The supervisor ends an engine whose steps take much less time."""
 
 
-class ProcessGroup:
+class ProcessGroup(ABC):
     """The group of `size` workers that meet through the file `meeting`, which the first of them creates.
 
     Call `join` in all workers before the first exchange, and `close` after the last. Before `join`, an exchange has
@@ -46,8 +47,9 @@ class ProcessGroup:
         self._group = self._connected(store)
         self._group._set_default_timeout(EXCHANGE_TIMEOUT)
 
+    @abstractmethod
     def _connected(self, store: Any) -> Any:
-        raise NotImplementedError
+        """torch's group of the workers that meet in `store`."""
 
     def close(self) -> None:
         """End the exchanges of this process. Otherwise, gloo's threads would abort the process when it exits."""
