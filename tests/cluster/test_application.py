@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,10 @@ from loramux.admin.errors import StartRefused
 pytestmark = [
     pytest.mark.campaign,
     pytest.mark.cluster,
+    pytest.mark.usefixtures("no_variables"),
     # Ray's own modules cause such warnings.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_settings_of_the_campaign(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("LORAMUX_")]:
-        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(

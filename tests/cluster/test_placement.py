@@ -25,7 +25,7 @@ from tests.admin.serving.test_tensor_parallel_server import is_worker
 from tests.cluster.test_cluster import DEMO, Stand, is_ours, until
 from tests.conformance.served import LORAMUX, deployment
 
-pytestmark = [pytest.mark.campaign, pytest.mark.cluster]
+pytestmark = [pytest.mark.campaign, pytest.mark.cluster, pytest.mark.usefixtures("no_variables")]
 
 NUM_STREAMS = 8
 START = """
