@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from loramux.admin.errors import StartRefused
-from loramux.platform.cluster.ray_connection import LOOPBACK_ONLY, QUIET
+from loramux.platform.cluster.ray_connection import EQUAL_PRIORITY, LOOPBACK_ONLY, QUIET
 
 HEAD_NAME = "head.json"
 TOKEN_NAME = "token"  # noqa: S105 - a file's name
@@ -93,7 +93,7 @@ class LocalCluster:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, **QUIET, **self.environment},
+                env={**os.environ, **QUIET, **EQUAL_PRIORITY, **self.environment},
             )
         head = Head(pid=process.pid, started=_started(process.pid) or "", port=ports[0], temp_dir=temp_dir)
         (self._directory / HEAD_NAME).write_bytes(msgspec.json.encode(head))

@@ -15,6 +15,8 @@ LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 open on every interface.
 """
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+EQUAL_PRIORITY = {"RAY_worker_niceness": "0"}
+"""Ray's processes that start replicas read it. Otherwise, replicas and their engines run with niceness 15."""
 NAMESPACE = "loramux"
 APP = "loramux"
 """The application of Ray Serve that runs the replicas."""

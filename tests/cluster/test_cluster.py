@@ -197,6 +197,7 @@ def test_two_replicas_serve(stand: Stand) -> None:
     done = stand.cluster("status", "--json")
     assert done.returncode == 0
     assert '"state": "RUNNING"' in done.stdout
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in replica_pids()} == {os.getpriority(os.PRIO_PROCESS, 0)}
     client = stand.deployment.client(stand.key)
     question: list[Any] = [{"role": "user", "content": "How do I return a parcel?"}]
     answers = {}

@@ -144,6 +144,9 @@ command: [loramux-entrypoint, ray-node]
 env:
   - name: RAY_USAGE_STATS_ENABLED
     value: "0"
+  # Otherwise, Ray runs the engines with niceness 15.
+  - name: RAY_worker_niceness
+    value: "0"
   {{- range list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" }}
   - name: {{ . }}
     valueFrom: {secretKeyRef: {name: {{ $.Values.existingSecret }}, key: {{ . }}, optional: true}}
