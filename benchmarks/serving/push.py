@@ -5,6 +5,9 @@ A trainer pushes new versions of some adapters, one every few seconds, from memo
 and without pushes alternate. The run prints the time of a push by stage, and the gaps between the streams' tokens. A
 round without pushes sends all other requests of a round with pushes, whose prompts delay the streams too.
 
+The trainer has a process of its own with the lowest priority, because a trainer on another machine would take no
+processor time from the server. The clients that read the streams have another process.
+
 Before a push, during it and after it, the same prompt is sent to the adapter's name, so a prefix cache that is keyed by
 names would answer with the K/V of an older version. Every answer must have the log-probabilities that peft computes in
 float32 for the version in the answer's `x-loramux-adapter`. After a push has returned, that must be the new version.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import random
 import re
 import statistics
@@ -22,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,17 +37,17 @@ import httpx
 import torch
 from peft import get_peft_model_state_dict
 from rich.table import Table
+from safetensors.torch import save_file
 
 from benchmarks.answers import CheckError
 from benchmarks.harness import Run, begin, exit_on_sigterm, new_parser, percentile, reports_failure
 from benchmarks.peers.child_server import HOST, NO_DRAFTS, child_server, free_port, own_environment
 from benchmarks.peers.vocabulary import FIRST_WORD, write_tokenizer
 from benchmarks.random_model import SHAPES, Shape, load_peft, make_base
-from benchmarks.serving.clients import closed_loop, greedy
+from benchmarks.serving.push_processes import Trainer, TrainerOptions, stream_gaps
 from loramux.admin.bench.asks import Ask
 from loramux.admin.client.client import AdminClient
 from loramux.admin.client.openai_server import OpenAIServer
-from loramux.admin.client.weights_push import WeightsPush
 
 BASE_NAME, TENANT = "base", "bench"
 START_S = 300.0
@@ -72,10 +76,9 @@ class Variant:
 
 @dataclass(slots=True)
 class Policy:
-    """An adapter that is trained: the client that pushes it, and the variant of each version."""
+    """An adapter that is trained, and the variant of each of its versions."""
 
     name: str
-    client: WeightsPush
     variants: dict[int, int] = field(default_factory=dict)
     newest: int = 0
 
@@ -92,52 +95,40 @@ class World:
     """The server, its adapters, and what is expected of each version."""
 
     def __init__(
-        self, arguments: argparse.Namespace, variants: Sequence[Variant], config: Mapping[str, Any], api: OpenAIServer
+        self, arguments: argparse.Namespace, variants: Sequence[Variant], trainer: Trainer, api: OpenAIServer
     ) -> None:
         self.arguments = arguments
         self.variants = variants
-        self.config = config
+        self.trainer = trainer
         self.api = api
         self.figures = Figures()
         self.policies: list[Policy] = []
         """The adapters that are pushed in turn."""
-        self._clients: list[WeightsPush] = []
         self._numbers = itertools.count()
         self._seeds = itertools.count(2)
-        self._timing = ""
         self._lock = threading.Lock()
         self._http = httpx.Client(base_url=f"{api.url}/", headers=api.headers, timeout=120.0, trust_env=False)
         self._prompt = prompt(arguments.shape)
         self._last_s = 0.0
 
-    def add(self, name: str, url: str, key: str) -> Policy:
-        policy = Policy(name, WeightsPush(url, key, f"{TENANT}/{name}"))
-        policy.client._http.event_hooks["response"].append(self._note)
-        self._clients.append(policy.client)
-        return policy
-
     def close(self) -> None:
-        for client in self._clients:
-            client.close()
         self._http.close()
 
     def push(self, policy: Policy) -> None:
         """Push the next version, and check every answer before, during and after. Raises CheckError."""
         number = next(self._numbers)
         variant = number % len(self.variants)
-        tensors = own(self.variants[variant].tensors, number)
         # The next number, unless the push fails.
         policy.variants[policy.newest + 1] = variant
         with self._asked(policy, is_moving=True):
-            began_s = time.perf_counter()
-            pushed = policy.client.push(tensors, self.config, alias="default", wait="resident")
-            self._last_s = taken_s = time.perf_counter() - began_s
+            pushed = self.trainer.push(f"{TENANT}/{policy.name}", variant, number)
+            self._last_s = taken_s = pushed.ended_s - pushed.began_s
         if pushed.version != policy.newest + 1:
             raise CheckError(f"the push became version {pushed.version} instead of {policy.newest + 1}")
         policy.newest = pushed.version
         first_s = self._first_token(policy, self._prompt)
         self.check(policy)
-        stages = {name: float(ms) for name, ms in re.findall(r"([a-z]+);dur=([0-9.]+)", self._timing)}
+        stages = {name: float(ms) for name, ms in re.findall(r"([a-z]+);dur=([0-9.]+)", pushed.stages)}
         stages["client"] = taken_s * 1e3 - sum(stages.values())
         stages["first token"] = first_s * 1e3
         for stage, ms in stages.items():
@@ -219,9 +210,6 @@ class World:
         more = {"logprobs": NUM_TOP, "return_tokens_as_token_ids": True, "ignore_eos": True}
         return ask.body("completions") | more
 
-    def _note(self, response: httpx.Response) -> None:
-        self._timing = response.headers.get("server-timing", self._timing)
-
 
 def random_prompt(shape: str, seed: int) -> tuple[int, ...]:
     dice = random.Random(seed)
@@ -230,14 +218,6 @@ def random_prompt(shape: str, seed: int) -> tuple[int, ...]:
 
 def prompt(shape: str) -> tuple[int, ...]:
     return random_prompt(shape, seed=1)
-
-
-def own(tensors: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
-    """The weights with two elements that no other version has, too small to be noticed."""
-    name = marked(tensors)
-    changed = tensors[name].clone()
-    changed[0, 0], changed[0, 1] = (2.0**-20 * (1 + part) for part in divmod(number, 256))
-    return {**tensors, name: changed}
 
 
 def marked(names: Iterable[str]) -> str:
@@ -265,25 +245,27 @@ def make_variants(base: Path, shape: str, rank: int, tolerance: float) -> tuple[
     return variants, model.peft_config["a0"].to_dict()
 
 
-def streams(arguments: argparse.Namespace, models: Sequence[str]) -> Iterator[Ask]:
-    dice = random.Random(2)
-    for model in itertools.cycle(models):
-        tokens = (dice.randrange(FIRST_WORD, ALL_SHAPES[arguments.shape].vocab_size) for _ in range(32))
-        yield greedy(model, tuple(tokens), arguments.answer)
-
-
-def gaps_beside(world: World, models: Sequence[str], seconds: float, work: Callable[[], None]) -> list[float]:
+def gaps_beside(
+    world: World, readers: ProcessPoolExecutor, models: Sequence[str], seconds: float, work: Callable[[], None]
+) -> list[float]:
     """Run `work` beside the streams for `seconds`, and return the gaps between their tokens."""
     arguments = world.arguments
-    with ThreadPoolExecutor(1) as pool:
-        asks = streams(arguments, models)
-        running = pool.submit(closed_loop, world.api, asks, arguments.streams, arguments.warm, seconds)
-        time.sleep(arguments.warm)
-        work()
-        return running.result().gaps_s
+    running = readers.submit(
+        stream_gaps,
+        world.api,
+        models,
+        num_open=arguments.streams,
+        answer_tokens=arguments.answer,
+        vocab_size=ALL_SHAPES[arguments.shape].vocab_size,
+        warm_s=arguments.warm,
+        seconds=seconds,
+    )
+    time.sleep(arguments.warm)
+    work()
+    return running.result()
 
 
-def measure(world: World, streamed: Sequence[str], run: Run) -> dict[str, Any]:
+def measure(world: World, readers: ProcessPoolExecutor, streamed: Sequence[str], run: Run) -> dict[str, Any]:
     arguments = world.arguments
     due = itertools.cycle(world.policies)
     per_round = max(1, arguments.pushes // arguments.rounds)
@@ -298,12 +280,16 @@ def measure(world: World, streamed: Sequence[str], run: Run) -> dict[str, Any]:
 
     for policy in world.policies:
         world.push(policy)
+    # Start the process that reads the streams.
+    gaps_beside(world, readers, streamed, arguments.warm, lambda: None)
     world.figures = Figures(num_answers=world.figures.num_answers, worst=world.figures.worst)
     for number in range(arguments.rounds):
         for way in ("quiet", "pushes") if number % 2 == 0 else ("pushes", "quiet"):
             work = partial(each_due, world.push if way == "pushes" else world.only_ask)
-            p99s[way].append(percentile(gaps_beside(world, streamed, seconds, work), 99))
-            run.console.print(f"round {number + 1}, {way}: p99 gap {p99s[way][-1] * 1e3:.1f} ms")
+            gaps = gaps_beside(world, readers, streamed, seconds, work)
+            p99s[way].append(percentile(gaps, 99))
+            shown = ", ".join(f"p{at} {percentile(gaps, at) * 1e3:.1f} ms" for at in (50, 90, 99))
+            run.console.print(f"round {number + 1}, {way}: gaps {shown}")
     began_s, began_cpu = time.perf_counter(), cpu_s()
     paced = world.figures
     world.figures = Figures(num_answers=paced.num_answers, worst=paced.worst)
@@ -377,6 +363,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_base(ALL_SHAPES[arguments.shape], base)
         write_tokenizer(base, ALL_SHAPES[arguments.shape].vocab_size)
         variants, config = make_variants(base, arguments.shape, arguments.rank, TOLERANCES[arguments.dtype])
+        weights = [Path(files) / f"variant-{number}.safetensors" for number in range(len(variants))]
+        for file, variant in zip(weights, variants, strict=True):
+            save_file(dict(variant.tensors), file)
         size = sum(tensor.nbytes for tensor in variants[0].tensors.values())
         run.say(
             {
@@ -396,15 +385,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             with AdminClient(url, admin_key) as client:
                 client.post("tenants", {"slug": TENANT})
                 key = client.post("api_keys", {"tenant": TENANT, "name": "bench"})["secret"]
-            world = World(arguments, variants, config, OpenAIServer(url=f"http://{HOST}:{port}/v1", key=key))
-            try:
-                world.policies = [world.add(f"policy-{one}", url, admin_key) for one in range(arguments.adapters)]
-                streamed = [world.add(f"stream-{one}", url, admin_key) for one in range(arguments.streams)]
-                for policy in streamed:
-                    world.push(policy)
-                figures = measure(world, [f"{TENANT}/{one.name}" for one in streamed], run)
-            finally:
-                world.close()
+            options = TrainerOptions(url, admin_key, weights, marked(variants[0].tensors), config)
+            api = OpenAIServer(url=f"http://{HOST}:{port}/v1", key=key)
+            with Trainer(options) as trainer, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as readers:
+                world = World(arguments, variants, trainer, api)
+                try:
+                    world.policies = [Policy(f"policy-{one}") for one in range(arguments.adapters)]
+                    streamed = [Policy(f"stream-{one}") for one in range(arguments.streams)]
+                    for policy in streamed:
+                        world.push(policy)
+                    figures = measure(world, readers, [f"{TENANT}/{one.name}" for one in streamed], run)
+                finally:
+                    world.close()
     run.console.print(stage_table(figures))
     for name, value in figures.items():
         if name != "stages_ms":
