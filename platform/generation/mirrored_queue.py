@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -119,7 +120,8 @@ class _Request:
     asking: _Asking
     needs: Amount
     is_pooled: bool
-    has_begun: bool = False
+    begun_s: float | None = None
+    """When its first token came, or None before that."""
     charged: float = 0.0
     """The price that the share was charged when the request began."""
 
@@ -183,8 +185,11 @@ class MirroredQueue:
     What a forecast needs of each share is also kept in an array, because thousands of shares can have requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._requests: dict[str, _Request] = {}
+        # Those that have begun, in this order.
+        self._begun: dict[str, _Request] = {}
         self._shares: dict[Share, _Asking] = {}
         # The shares with requests now or in the last seconds. Only the counters of the others matter.
         self._active: list[_Asking] = []
@@ -244,10 +249,11 @@ class MirroredQueue:
     def begin(self, request_id: str) -> None:
         """Note that a request has got its first token. Has no effect on unknown requests."""
         request = self._requests.get(request_id)
-        if request is None or request.has_begun:
+        if request is None or request.begun_s is not None:
             return
         asking, needs = request.asking, request.needs
-        request.has_begun, request.charged = True, self._price(needs, asking.prompt_price)
+        request.begun_s, request.charged = self._clock(), self._price(needs, asking.prompt_price)
+        self._begun[request_id] = request
         self._count_waiting(request, -1)
         asking.num_running += needs.sequences
         self.running[asking.rank] += needs.sequences
@@ -262,7 +268,7 @@ class MirroredQueue:
         if request is None:
             return
         asking, prompt_tokens, num_sequences = request.asking, request.needs.prompt_tokens, request.needs.sequences
-        if request.has_begun:
+        if self._begun.pop(request_id, None) is not None:
             asking.num_running -= num_sequences
             self.running[asking.rank] -= num_sequences
             prompt_price = INPUT_PRICE * (prompt_tokens - cached_tokens)
@@ -295,6 +301,15 @@ class MirroredQueue:
         for asking in idle:
             if asking.served <= least or len(idle) > MAX_IDLE_SHARES:
                 del self._shares[asking.share]
+
+    def begun_s(self, count: int, ranks: Collection[int]) -> float | None:
+        """When the first `count` of the running sequences of these ranks had begun, or None if fewer are running."""
+        for request in self._begun.values():
+            if request.asking.rank in ranks:
+                count -= int(request.needs.sequences)
+                if count <= 0:
+                    return request.begun_s
+        return None
 
     def waiting_of(self, share: Share) -> Amount:
         """What waits in a share."""

@@ -84,7 +84,7 @@ async def test_answers_refusals_and_lost_connections_are_counted() -> None:
     assert counted.num_complete == pytest.approx(fourth, abs=1)
     assert counted.num_complete >= counted.num_in_time
     assert counted.num_refused == pytest.approx(fourth, abs=1)
-    assert counted.goodput == counted.num_in_time / pytest.approx(0.5)
+    assert counted.window_s == pytest.approx(0.5)
     times = (counted.first_token_ms, counted.refusal_ms, counted.lateness_ms)
     assert [set(one) for one in times] == [{"p50", "p99", "max"}] * 3
     assert counted.refused_share == counted.num_refused / keys.total()
