@@ -119,13 +119,13 @@ class FirstTokenForecast:
     last seconds. A request must wait for two things, and the longer wait counts:
 
     - its own prompt and those before it, at the rate at which the engine computes prompts: see `Stats.prefill_s`;
-    - a sequence slot. Slots become free at the rate that follows from how long sequences run, but none before the
-      sequences that began first have run for that time: sequences that began together also end together. The first tier
-      takes the slots of running sequences of the last tier, whatever else waits.
+    - a sequence slot. Slots become free at the rate that follows from the mean time for which sequences run, but none
+      before the sequences that began first have run for that time: sequences that began together also end together. The
+      first tier takes the slots of running sequences of the last tier, whatever else waits.
 
-    Run times are measured while at least half of the slots are taken, because an engine with less to do is faster. While
-    no sequence ends, they grow. Before anything has been measured, the forecast is 0. Unless slots are free for all that
-    waits, the mean time by which requests of the tier have lately waited for longer is added: see `correct`.
+    Run times are measured while at least half of the slots are taken, because an engine with less to do is faster.
+    Before anything has been measured, the forecast is 0. A margin for waits that the queue does not explain is added
+    for requests whose adapter must be loaded and, unless slots are free for all that waits, for others: see `correct`.
 
     `note` takes the engine's reports. `queue` must know this gateway's own requests, which it follows in between. Thus
     requests that arrive together do not all see the same short queue. What the engine reports beyond them belongs to
