@@ -223,8 +223,8 @@ class FirstTokenForecast:
         return seconds
 
     def _until_ends(self, before: Amount, num_held: float, ranks: list[int]) -> float:
-        """Seconds until so many of the running sequences of these ranks have run for the mean time that everything in
-        `before` can begin.
+        """Seconds until everything in `before` can begin, if the running sequences of these ranks run for the mean
+        time. They hold `num_held` slots.
         """
         # Those of other gateways may end first, because nobody here knows when they began.
         num_to_end = round(num_held + before.sequences - self._max_sequences)

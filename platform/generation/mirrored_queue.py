@@ -304,6 +304,8 @@ class MirroredQueue:
 
     def begun_s(self, count: int, ranks: Collection[int]) -> float | None:
         """When the first `count` of the running sequences of these ranks had begun, or None if fewer are running."""
+        if count > sum([self.running[rank] for rank in ranks]):
+            return None
         for request in self._begun.values():
             if request.asking.rank in ranks:
                 count -= int(request.needs.sequences)
