@@ -124,8 +124,8 @@ class FirstTokenForecast:
       first tier takes the slots of running sequences of the last tier, whatever else waits.
 
     Run times are measured while at least half of the slots are taken, because an engine with less to do is faster.
-    Before anything has been measured, the forecast is 0. A margin for waits that the queue does not explain is added
-    for requests whose adapter must be loaded and, unless slots are free for all that waits, for others: see `correct`.
+    Before anything has been measured, the forecast is 0. A margin for waits that the queue does not explain is added:
+    see `correct`. If slots are free for all that waits, the margin is at most as long as the wait in the queue.
 
     `note` takes the engine's reports. `queue` must know this gateway's own requests, which it follows in between. Thus
     requests that arrive together do not all see the same short queue. What the engine reports beyond them belongs to
@@ -195,9 +195,12 @@ class FirstTokenForecast:
             if first.sequences <= running[_LAST]:
                 queued_s = min(queued_s, self._seconds(first, 0.0))
         margin_s = self._excess[rank, is_cold].margin_s(self._clock())
+        if has_slot:
+            # Slow loads alone refuse nothing. Otherwise, adapters would not be loaded before the engine is idle.
+            margin_s = min(margin_s, queued_s)
         has_waiting = self.queue.has_waiting or any(amount.sequences for amount in self._foreign)
         return Forecast(
-            seconds=queued_s if has_slot and not is_cold else queued_s + margin_s,
+            seconds=queued_s + margin_s,
             queued_s=queued_s,
             own_s=self._seconds(own, own_held),
             is_next=has_slot and not has_waiting,
