@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from loramux.engine.protocol.messages import Stats
@@ -20,11 +20,14 @@ TIME_CONSTANT_S = 5.0
 PREFILL_AGE_S = 60.0
 """Time after which a measured rate of prompt tokens no longer counts, in seconds. Only large steps measure it."""
 
-NUM_ENDED = 64
-"""Number of sequences that have ended over which the time for which they ran is averaged."""
+NUM_RUNS = 16
+"""Number of sequences in each slot over which the time for which they hold it is averaged."""
 
 NUM_ERRORS = 16
-"""Number of requests over which the errors of forecasts are averaged."""
+"""Number of requests over which the errors of forecasts are averaged, if they come soon after each other."""
+
+ERROR_AGE_S = 10.0
+"""Time after which the error of an older forecast counts for `1 / e`, in seconds."""
 
 NUM_DEVIATIONS = 2
 """Number of mean deviations by which a forecast exceeds the mean of what such requests waited for."""
@@ -68,7 +71,8 @@ class _Rate:
 @dataclass(slots=True)
 class _RunTimes:
     """For how long sequences hold a slot, from the numbers of sequences that run and that end. A sequence counts for
-    `1 / e` once another NUM_ENDED have ended.
+    `1 / e` once another NUM_RUNS have ended for each that runs. With a fixed number, all that end together could make
+    the time for which they ran be forgotten.
     """
 
     num_running: float = 0.0
@@ -77,41 +81,44 @@ class _RunTimes:
     """The time for which slots were held, as a sum over all slots."""
 
     def note(self, num_running: float, seconds: float, num_ended: int) -> None:
-        kept = math.exp(-num_ended / NUM_ENDED)
+        kept = math.exp(-num_ended / (NUM_RUNS * num_running))
         self.num_running = num_running
         self.num_ended = kept * self.num_ended + num_ended
         self.slots_s = kept * self.slots_s + num_running * seconds
 
     @property
     def mean_s(self) -> float | None:
-        """In seconds, or None before anything has been measured. It grows while no sequence ends. Before the first has
-        ended, it is for how long those that run have run.
+        """In seconds, or None before anything has been measured. It grows while no sequence ends. Until as many have
+        ended as run, it is at most for how long those that run have run.
         """
-        num_ended = self.num_ended or self.num_running
+        num_ended = max(self.num_ended, self.num_running)
         return self.slots_s / num_ended if num_ended else None
 
 
 @dataclass(slots=True)
 class _Excess:
-    """For how much longer recent requests waited than the queue explained, in seconds: the mean, and the mean deviation
-    from it. The margin of both is that of a TCP sender for the time of a round trip (RFC 6298), with fewer deviations.
+    """For how much longer recent requests waited than the queue explained: the mean, and the mean deviation from it, as
+    sums over requests. Older requests count less.
     """
 
-    mean_s: float = 0.0
+    num_noted: float = 0.0
+    excess_s: float = 0.0
     deviation_s: float = 0.0
-    num_noted: int = 0
     noted_s: float = 0.0
 
     def note(self, excess_s: float, now_s: float) -> None:
-        self.num_noted, self.noted_s = min(self.num_noted + 1, NUM_ERRORS), now_s
-        self.mean_s += (excess_s - self.mean_s) / self.num_noted
-        self.deviation_s += (abs(excess_s - self.mean_s) - self.deviation_s) / self.num_noted
+        kept = (1 - 1 / NUM_ERRORS) * math.exp((self.noted_s - now_s) / ERROR_AGE_S)
+        self.noted_s = now_s
+        self.num_noted = kept * self.num_noted + 1
+        self.excess_s = kept * self.excess_s + excess_s
+        self.deviation_s = kept * self.deviation_s + abs(excess_s - self.excess_s / self.num_noted)
 
     def margin_s(self, now_s: float) -> float:
-        """What to add to a forecast, in seconds. It falls while no request comes to learn from, so that a tier whose
+        """What to add to a forecast, in seconds. It falls if few requests come to learn from, so that a tier whose
         requests are all refused because of the last waits is tried again.
         """
-        return (self.mean_s + NUM_DEVIATIONS * self.deviation_s) * math.exp((self.noted_s - now_s) / TIME_CONSTANT_S)
+        kept = math.exp((self.noted_s - now_s) / ERROR_AGE_S)
+        return kept * (self.excess_s + NUM_DEVIATIONS * self.deviation_s) / max(1.0, kept * self.num_noted)
 
 
 class FirstTokenForecast:
@@ -119,13 +126,14 @@ class FirstTokenForecast:
     last seconds. A request must wait for two things, and the longer wait counts:
 
     - its own prompt and those before it, at the rate at which the engine computes prompts: see `Stats.prefill_s`;
-    - a sequence slot. Slots become free at the rate that follows from the mean time for which sequences run, but none
-      before the sequences that began first have run for that time: sequences that began together also end together. The
-      first tier takes the slots of running sequences of the last tier, whatever else waits.
+    - a sequence slot. Slots become free at the rate that follows from the mean time for which sequences hold them, but
+      none before the sequences that began first have run for as long as answers take after their first token: sequences
+      that began together also end together. The first tier takes the slots of running sequences of the last tier,
+      whatever else waits.
 
-    Run times are measured while at least half of the slots are taken, because an engine with less to do is faster.
-    Before anything has been measured, the forecast is 0. A margin for waits that the queue does not explain is added:
-    see `correct`. If slots are free for all that waits, the margin is at most as long as the wait in the queue.
+    The time for which slots are held is measured while at least half are taken, because an engine with less to do is
+    faster. Before anything has been measured, the forecast is 0. A margin for waits that the queue does not explain is
+    added: see `correct`. If slots are free for all that waits, the margin is at most as long as the wait in the queue.
 
     `note` takes the engine's reports. `queue` must know this gateway's own requests, which it follows in between. Thus
     requests that arrive together do not all see the same short queue. What the engine reports beyond them belongs to
@@ -194,7 +202,9 @@ class FirstTokenForecast:
             first.add(self._foreign[0])
             if first.sequences <= running[_LAST]:
                 queued_s = min(queued_s, self._seconds(first, 0.0))
-        margin_s = self._excess[rank, is_cold].margin_s(self._clock())
+        now_s = self._clock()
+        # A request with a cold adapter also waits for what others wait for.
+        margin_s = max(self._excess[rank, one].margin_s(now_s) for one in {False, is_cold})
         if has_slot:
             # Slow loads alone refuse nothing. Otherwise, adapters would not be loaded before the engine is idle.
             margin_s = min(margin_s, queued_s)
@@ -202,7 +212,7 @@ class FirstTokenForecast:
         return Forecast(
             seconds=queued_s + margin_s,
             queued_s=queued_s,
-            own_s=self._seconds(own, own_held),
+            own_s=max(self._seconds(own, own_held), self._until_ends(own, own_held, counting, share.tenant_id)),
             is_next=has_slot and not has_waiting,
         )
 
@@ -225,18 +235,21 @@ class FirstTokenForecast:
             seconds = max(self._seconds(before, num_held), self._until_ends(before, num_held, _COUNTING[own_rank]))
         return seconds
 
-    def _until_ends(self, before: Amount, num_held: float, ranks: list[int]) -> float:
-        """Seconds until everything in `before` can begin, if the running sequences of these ranks run for the mean
-        time. They hold `num_held` slots.
+    def _until_ends(
+        self, before: Amount, num_held: float, ranks: Collection[int], tenant_id: str | None = None
+    ) -> float:
+        """Seconds until everything in `before` can begin, if the running sequences of these ranks, and of the tenant if
+        there is one, run for the mean time. They hold `num_held` slots.
         """
-        # Those of other gateways may end first, because nobody here knows when they began.
         num_to_end = round(num_held + before.sequences - self._max_sequences)
-        num_own = num_to_end - math.ceil(sum([self._foreign_running[rank] for rank in ranks]))
-        if num_own <= 0 or (mean_s := self._runs.mean_s) is None:
+        if tenant_id is None:
+            # Those of other gateways may end first, because nobody here knows when they began.
+            num_to_end -= math.ceil(sum([self._foreign_running[rank] for rank in ranks]))
+        if num_to_end <= 0:
             return 0.0
         now_s = self._clock()
-        begun_s = self.queue.begun_s(num_own, ranks)
-        return mean_s if begun_s is None else begun_s + mean_s - now_s
+        begun_s = self.queue.begun_s(num_to_end, ranks, tenant_id)
+        return self.queue.run_s + (0.0 if begun_s is None else begun_s - now_s)
 
     def _seconds(self, before: Amount, num_held: float) -> float:
         """Seconds until everything in `before` has begun, while `num_held` slots are taken."""
@@ -262,7 +275,8 @@ class FirstTokenForecast:
             tokens = (stats.prefill_tokens - last.prefill_tokens) * (1 + cached / computed if computed else 1)
             self._prefill.note(tokens * stats.num_engines, prefill_s)
             self._prefill_until_s = now_s + PREFILL_AGE_S
-        if _is_busy(last) and _is_busy(stats):
+        # Whatever runs at the end of the interval: otherwise, sequences that end together would not count.
+        if _is_busy(last):
             self._runs.note((last.num_running + stats.num_running) / 2, seconds, stats.num_ended - last.num_ended)
 
 

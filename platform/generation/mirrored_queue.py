@@ -20,7 +20,7 @@ from loramux.engine.protocol.service_tiers import (
 )
 
 NUM_ANSWERS = 64
-"""Number of requests over which the length of answers is averaged."""
+"""Number of requests over which the length of answers, and the time that they take, are averaged."""
 
 NUM_PROMPTS = 8
 """Number of requests of a share over which the cached part of its prompts is averaged."""
@@ -211,6 +211,8 @@ class MirroredQueue:
         self._new_arrived, self._new_arrivals = Amount(), Amount()
         # Mean number of output tokens per sequence.
         self._answer_tokens = 0.0
+        self.run_s = 0.0
+        """Mean time from a request's first token to its end, in seconds. 0 before one has ended."""
         self._num_answers = 0
 
     @property
@@ -268,7 +270,8 @@ class MirroredQueue:
         if request is None:
             return
         asking, prompt_tokens, num_sequences = request.asking, request.needs.prompt_tokens, request.needs.sequences
-        if self._begun.pop(request_id, None) is not None:
+        if request.begun_s is not None:
+            del self._begun[request_id]
             asking.num_running -= num_sequences
             self.running[asking.rank] -= num_sequences
             prompt_price = INPUT_PRICE * (prompt_tokens - cached_tokens)
@@ -277,6 +280,7 @@ class MirroredQueue:
                 asking.prompt_price += (prompt_price / prompt_tokens - asking.prompt_price) / NUM_PROMPTS
             self._num_answers = min(self._num_answers + 1, NUM_ANSWERS)
             self._answer_tokens += (num_tokens / num_sequences - self._answer_tokens) / self._num_answers
+            self.run_s += (self._clock() - request.begun_s - self.run_s) / self._num_answers
         else:
             self._count_waiting(request, -1)
         self._store(asking)
@@ -302,12 +306,15 @@ class MirroredQueue:
             if asking.served <= least or len(idle) > MAX_IDLE_SHARES:
                 del self._shares[asking.share]
 
-    def begun_s(self, count: int, ranks: Collection[int]) -> float | None:
-        """When the first `count` of the running sequences of these ranks had begun, or None if fewer are running."""
+    def begun_s(self, count: int, ranks: Collection[int], tenant_id: str | None = None) -> float | None:
+        """When the first `count` of the running sequences of these ranks, and of the tenant if there is one, had begun,
+        or None if fewer are running.
+        """
         if count > sum([self.running[rank] for rank in ranks]):
             return None
         for request in self._begun.values():
-            if request.asking.rank in ranks:
+            asking = request.asking
+            if asking.rank in ranks and tenant_id in (None, asking.share.tenant_id):
                 count -= int(request.needs.sequences)
                 if count <= 0:
                     return request.begun_s

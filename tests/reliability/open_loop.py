@@ -43,8 +43,8 @@ class LoadSettings:
     """Each request asks for one of them, at random."""
     seconds: float
     warm_s: float = 0.0
-    """The goodput counts the answers that end between this time and `seconds`. With the answers to all requests that
-    were sent, it would also count those that end after the sending, and a short load would seem to have more of it.
+    """The goodput counts what is answered between this time and `seconds`. If it counted all answers to the requests
+    that are sent, a short load would seem to have more of it.
     """
     seed: int
     objective_s: float
@@ -65,8 +65,10 @@ class Counted:
     """Number of answers by status. 0 stands for a connection that was lost."""
     num_complete: int
     """Streams that ended with `[DONE]`."""
-    num_in_time: int
-    """Complete streams that ended in the window, and whose first token came in time."""
+    num_in_time: float
+    """Complete streams whose first token came in time. Of each, the part of its time that lies in the window counts.
+    Otherwise, the number would depend on where the window cuts, because answers of many clients can end together.
+    """
     window_s: float
     """Length of the window in which answers count for the goodput, in seconds."""
     first_token_ms: dict[str, float]
@@ -92,14 +94,14 @@ class Counted:
 
 @dataclass(slots=True)
 class Seen:
-    """Counts answers. The goodput has those that end within `[begin_s, end_s)`, on the clock of `Answer.ended_s`."""
+    """Counts answers. The window of the goodput is `[begin_s, end_s)`, on the clock of `Answer.ended_s`."""
 
     objective_s: float
     begin_s: float
     end_s: float
     statuses: Counter[str] = field(default_factory=Counter)
     num_complete: int = 0
-    num_in_time: int = 0
+    num_in_time: float = 0.0
     first_token_s: list[float] = field(default_factory=list)
     refusal_s: list[float] = field(default_factory=list)
     lateness_s: list[float] = field(default_factory=list)
@@ -112,8 +114,9 @@ class Seen:
             self.refusal_s.append(answer.seconds)
         if answer.is_complete and answer.first_token_s is not None:
             self.num_complete += 1
-            is_counted = self.begin_s <= answer.ended_s < self.end_s
-            self.num_in_time += is_counted and answer.first_token_s <= self.objective_s
+            if answer.first_token_s <= self.objective_s:
+                inside_s = min(answer.ended_s, self.end_s) - max(answer.ended_s - answer.seconds, self.begin_s)
+                self.num_in_time += max(0.0, inside_s) / answer.seconds
 
     def counted(self) -> Counted:
         times = [_quantiles_ms(one) for one in (self.first_token_s, self.refusal_s, self.lateness_s)]

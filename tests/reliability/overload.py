@@ -5,7 +5,7 @@ half of the requests in the tier `default` and half in `flex`. The base is SmolL
 downloads. First, the goodput is measured with as many clients as there are slots, each of which sends its next request
 after an answer. This is the capacity. Two groups of polite tenants, one of the tier `priority` and one of `default`,
 send half of what their shares allow, first while the others ask for nine tenths of the capacity, and then beside the
-overload. The goodput counts the answers that end after a warm-up and before the last request is sent, in all loads.
+overload. In all loads, the goodput counts the part of each answer that lies between a warm-up and the end of sending.
 
 The server, the load and the engine share one machine, so all figures are those of a busy machine.
 """
@@ -76,9 +76,7 @@ MAX_CAPACITY_S = 120.0
 """How long the capacity is measured for at most, in seconds."""
 
 WARM_PART = 0.25
-"""The part of that time in which the caches and the pool become full, and the first answers end. No load's answers
-count for its goodput before.
-"""
+"""The part of that time in which the caches and the pool become full. It does not count for the goodput of any load."""
 
 NUM_SAMPLES = 240
 RESOLUTION = 0.05
