@@ -325,6 +325,7 @@ def test_heavier_tenants_wait_less() -> None:
 def test_running_flex_sequences_do_not_delay_priority() -> None:
     lab = Lab(drain=0.4)
     lab.note(TierLoad(), TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    run(lab, "before", seconds=MAX_SEQUENCES / 0.4)
     assert lab.seconds(Share("acme", "priority")) == pytest.approx(0.1)
     assert lab.seconds(ACME) == pytest.approx(1 / 0.4)
     ask(lab, ACME, num_waiting=MAX_SEQUENCES)
@@ -653,6 +654,6 @@ def test_answers_that_take_longer_than_the_objective(num_slots: int) -> None:
     shares = [Share(f"tenant {number}", "default") for number in range(100)]
     capacity = num_slots / (50 * 0.2)
     load = Load(shares, [capacity / 8] * 100, step_s=0.2, answer_tokens=50, num_slots=num_slots)
-    load.run(50, warm_s=20)
+    load.run(55, warm_s=20)
     assert load.late_part <= 0.04
-    assert load.num_ended >= 0.8 * capacity * 50
+    assert load.num_ended >= 0.85 * capacity * 55
