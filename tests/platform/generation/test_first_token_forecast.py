@@ -656,4 +656,4 @@ def test_answers_that_take_longer_than_the_objective(num_slots: int) -> None:
     load = Load(shares, [0.03 * capacity] * 100, step_s=0.2, answer_tokens=50, num_slots=num_slots)
     load.run(33, warm_s=9)
     assert load.late_part <= 0.03
-    assert load.num_ended >= 0.85 * capacity * 33
+    assert load.num_ended >= 0.8 * capacity * 33
