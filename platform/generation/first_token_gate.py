@@ -32,13 +32,14 @@ MAX_RETRY_S = 60.0
 
 @dataclass(slots=True)
 class _Awaited:
-    """A request without a first token: its tier, when it entered, how long it was to wait in the queue, and when it was
-    sent to the engine, all in seconds. `queued_s` is None if it also waits for its adapter.
+    """A request without a first token: its tier, when it entered, how long it was to wait in the queue, whether its
+    adapter had to be loaded, and when it was sent to the engine. Times are in seconds.
     """
 
     tier: str
     entered_s: float
-    queued_s: float | None
+    queued_s: float
+    is_cold: bool
     sent_s: float | None = None
 
 
@@ -66,18 +67,18 @@ class FirstTokenGate:
         self._resident: frozenset[str] = frozenset()
         """The adapters that the last report shows to be loaded."""
 
-    def check(self, share: Share, prompt_tokens: int = 0) -> float:
+    def check(self, share: Share, prompt_tokens: int = 0, is_cold: bool = False) -> float:
         """Raise RateLimited if the tenant's own requests would delay a request's first token beyond the objective of
         its tier, and Unavailable if those of all tenants together would. Without `prompt_tokens`, the prompt counts as
-        empty, so that a request can be refused before it is tokenised. Returns the wait in the queue that is forecast,
-        in seconds, which is 0 for a tier without an objective.
+        empty, so that a request can be refused before it is tokenised. `is_cold` is True if its adapter must be loaded.
+        Returns the wait in the queue that is forecast, in seconds, which is 0 for a tier without an objective.
 
         A request that would be the next to run is not refused. After one slow step, it shows that the engine is fast.
         """
         objective_s = self._objectives.get(share.service_tier)
         if objective_s is None:
             return 0.0
-        forecast = self._forecast.forecast(share, prompt_tokens)
+        forecast = self._forecast.forecast(share, prompt_tokens, is_cold)
         if forecast.seconds > USED_PART * objective_s and not forecast.is_next:
             refusal = _refusal(forecast, share.service_tier, objective_s)
             self._metrics.overload_refusals.labels(share.service_tier, str(refusal.status)).inc()
@@ -91,11 +92,11 @@ class FirstTokenGate:
         tier, share = plan.service_tier, plan.target.share_in(plan.service_tier)
         if plan.pooling is None:
             # The objective is about the first token of any choice.
-            queued_s = self.check(share, min(map(len, plan.prompts)))
+            adapter = plan.adapter_to_load
+            is_cold = adapter is not None and adapter.digest not in self._resident
+            queued_s = self.check(share, min(map(len, plan.prompts)), is_cold)
             if tier in self._objectives:
-                adapter = plan.adapter_to_load
-                is_loaded = adapter is None or adapter.digest in self._resident
-                self._awaited[plan.request_id] = _Awaited(tier, self._clock(), queued_s if is_loaded else None)
+                self._awaited[plan.request_id] = _Awaited(tier, self._clock(), queued_s, is_cold)
         is_pooled = plan.pooling is not None
         self._forecast.queue.add(plan.request_id, share, plan.prompt_tokens, plan.num_sequences, is_pooled)
 
@@ -111,9 +112,9 @@ class FirstTokenGate:
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None:
             now_s = self._clock()
-            if awaited.queued_s is not None and awaited.sent_s is not None:
+            if awaited.sent_s is not None:
                 rank = rank_of(awaited.tier, is_background=False)
-                self._forecast.correct(rank, awaited.queued_s, now_s - awaited.sent_s)
+                self._forecast.correct(rank, awaited.queued_s, now_s - awaited.sent_s, awaited.is_cold)
             is_late = now_s - awaited.entered_s > self._objectives[awaited.tier]
             self._metrics.first_tokens.labels(awaited.tier, "late" if is_late else "in_time").inc()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,7 @@ from loramux.engine.protocol.service_tiers import (
 )
 
 NUM_ANSWERS = 64
-"""Number of requests over which the length of answers is averaged."""
+"""Number of requests over which the length of answers, and the time that they take, are averaged."""
 
 NUM_PROMPTS = 8
 """Number of requests of a share over which the cached part of its prompts is averaged."""
@@ -119,7 +120,8 @@ class _Request:
     asking: _Asking
     needs: Amount
     is_pooled: bool
-    has_begun: bool = False
+    begun_s: float | None = None
+    """When its first token came, or None before that."""
     charged: float = 0.0
     """The price that the share was charged when the request began."""
 
@@ -183,8 +185,11 @@ class MirroredQueue:
     What a forecast needs of each share is also kept in an array, because thousands of shares can have requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._requests: dict[str, _Request] = {}
+        # Those that have begun, in this order.
+        self._begun: dict[str, _Request] = {}
         self._shares: dict[Share, _Asking] = {}
         # The shares with requests now or in the last seconds. Only the counters of the others matter.
         self._active: list[_Asking] = []
@@ -206,6 +211,8 @@ class MirroredQueue:
         self._new_arrived, self._new_arrivals = Amount(), Amount()
         # Mean number of output tokens per sequence.
         self._answer_tokens = 0.0
+        self.run_s = 0.0
+        """Mean time from a request's first token to its end, in seconds. 0 before one has ended."""
         self._num_answers = 0
 
     @property
@@ -244,10 +251,11 @@ class MirroredQueue:
     def begin(self, request_id: str) -> None:
         """Note that a request has got its first token. Has no effect on unknown requests."""
         request = self._requests.get(request_id)
-        if request is None or request.has_begun:
+        if request is None or request.begun_s is not None:
             return
         asking, needs = request.asking, request.needs
-        request.has_begun, request.charged = True, self._price(needs, asking.prompt_price)
+        request.begun_s, request.charged = self._clock(), self._price(needs, asking.prompt_price)
+        self._begun[request_id] = request
         self._count_waiting(request, -1)
         asking.num_running += needs.sequences
         self.running[asking.rank] += needs.sequences
@@ -262,7 +270,8 @@ class MirroredQueue:
         if request is None:
             return
         asking, prompt_tokens, num_sequences = request.asking, request.needs.prompt_tokens, request.needs.sequences
-        if request.has_begun:
+        if request.begun_s is not None:
+            del self._begun[request_id]
             asking.num_running -= num_sequences
             self.running[asking.rank] -= num_sequences
             prompt_price = INPUT_PRICE * (prompt_tokens - cached_tokens)
@@ -271,6 +280,7 @@ class MirroredQueue:
                 asking.prompt_price += (prompt_price / prompt_tokens - asking.prompt_price) / NUM_PROMPTS
             self._num_answers = min(self._num_answers + 1, NUM_ANSWERS)
             self._answer_tokens += (num_tokens / num_sequences - self._answer_tokens) / self._num_answers
+            self.run_s += (self._clock() - request.begun_s - self.run_s) / self._num_answers
         else:
             self._count_waiting(request, -1)
         self._store(asking)
@@ -295,6 +305,20 @@ class MirroredQueue:
         for asking in idle:
             if asking.served <= least or len(idle) > MAX_IDLE_SHARES:
                 del self._shares[asking.share]
+
+    def begun_s(self, count: int, ranks: Collection[int], tenant_id: str | None = None) -> float | None:
+        """When the first `count` of the running sequences of these ranks, and of the tenant if there is one, had begun,
+        or None if fewer are running.
+        """
+        if count > sum([self.running[rank] for rank in ranks]):
+            return None
+        for request in self._begun.values():
+            asking = request.asking
+            if asking.rank in ranks and tenant_id in (None, asking.share.tenant_id):
+                count -= int(request.needs.sequences)
+                if count <= 0:
+                    return request.begun_s
+        return None
 
     def waiting_of(self, share: Share) -> Amount:
         """What waits in a share."""

@@ -42,6 +42,10 @@ class LoadSettings:
     service_tiers: list[str] = field(default_factory=lambda: ["auto"])
     """Each request asks for one of them, at random."""
     seconds: float
+    warm_s: float = 0.0
+    """The goodput counts what is answered between this time and `seconds`. If it counted all answers to the requests
+    that are sent, a short load would seem to have more of it.
+    """
     seed: int
     objective_s: float
     """A first token within this time counts as in time."""
@@ -61,9 +65,12 @@ class Counted:
     """Number of answers by status. 0 stands for a connection that was lost."""
     num_complete: int
     """Streams that ended with `[DONE]`."""
-    num_in_time: int
-    """Complete streams whose first token came in time."""
-    seconds: float
+    num_in_time: float
+    """Complete streams whose first token came in time. Of each, the part of its time that lies in the window counts.
+    Otherwise, the number would depend on where the window cuts, because answers of many clients can end together.
+    """
+    window_s: float
+    """Length of the window in which answers count for the goodput, in seconds."""
     first_token_ms: dict[str, float]
     """Quantiles of the time to the first token: p50, p99 and max."""
     refusal_ms: dict[str, float]
@@ -74,7 +81,7 @@ class Counted:
     @property
     def goodput(self) -> float:
         """Answers in time per second."""
-        return self.num_in_time / self.seconds
+        return self.num_in_time / self.window_s
 
     @property
     def refused_share(self) -> float:
@@ -86,16 +93,20 @@ class Counted:
 
 
 @dataclass(slots=True)
-class _Seen:
+class Seen:
+    """Counts answers. The window of the goodput is `[begin_s, end_s)`, on the clock of `Answer.ended_s`."""
+
     objective_s: float
+    begin_s: float
+    end_s: float
     statuses: Counter[str] = field(default_factory=Counter)
     num_complete: int = 0
-    num_in_time: int = 0
+    num_in_time: float = 0.0
     first_token_s: list[float] = field(default_factory=list)
     refusal_s: list[float] = field(default_factory=list)
     lateness_s: list[float] = field(default_factory=list)
 
-    def add(self, answer: _Answer) -> None:
+    def add(self, answer: Answer) -> None:
         self.statuses[str(answer.status)] += 1
         if answer.first_token_s is not None:
             self.first_token_s.append(answer.first_token_s)
@@ -103,17 +114,21 @@ class _Seen:
             self.refusal_s.append(answer.seconds)
         if answer.is_complete and answer.first_token_s is not None:
             self.num_complete += 1
-            self.num_in_time += answer.first_token_s <= self.objective_s
+            if answer.first_token_s <= self.objective_s:
+                inside_s = min(answer.ended_s, self.end_s) - max(answer.ended_s - answer.seconds, self.begin_s)
+                self.num_in_time += max(0.0, inside_s) / answer.seconds
 
-    def counted(self, seconds: float) -> Counted:
+    def counted(self) -> Counted:
         times = [_quantiles_ms(one) for one in (self.first_token_s, self.refusal_s, self.lateness_s)]
-        return Counted(dict(self.statuses), self.num_complete, self.num_in_time, seconds, *times)
+        return Counted(dict(self.statuses), self.num_complete, self.num_in_time, self.end_s - self.begin_s, *times)
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class Answer:
     status: int
+    ended_s: float
     seconds: float
+    """Time from sending the request until the end of the answer."""
     first_token_s: float | None
     is_complete: bool
 
@@ -125,13 +140,13 @@ class _Connection(asyncio.Protocol):
         self.idle_since_s = 0.0
         self.is_lost = False
         self._transport: asyncio.Transport | None = None
-        self._answer: asyncio.Future[_Answer] | None = None
+        self._answer: asyncio.Future[Answer] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the methods of this class, but are not instances of it.
         self._transport = cast(asyncio.Transport, transport)
 
-    def ask(self, request: bytes) -> asyncio.Future[_Answer]:
+    def ask(self, request: bytes) -> asyncio.Future[Answer]:
         assert self._transport is not None
         self._answer = asyncio.get_running_loop().create_future()
         self._began_s, self._first_token_s = time.monotonic(), None
@@ -169,8 +184,8 @@ class _Connection(asyncio.Protocol):
 
     def _end(self, status: int, is_complete: bool) -> None:
         if self._answer is not None and not self._answer.done():
-            seconds = time.monotonic() - self._began_s
-            self._answer.set_result(_Answer(status, seconds, self._first_token_s, is_complete))
+            now_s = time.monotonic()
+            self._answer.set_result(Answer(status, now_s, now_s - self._began_s, self._first_token_s, is_complete))
         self._answer = None
 
 
@@ -185,18 +200,19 @@ class _Load:
         self._dice = random.Random(settings.seed)
         self._weights = [*accumulate((1 + index) ** -settings.skew for index in range(len(settings.callers)))]
         self._idle: list[_Connection] = []
-        self.seen = _Seen(settings.objective_s)
+        began_s = time.monotonic()
+        self._end_s = began_s + settings.seconds
+        self.seen = Seen(settings.objective_s, began_s + settings.warm_s, self._end_s)
 
     async def run(self) -> Counted:
         """Send for the given time, and wait for the answers to all requests."""
-        settings, began_s = self._settings, time.monotonic()
-        end_s = began_s + settings.seconds
+        settings = self._settings
         if settings.rate is None:
-            await asyncio.gather(*(self._one_after_another(end_s) for _ in range(settings.num_clients)))
+            await asyncio.gather(*(self._one_after_another() for _ in range(settings.num_clients)))
         else:
-            under_way: set[asyncio.Task[_Answer]] = set()
-            next_s = began_s
-            while (next_s := next_s + self._dice.expovariate(settings.rate)) < end_s:
+            under_way: set[asyncio.Task[Answer]] = set()
+            next_s = time.monotonic()
+            while (next_s := next_s + self._dice.expovariate(settings.rate)) < self._end_s:
                 await asyncio.sleep(max(0.0, next_s - time.monotonic()))
                 self.seen.lateness_s.append(max(0.0, time.monotonic() - next_s))
                 task = asyncio.create_task(self._ask())
@@ -205,14 +221,14 @@ class _Load:
             await asyncio.gather(*under_way)
         for connection in self._idle:
             connection.close()
-        return self.seen.counted(settings.seconds)
+        return self.seen.counted()
 
-    async def _one_after_another(self, end_s: float) -> None:
-        while time.monotonic() < end_s:
+    async def _one_after_another(self) -> None:
+        while time.monotonic() < self._end_s:
             if (await self._ask()).status in REFUSALS:
                 await asyncio.sleep(RETRY_S)
 
-    async def _ask(self) -> _Answer:
+    async def _ask(self) -> Answer:
         connection = await self._connection()
         answer = await connection.ask(self._request())
         self.seen.add(answer)

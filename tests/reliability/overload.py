@@ -2,9 +2,10 @@
 
 A real server serves thousands of random adapters of hundreds of tenants, each of which asks for more than its share,
 half of the requests in the tier `default` and half in `flex`. The base is SmolLM2-135M-Instruct, which the first run
-downloads. First, the capacity is measured with as many requests as there are slots, and the goodput at that rate. Two
-groups of polite tenants, one of the tier `priority` and one of `default`, send half of what their shares allow, first
-alone, then while the others ask for nine tenths of the capacity, and then beside the overload.
+downloads. First, the goodput is measured with as many clients as there are slots, each of which sends its next request
+after an answer. This is the capacity. Two groups of polite tenants, one of the tier `priority` and one of `default`,
+send half of what their shares allow, first while the others ask for nine tenths of the capacity, and then beside the
+overload. In all loads, the goodput counts the part of each answer that lies between a warm-up and the end of sending.
 
 The server, the load and the engine share one machine, so all figures are those of a busy machine.
 """
@@ -70,6 +71,12 @@ NORMAL_LOAD = 0.9
 HOST_TIER_BYTES = "8MiB"
 MAX_BATCH_TOKENS = 128
 """A step with more rows would take a good part of the longest time until the first token."""
+
+MAX_CAPACITY_S = 120.0
+"""How long the capacity is measured for at most, in seconds."""
+
+WARM_PART = 0.25
+"""The part of that time in which the caches and the pool become full. It does not count for the goodput of any load."""
 
 NUM_SAMPLES = 240
 RESOLUTION = 0.05
@@ -142,25 +149,23 @@ async def load(settings: LoadSettings) -> Counted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    capacity: float
-    """Answers per second with as many requests as slots."""
-    peak: Counted
-    alone: dict[str, Counted]
+    calm: Counted
+    """As many requests as slots."""
     normal: dict[str, Counted]
-    """Polite tenants beside the normal load."""
+    """Polite tenants beside the normal load, by tier."""
     beside: dict[str, Counted]
-    """Polite tenants beside the overload."""
+    """Polite tenants beside the overload, by tier."""
     crowd: Counted
     grown: dict[str, tuple[float, float]]
     """The growth of each role's memory and its bound, in megabytes."""
 
-    def polite_ratio(self, tier: str, than: dict[str, Counted]) -> float:
-        return self.beside[tier].first_token_ms["p99"] / than[tier].first_token_ms["p99"]
+    @property
+    def polite_ratio(self) -> float:
+        return self.beside["priority"].first_token_ms["p99"] / self.normal["priority"].first_token_ms["p99"]
 
     @property
     def goodput_share(self) -> float:
-        goodput = self.crowd.goodput + sum(one.goodput for one in self.beside.values())
-        return goodput / max(self.peak.goodput, self.capacity)
+        return (self.crowd.goodput + sum(one.goodput for one in self.beside.values())) / self.calm.goodput
 
     @property
     def growing(self) -> list[str]:
@@ -169,20 +174,17 @@ class Figures:
 
 async def measure(stand: Overloaded, pid: int, arguments: argparse.Namespace) -> Figures:
     seconds = 60 * arguments.minutes
-    calm_s = min(max(10.0, seconds / 6), 120.0)
+    calm_s = min(max(10.0, seconds / 3), MAX_CAPACITY_S)
     # A tenant that asks for two tiers has a share of each.
     weights = len(stand.crowd) * sum(TIER_FACTORS[tier] for tier in CROWD_TIERS)
     weights += sum(len(callers) * TIER_FACTORS[tier] for tier, callers in stand.polite.items())
-    settings = partial(LoadSettings, port=stand.deployment.port, objective_s=arguments.objective_s)
+    settings = partial(
+        LoadSettings, port=stand.deployment.port, objective_s=arguments.objective_s, warm_s=WARM_PART * calm_s
+    )
     crowd = partial(settings, callers=stand.crowd, service_tiers=[*CROWD_TIERS])
-    clients = {"num_clients": arguments.slots, "seed": 1}
-    # The first load fills the caches and the pool.
-    await load(crowd(seconds=calm_s, **clients))
-    closed = await load(crowd(seconds=calm_s, **clients))
-    capacity = closed.goodput
-    print(f"capacity: {capacity:.1f} requests/s, {closed}")
-    peak = await load(crowd(seconds=calm_s, rate=capacity, seed=2))
-    print(f"at capacity: {peak}")
+    calm = await load(crowd(seconds=calm_s, num_clients=arguments.slots, seed=1))
+    capacity = calm.goodput
+    print(f"capacity: {capacity:.2f} requests/s, {calm}")
 
     rates = {
         tier: POLITE_SHARE * capacity * len(callers) * TIER_FACTORS[tier] / weights
@@ -199,8 +201,6 @@ async def measure(stand: Overloaded, pid: int, arguments: argparse.Namespace) ->
         )
         return crowded, dict(zip(POLITE_TIERS, besides, strict=True))
 
-    alone = {tier: await load(polite(tier, calm_s, 3)) for tier in POLITE_TIERS}
-    print(f"alone: {alone}")
     # As long as the overload, because a high quantile of few requests grows with their number.
     _, normal = await polite_beside(NORMAL_LOAD * capacity - sum(rates.values()), seconds, 5)
     print(f"beside the normal load: {normal}")
@@ -210,7 +210,7 @@ async def measure(stand: Overloaded, pid: int, arguments: argparse.Namespace) ->
     memory = {name: series for name, series in sampler.series.items() if name.endswith("MB")}
     grown = {name: growth(series, RESOLUTION) for name, series in memory.items()}
     print(f"memory: { {name: [round(one, 1) for one in pair] for name, pair in grown.items()} }")
-    return Figures(capacity=capacity, peak=peak, alone=alone, normal=normal, beside=beside, crowd=crowded, grown=grown)
+    return Figures(calm=calm, normal=normal, beside=beside, crowd=crowded, grown=grown)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -235,9 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "refused": found.crowd.num_refused,
             "goodput_share": round(found.goodput_share, 3),
             "refusal_p99_ms": found.crowd.refusal_ms["p99"],
-            "capacity": round(found.capacity, 1),
-            "polite_ratio": round(found.polite_ratio("priority", found.normal), 2),
-            "polite_alone_ratio": round(found.polite_ratio("priority", found.alone), 2),
+            "capacity": round(found.calm.goodput, 1),
+            "polite_ratio": round(found.polite_ratio, 2),
             "polite_refused_share": round(found.beside["priority"].refused_share, 3),
             "polite_default_refused_share": round(found.beside["default"].refused_share, 3),
             "growing": len(found.growing),

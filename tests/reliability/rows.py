@@ -276,7 +276,7 @@ ROWS: Mapping[str, Row] = {
             Command(
                 arguments=("tests.reliability.overload",),
                 sized={
-                    "small": ("--minutes", "6"),
+                    "small": ("--minutes", "5"),
                     "tiny": ("--base", "demo", "--tenants", "10", "--adapters", "20", "--minutes", "0.5"),
                 },
             ),
@@ -296,7 +296,6 @@ ROWS: Mapping[str, Row] = {
                 combine=max,
                 at_most=1.25,
             ),
-            Figure(name="polite_alone_ratio", unit="times as long as on an idle server (p99)", combine=max),
             Figure(
                 name="polite_refused_share",
                 unit="of the requests of polite tenants of the tier priority were refused",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.reliability.open_loop import Counted, LoadSettings
+from tests.reliability.open_loop import Answer, Counted, LoadSettings, Seen, _Load
 
 pytestmark = pytest.mark.anyio
 
@@ -81,9 +82,10 @@ async def test_answers_refusals_and_lost_connections_are_counted() -> None:
     assert sum(counted.statuses.values()) == keys.total() > 40
     assert set(counted.statuses) == {"200", "503", "0"}
     fourth = keys.total() / 4
-    assert counted.num_complete == counted.num_in_time == pytest.approx(fourth, abs=1)
+    assert counted.num_complete == pytest.approx(fourth, abs=1)
+    assert 0 < counted.num_in_time <= counted.num_complete
     assert counted.num_refused == pytest.approx(fourth, abs=1)
-    assert counted.goodput == counted.num_in_time / 0.5
+    assert counted.window_s == pytest.approx(0.5)
     times = (counted.first_token_ms, counted.refusal_ms, counted.lateness_ms)
     assert [set(one) for one in times] == [{"p50", "p99", "max"}] * 3
     assert counted.refused_share == counted.num_refused / keys.total()
@@ -98,3 +100,31 @@ async def test_clients_without_a_rate_send_one_after_another() -> None:
     assert counted.lateness_ms == {}, "nothing is due"
     # A connection is used until it is lost.
     assert num_lost <= num_connections <= num_lost + 3
+
+
+def test_goodput_counts_the_parts_of_answers_in_the_window() -> None:
+    seen = Seen(objective_s=2.0, begin_s=10.0, end_s=20.0)
+    for ended_s in (9.0, 11.0, 16.0, 24.0, 26.0):
+        for first_token_s in (2.0, 2.1):
+            seen.add(Answer(200, ended_s, 5.0, first_token_s, is_complete=True))
+    seen.add(Answer(200, 15.0, 5.0, 1.0, is_complete=False))
+    counted = seen.counted()
+    assert (counted.num_complete, counted.window_s) == (10, 10.0)
+    assert counted.num_in_time == pytest.approx(0.2 + 1 + 0.2)
+    assert counted.goodput == counted.num_in_time / 10
+
+
+@pytest.mark.parametrize("begin_s", [10.0, 11.0, 13.0, 14.9])
+def test_goodput_does_not_depend_on_where_the_window_cuts_answers_that_end_together(begin_s: float) -> None:
+    seen = Seen(objective_s=2.0, begin_s=begin_s, end_s=begin_s + 12.0)
+    for ended_s in range(5, 40, 5):
+        for _ in range(16):
+            seen.add(Answer(200, ended_s, 5.0, 1.0, is_complete=True))
+    assert seen.counted().goodput == pytest.approx(16 / 5)
+
+
+def test_window_begins_after_the_warm_up() -> None:
+    before_s = time.monotonic()
+    seen = _Load(LoadSettings(port=1, callers=[], seconds=5.0, warm_s=2.0, seed=1, objective_s=1.0)).seen
+    assert before_s + 2 <= seen.begin_s <= time.monotonic() + 2
+    assert seen.end_s - seen.begin_s == pytest.approx(3.0)

@@ -9,7 +9,7 @@ CALM = Counted(
     statuses={"200": 100},
     num_complete=100,
     num_in_time=100,
-    seconds=10.0,
+    window_s=10.0,
     first_token_ms={"p50": 20.0, "p99": 40.0, "max": 50.0},
     refusal_ms={},
     lateness_ms={},
@@ -20,18 +20,15 @@ SLOW = replace(CALM, num_in_time=5, first_token_ms={"p50": 25.0, "p99": 50.0, "m
 
 def test_figures_follow_from_what_the_loads_counted() -> None:
     figures = Figures(
-        capacity=9.0,
-        peak=CALM,
-        alone={"priority": CALM, "default": CALM},
+        calm=CALM,
         normal={"priority": CALM, "default": CALM},
         beside={"priority": SLOW, "default": SLOW},
         crowd=BUSY,
         grown={"server: memory, MB": (3.0, 5.0), "process: memory, MB": (6.0, 5.0)},
     )
-    assert figures.polite_ratio("priority", figures.normal) == 1.25
+    assert figures.polite_ratio == 1.25
     # 80 + 5 + 5 answers in time, and 100 at capacity.
     assert figures.goodput_share == 0.9
     assert figures.growing == ["process: memory, MB"]
     assert figures.crowd.num_refused == 703
     assert (CALM.refused_share, figures.crowd.refused_share) == (0, 703 / 793)
-    assert replace(figures, capacity=12.0).goodput_share == 0.75, "the better of two measurements is the peak"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ from msgspec import structs
 
 from loramux.engine.protocol.messages import Stats, TierLoad
 from loramux.engine.protocol.service_tiers import FIRST_TIER_LEAD
-from loramux.platform.generation.first_token_forecast import NUM_ERRORS, PREFILL_AGE_S, FirstTokenForecast
+from loramux.platform.generation.first_token_forecast import (
+    NUM_DEVIATIONS,
+    NUM_ERRORS,
+    PREFILL_AGE_S,
+    FirstTokenForecast,
+)
 from loramux.platform.generation.first_token_gate import USED_PART
 from loramux.platform.generation.mirrored_queue import Share
 from tests.engine.simulated_engine import Clock, simulate_engine, stats_of
@@ -60,7 +66,6 @@ def test_nothing_is_predicted_before_anything_is_measured() -> None:
     for number in range(1000):
         forecast.queue.add(f"{number}", ACME, 1000, 1)
     assert forecast.forecast(ACME, 1000).seconds == 0
-    assert forecast.drain_per_s is None
 
 
 def test_idle_engine_computes_the_prompt_at_once() -> None:
@@ -204,6 +209,7 @@ def test_share_that_has_had_more_waits_for_what_others_go_on_asking() -> None:
     ask(lab, INITECH, num_waiting=0, num_served=8)
     before = lab.seconds(INITECH)
     lab.clock.now += 2
+    lab.num_ended += 4
     lab.note(*full)
     assert lab.seconds(INITECH) > before, "four requests of globex arrived within two seconds"
     assert lab.seconds(Share("new", "default")) == pytest.approx(2 / 2), "they come after those of a new tenant"
@@ -218,6 +224,7 @@ def test_share_that_has_had_more_waits_for_new_shares_that_go_on_arriving() -> N
     for number in range(20):
         ask(lab, Share(f"tenant {number}", "default"), num_waiting=0, num_served=1)
     lab.clock.now += 2
+    lab.num_ended += 4
     lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES, num_waiting=1, prompt_tokens=10))
     assert lab.seconds(INITECH) > before + 5, "ten new shares arrive per second, and two sequences end"
     assert lab.seconds(ACME) == pytest.approx(before), "a new share comes before those that arrive later"
@@ -316,14 +323,16 @@ def test_heavier_tenants_wait_less() -> None:
 
 
 def test_running_flex_sequences_do_not_delay_priority() -> None:
-    lab = Lab(drain=0.1)
+    lab = Lab(drain=0.4)
     lab.note(TierLoad(), TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    run(lab, "before", seconds=MAX_SEQUENCES / 0.4)
     assert lab.seconds(Share("acme", "priority")) == pytest.approx(0.1)
-    assert lab.seconds(ACME) == pytest.approx(10)
+    assert lab.seconds(ACME) == pytest.approx(1 / 0.4)
     ask(lab, ACME, num_waiting=MAX_SEQUENCES)
     assert lab.seconds(Share("acme", "priority")) == pytest.approx(0.1), "whatever else waits"
     ask(lab, Share("acme", "priority"), num_waiting=MAX_SEQUENCES)
-    assert lab.seconds(Share("acme", "priority")) == pytest.approx(10), "all slots of flex are taken"
+    seconds = MAX_SEQUENCES / 0.4
+    assert lab.seconds(Share("acme", "priority")) == pytest.approx(seconds), "it follows those that take flex's slots"
 
 
 def test_background_sequences_delay_nobody() -> None:
@@ -352,40 +361,135 @@ def test_forecast_between_two_changes_does_not_depend_on_earlier_forecasts() -> 
         assert [asked.seconds(share) for share in shares] == [fresh.seconds(share) for share in shares]
 
 
-def test_rates_follow_the_engine_and_outlast_its_restart() -> None:
+def test_run_times_follow_the_engine_and_outlast_its_restart() -> None:
     lab = Lab(drain=2.0)
     full = TierLoad(), TierLoad(num_running=MAX_SEQUENCES)
     for _ in range(20):
         lab.clock.now += 2
         lab.num_ended += 20
         lab.note(*full)
-    assert lab.forecast.drain_per_s == pytest.approx(10, rel=0.01)
+    assert lab.seconds(ACME) == pytest.approx(1 / 10, rel=0.02)
     lab.clock.now += 5
     lab.forecast.note(report(*full, num_steps=-1))
-    assert lab.forecast.drain_per_s == pytest.approx(10, rel=0.01)
+    assert lab.seconds(ACME) == pytest.approx(1 / 10, rel=0.02)
 
 
-def test_rate_falls_while_no_sequence_ends() -> None:
+def test_run_times_grow_while_no_sequence_ends() -> None:
     clock = Clock()
     forecast = FirstTokenForecast(clock)
     full = TierLoad(), TierLoad(num_running=MAX_SEQUENCES)
-    rates: list[float | None] = []
-    for _ in range(5):
+    waits = []
+    for _ in range(4):
         forecast.note(report(*full))
-        rates.append(forecast.drain_per_s)
+        waits.append(forecast.forecast(ACME, 0).seconds)
         clock.now += 1
-    assert rates == [None, *(MAX_SEQUENCES / seconds for seconds in (1, 2, 3, 4))]
-    forecast.note(report(*full, num_ended=10))
-    assert forecast.drain_per_s == 2
+    assert waits == [0, *(seconds / MAX_SEQUENCES for seconds in (1, 2, 3))], "they have run for that long at least"
+    forecast.note(report(*full, num_ended=8))
+    measured = forecast.forecast(ACME, 0).seconds
+    assert measured == pytest.approx(4 / 8, rel=0.1)
+    clock.now += 4
+    forecast.note(report(*full, num_ended=8))
+    assert forecast.forecast(ACME, 0).seconds == pytest.approx(measured + 4 / 8)
 
 
-def test_rate_is_measured_only_while_slots_are_taken() -> None:
+def test_run_times_are_measured_only_under_load() -> None:
     lab = Lab(drain=2.0)
-    lab.clock.now += 60
-    lab.note(TierLoad(), TierLoad(num_running=1))
-    lab.clock.now += 60
-    lab.note(TierLoad(), TierLoad(num_running=1))
-    assert lab.forecast.drain_per_s == pytest.approx(2)
+    for load in ([TierLoad(num_running=MAX_SEQUENCES // 2 - 1)], [TierLoad()] * 3 + [TierLoad(num_running=4)]):
+        lab.note(*load)
+        lab.clock.now += 60
+        lab.num_ended += 1000
+        lab.note(*load)
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    assert lab.seconds(ACME) == pytest.approx(1 / 2)
+
+
+def run(lab: Lab, name: str, seconds: float) -> None:
+    """Let a sequence end this time after its first token."""
+    lab.forecast.queue.add(name, GLOBEX, 10, 1)
+    lab.forecast.queue.begin(name)
+    lab.clock.now += seconds
+    lab.forecast.queue.remove(name)
+
+
+@pytest.mark.parametrize("num_slots", [4, 256])
+def test_run_times_are_right_after_bursts(num_slots: int) -> None:
+    """All slots are taken together, and become free together after 10 s."""
+    clock = Clock()
+    forecast = FirstTokenForecast(clock)
+    names = [f"{number}" for number in range(num_slots)]
+    for burst in range(10):
+        for name in names:
+            forecast.queue.add(name, GLOBEX, 10, 1)
+            forecast.queue.begin(name)
+        for second in range(12):
+            is_running = second < 10
+            if second == 10:
+                for name in names:
+                    forecast.queue.remove(name, 20)
+            full = TierLoad(), TierLoad(num_running=num_slots * is_running)
+            num_ended = num_slots * (burst + (not is_running))
+            forecast.note(report(*full, num_ended=num_ended, max_sequences=num_slots))
+            if second == 5 and burst > 1:
+                assert forecast.forecast(GLOBEX, 10).queued_s == pytest.approx(5)
+                assert forecast._runs.mean_s == pytest.approx(10, rel=0.2)
+            clock.now += 1
+
+
+def test_first_end_does_not_change_the_run_time() -> None:
+    clock = Clock()
+    forecast = FirstTokenForecast(clock)
+    waits = []
+    for num_ended in (0, 0, 1):
+        forecast.note(report(TierLoad(), TierLoad(num_running=MAX_SEQUENCES), num_ended=num_ended))
+        waits.append(forecast.forecast(ACME, 0).seconds)
+        clock.now += 1
+    assert waits[2] == pytest.approx(2 * waits[1], rel=0.05)
+
+
+def test_sequences_that_began_together_end_together() -> None:
+    lab = Lab(drain=2.0, prefill=1e9)
+    run(lab, "before", seconds=2.0)
+    lab.clock.now = 10
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    assert lab.seconds(ACME) == pytest.approx(0.5), "nobody knows when those of another gateway began"
+    for name, began_s in [("first", 0.0), ("second", 1.5), ("third", 1.5), ("fourth", 1.5)]:
+        lab.clock.now = 10 + began_s
+        lab.forecast.queue.add(name, GLOBEX, 10, 1)
+        lab.forecast.queue.begin(name)
+    lab.num_ended += 3
+    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    assert lab.seconds(ACME) == pytest.approx(0.5)
+    lab.forecast.queue.add("waits", ACME, 10, 1)
+    assert lab.seconds(ACME) == pytest.approx(2.0), "not 1.0, because the next three began just now"
+    assert lab.forecast.forecast(GLOBEX, 10).own_s == pytest.approx(0.5), "its first one ends"
+    assert lab.forecast.forecast(ACME, 10).own_s < 0.1
+    lab.clock.now += 1.9
+    assert lab.seconds(ACME) == pytest.approx(1.0), "sequences can run for longer than the mean"
+
+
+def test_tenant_that_is_alone_waits_for_itself_only() -> None:
+    lab = Lab(drain=2.0, prefill=1e9)
+    lab.note()
+    run(lab, "ended", seconds=2.0)
+    for number in range(MAX_SEQUENCES):
+        lab.forecast.queue.add(f"{number}", ACME, 10, 1)
+        lab.forecast.queue.begin(f"{number}")
+    found = lab.forecast.forecast(ACME, 10)
+    assert found.own_s == found.queued_s == pytest.approx(2.0)
+    assert lab.forecast.forecast(GLOBEX, 10).own_s < 0.1
+
+
+def test_prompts_count_once_until_a_sequence_ends() -> None:
+    """Each sequence holds its slot for 8 s, of which 4 s are for its prompt."""
+    clock = Clock()
+    forecast = FirstTokenForecast(clock)
+    for second in range(0, 200, 2):
+        clock.now = float(second)
+        forecast.queue.add(f"{second}", GLOBEX, 10, 1)
+        forecast.queue.begin(f"{second - 4}")
+        forecast.queue.remove(f"{second - 8}", 20)
+        forecast.note(report(TierLoad(), TierLoad(num_running=MAX_SEQUENCES), num_ended=second // 2))
+    assert forecast.forecast(GLOBEX, 10).queued_s == pytest.approx(2.0, rel=0.1), "the next sequence ends in 2 s"
 
 
 def test_cached_prompts_are_faster() -> None:
@@ -405,100 +509,151 @@ def test_cached_prompts_are_faster() -> None:
 
 def test_forecast_learns_from_requests_that_waited_for_longer() -> None:
     lab = Lab(drain=1.0)
-    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    full = TierLoad(), TierLoad(num_running=MAX_SEQUENCES)
+    lab.note(*full)
     assert lab.seconds(ACME) == 1
-    for _ in range(10 * NUM_ERRORS):
-        lab.forecast.correct(ACME.rank, lab.forecast.forecast(ACME, 10).queued_s, waited_s=3.0)
+
+    def learn(*waited_s: float) -> None:
+        for _ in range(10 * NUM_ERRORS):
+            for one in waited_s:
+                lab.forecast.correct(ACME.rank, lab.forecast.forecast(ACME, 10).queued_s, waited_s=one)
+
+    learn(3.0)
     assert lab.seconds(ACME) == pytest.approx(3.0, rel=0.01)
     assert lab.seconds(Share("acme", "priority")) == 1, "another tier"
-    lab.clock.now += 30
-    lab.num_ended += 30
-    lab.note(TierLoad(), TierLoad(num_running=MAX_SEQUENCES))
+    lab.clock.now += 60
+    lab.num_ended += 60
+    lab.note(*full)
     assert lab.seconds(ACME) == pytest.approx(1, rel=0.1), "a tier whose requests are all refused is tried again"
-    for _ in range(10 * NUM_ERRORS):
-        lab.forecast.correct(ACME.rank, lab.forecast.forecast(ACME, 10).queued_s, waited_s=0.1)
-    assert lab.seconds(ACME) == pytest.approx(1, rel=0.01), "it is never less than the queue explains"
+    lab.forecast.correct(ACME.rank, queued_s=1.0, waited_s=1.0)
+    assert lab.seconds(ACME) < 1.3, "a request that waits for no longer does not restore it"
+    learn(3.0)
+    assert lab.seconds(ACME) == pytest.approx(3.0, rel=0.01)
+    learn(2.0, 4.0)
+    assert lab.seconds(ACME) == pytest.approx(3.0 + NUM_DEVIATIONS, rel=0.1), "a wait that varies more"
+    learn(0.1)
+    assert lab.seconds(ACME) == pytest.approx(1, rel=0.03), "it is never less than the queue explains"
 
 
-def test_forecast_exceeds_no_wait_that_it_learned_from_and_is_not_raised_while_slots_are_free() -> None:
+def test_margin_at_most_doubles_the_forecast_while_slots_are_free() -> None:
     lab = Lab(drain=2.0)
     lab.note()
     queued_s = lab.forecast.forecast(ACME, 10).queued_s
     for _ in range(10 * NUM_ERRORS):
         lab.forecast.correct(ACME.rank, queued_s, waited_s=queued_s + 6.0)
-    assert lab.seconds(ACME) == queued_s, "all slots are free"
+        lab.forecast.correct(ACME.rank, queued_s, waited_s=queued_s + 3.0, is_cold=True)
+    assert lab.seconds(ACME) == 2 * queued_s == 0.2, "all slots are free"
     lab.forecast.queue.add("one", GLOBEX, 10, MAX_SEQUENCES - 1)
     assert lab.seconds(ACME) < 1, "one slot is free"
     lab.forecast.queue.add("other", GLOBEX, 10, 1)
-    found = lab.forecast.forecast(ACME, 10)
+    found, cold = lab.forecast.forecast(ACME, 10), lab.forecast.forecast(ACME, 10, is_cold=True)
     assert found.seconds == pytest.approx(found.queued_s + 6.0, rel=0.01)
+    assert cold.seconds == found.seconds, "a request whose adapter must be loaded waits for what others wait for"
+    for _ in range(10 * NUM_ERRORS):
+        lab.forecast.correct(ACME.rank, queued_s, waited_s=queued_s + 9.0, is_cold=True)
+    assert lab.forecast.forecast(ACME, 10).seconds == found.seconds
+    assert lab.forecast.forecast(ACME, 10, is_cold=True).seconds == pytest.approx(found.queued_s + 9.0, rel=0.01)
 
 
 OBJECTIVES = {"priority": 0.5, "default": 2.0, "flex": 2.0}
-STEP_S = 0.02
-ANSWER_TOKENS = 20
+
+
+@dataclass
+class Load:
+    """A load on the engine's own scheduler, on a simulated device. Steps and answers are equally long."""
+
+    shares: list[Share]
+    rates: list[float]
+    """Requests per second of each share."""
+    step_s: float
+    answer_tokens: int
+    num_slots: int = 16
+    waits: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """The times to the first token, by tier."""
+    refused: Counter[str] = field(default_factory=Counter)
+    retries: list[float] = field(default_factory=list)
+    num_ended: int = 0
+
+    def run(self, seconds: float, warm_s: float) -> None:
+        """Count requests that come after `warm_s`."""
+        simulation = simulate_engine(
+            num_pages=16 * self.num_slots, max_sequences=self.num_slots, max_batch_tokens=max(128, 2 * self.num_slots)
+        )
+        clock, submit = simulation.clock, simulation.executor.submit
+
+        def timed(batch: Any) -> Any:
+            clock.now += self.step_s
+            return submit(batch)
+
+        simulation.executor.submit = timed  # type: ignore[method-assign]
+        forecast, choose = FirstTokenForecast(clock), random.Random(1)
+        entered: dict[str, tuple[Share, float, float]] = {}
+        next_report_s, num_asked, begun = 0.0, 0, set()
+        before = clock.now
+        while clock.now < seconds:
+            for share, rate in zip(self.shares, self.rates, strict=True):
+                for _ in range(int(choose.random() < (expected := rate * (clock.now - before)) % 1) + int(expected)):
+                    num_asked += 1
+                    found, limit_s = forecast.forecast(share, 5), USED_PART * OBJECTIVES[share.service_tier]
+                    if found.seconds > limit_s and not found.is_next:
+                        self.refused[share.service_tier] += clock.now > warm_s
+                        self.retries.append(found.seconds - limit_s)
+                        continue
+                    name = f"{num_asked}"
+                    entered[name] = share, clock.now, found.queued_s
+                    forecast.queue.add(name, share, 5, 1)
+                    tenant = {"share_key": share.tenant_id, "service_tier": share.service_tier}
+                    simulation.add(name, max_tokens=self.answer_tokens, **tenant)
+            before = clock.now
+            if not simulation.step():
+                clock.now += self.step_s
+            for name in [name for name in simulation.tokens if name not in begun]:
+                begun.add(name)
+                forecast.queue.begin(name)
+                share, entered_s, queued_s = entered[name]
+                forecast.correct(share.rank, queued_s, clock.now - entered_s)
+                if entered_s > warm_s:
+                    self.waits[share.service_tier].append(clock.now - entered_s)
+            for name in [name for name in simulation.finished if name in entered]:
+                forecast.queue.remove(name, self.answer_tokens)
+                del entered[name]
+            if clock.now >= next_report_s:
+                forecast.note(stats_of(simulation))
+                next_report_s = clock.now + 0.25
+        self.num_ended = stats_of(simulation).num_ended
+        simulation.run()
+
+    @property
+    def late_part(self) -> float:
+        late = [seconds for tier in self.waits for seconds in self.waits[tier] if seconds > OBJECTIVES[tier]]
+        return len(late) / sum(map(len, self.waits.values()))
 
 
 def test_ten_times_the_capacity() -> None:
-    """The engine's own scheduler, on a simulated device: 16 slots, 20 steps of 20 ms per answer, so 40 answers/s."""
-    simulation = simulate_engine(num_pages=256, max_sequences=16, max_batch_tokens=128)
-    clock, submit = simulation.clock, simulation.executor.submit
-
-    def timed(batch: Any) -> Any:
-        clock.now += STEP_S
-        return submit(batch)
-
-    simulation.executor.submit = timed  # type: ignore[method-assign]
-    forecast, choose = FirstTokenForecast(clock), random.Random(1)
     shares = [Share("polite", "priority"), *(Share(f"tenant {number}", "default") for number in range(8))]
     shares += [Share(f"cheap {number}", "flex") for number in range(8)]
-    rates = [4.0, *[28.0] * 8, *[22.0] * 8]
-    assert sum(rates) >= 10 * 40
-    entered: dict[str, tuple[Share, float, float]] = {}
-    waits: defaultdict[str, list[float]] = defaultdict(list)
-    refused: Counter[str] = Counter()
-    retries: list[float] = []
-    next_report_s, num_asked, begun = 0.0, 0, set()
-    before = clock.now
-    while clock.now < 20:
-        for share, rate in zip(shares, rates, strict=True):
-            for _ in range(int(choose.random() < (expected := rate * (clock.now - before)) % 1) + int(expected)):
-                num_asked += 1
-                found = forecast.forecast(share, 5)
-                if found.seconds > USED_PART * OBJECTIVES[share.service_tier] and not found.is_next:
-                    refused[share.service_tier] += clock.now > 8
-                    retries.append(found.seconds - USED_PART * OBJECTIVES[share.service_tier])
-                    continue
-                name = f"{num_asked}"
-                entered[name] = share, clock.now, found.queued_s
-                forecast.queue.add(name, share, 5, 1)
-                tenant = {"share_key": share.tenant_id, "service_tier": share.service_tier}
-                simulation.add(name, max_tokens=ANSWER_TOKENS, **tenant)
-        before = clock.now
-        if not simulation.step():
-            clock.now += STEP_S
-        for name in [name for name in simulation.tokens if name not in begun]:
-            begun.add(name)
-            forecast.queue.begin(name)
-            share, entered_s, queued_s = entered[name]
-            forecast.correct(share.rank, queued_s, clock.now - entered_s)
-            if entered_s > 8:
-                waits[share.service_tier].append(clock.now - entered_s)
-        for name in [name for name in simulation.finished if name in entered]:
-            forecast.queue.remove(name, ANSWER_TOKENS)
-            del entered[name]
-        if clock.now >= next_report_s:
-            forecast.note(stats_of(simulation))
-            next_report_s = clock.now + 0.25
-    assert refused["priority"] == 0
-    assert max(waits["priority"]) <= OBJECTIVES["priority"]
-    assert len(waits["priority"]) >= 40
-    admitted = {tier: len(waits[tier]) / (len(waits[tier]) + refused[tier]) for tier in OBJECTIVES}
+    # 16 slots, and 20 steps of 20 ms for each answer.
+    capacity = 40
+    load = Load(shares, [4.0, *[28.0] * 8, *[22.0] * 8], step_s=0.02, answer_tokens=20)
+    assert sum(load.rates) >= 10 * capacity
+    load.run(20, warm_s=8)
+    assert load.refused["priority"] == 0
+    assert max(load.waits["priority"]) <= OBJECTIVES["priority"]
+    assert len(load.waits["priority"]) >= 40
+    admitted = {tier: len(load.waits[tier]) / (len(load.waits[tier]) + load.refused[tier]) for tier in OBJECTIVES}
     assert admitted["flex"] < admitted["default"] / 2, "flex is refused first"
-    late = [seconds for tier in waits for seconds in waits[tier] if seconds > OBJECTIVES[tier]]
-    assert len(late) <= 0.1 * sum(map(len, waits.values()))
-    num_ended = stats_of(simulation).num_ended
-    assert num_ended >= 0.9 * 40 * 20, "the engine is never idle"
-    assert min(retries) > 0
-    assert max(retries) < 30
-    simulation.run()
+    assert load.late_part <= 0.1
+    assert load.num_ended >= 0.9 * capacity * 20, "the engine is never idle"
+    assert min(load.retries) > 0
+    assert max(load.retries) < 30
+
+
+@pytest.mark.parametrize("num_slots", [16, 256])
+def test_answers_that_take_longer_than_the_objective(num_slots: int) -> None:
+    """All slots become free at the same time, and then for long none does, because the first requests came together."""
+    shares = [Share(f"tenant {number}", "default") for number in range(100)]
+    capacity = num_slots / (50 * 0.2)
+    load = Load(shares, [0.03 * capacity] * 100, step_s=0.2, answer_tokens=50, num_slots=num_slots)
+    load.run(33, warm_s=9)
+    assert load.late_part <= 0.03
+    assert load.num_ended >= 0.8 * capacity * 33

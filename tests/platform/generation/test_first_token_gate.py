@@ -225,7 +225,7 @@ async def test_goodput_counts_first_tokens_within_the_objective(gated: Gateway, 
 
 
 @pytest.mark.parametrize(("is_loaded", "expected"), [(False, 200), (True, 503)])
-async def test_only_waits_for_something_other_than_an_adapter_delay_the_forecast(
+async def test_waits_for_adapters_delay_the_forecast_only_of_requests_that_wait_for_one(
     gated: Gateway, clock: Clock, is_loaded: bool, expected: int
 ) -> None:
     gated.add_adapter("acme", "support")
@@ -245,6 +245,10 @@ async def test_only_waits_for_something_other_than_an_adapter_delay_the_forecast
     # With six requests before it, the forecast of a request is as long as it can be.
     await look(gated, num_running=MAX_SEQUENCES, num_waiting=6)
     assert await status(gated, *CHAT) == expected
+    await nothing_reserved(gated)
+    await look(gated, num_running=MAX_SEQUENCES, num_waiting=6)
+    response = await gated.http.post(CHAT[0], json={"model": "acme/support", **CHAT[1]}, headers=HEADERS)
+    assert response.status_code == 503
 
 
 async def test_a_slow_reservation_does_not_delay_the_forecast(
