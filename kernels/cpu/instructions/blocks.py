@@ -8,8 +8,7 @@ Memory is prefetched explicitly: weights one block or two steps ahead if only a 
 ahead, and adapters across rank, module and adapter boundaries. On two cores of a shared machine, prefetching made
 decode with 600 tokens of context 1.9 times as fast. Adapters are still read more slowly than weights, because a page
 stores only a short contiguous run for each layer: 32 KiB with 8 KV heads of dimension 64. Two cores with AMX, which
-read memory sequentially at 32 GB/s, read such runs at 12 GB/s without prefetching and at 23 GB/s with it. Several rows
-are prefetched one after another, because the CPU follows only one stream in each page of memory by itself.
+read memory sequentially at 32 GB/s, read such runs at 12 GB/s without prefetching and at 23 GB/s with it.
 
 Rows are float32, passed as a tuple of addresses or as a first address and a step. Weights are a flat array of float32,
 or of bfloat16 bits as uint16. K and V can also be int8 codes, and adapters FP8 codes as uint8. Bounds are not checked.
@@ -175,9 +174,7 @@ def _addresses_of(count: int) -> Any:
     return addresses
 
 
-two_rows, three_rows, four_rows, five_rows, six_rows, eight_rows = (
-    _addresses_of(count) for count in (2, 3, 4, 5, 6, 8)
-)
+two_rows, three_rows, four_rows, five_rows, six_rows, eight_rows = (_addresses_of(count) for count in (2, 3, 4, 5, 6, 8))
 
 
 @intrinsic
@@ -226,9 +223,6 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
         columns = [builder.gep(flat, [index]) for index in cgutils.unpack_tuple(builder, a)]
         following = [builder.gep(flat, [index]) for index in cgutils.unpack_tuple(builder, ahead)]
 
-        whole = builder.and_(size, _LONG(-DOTS_STEP))
-        fetch = _fetcher(builder, following, whole)
-
         def sums_of(width: int, begin: Any, end: Any, step_size: int) -> list[Any]:
             """Dot products over the elements `[begin, end)`, `step_size` at a time, in vectors of `width` lanes."""
             lanes = ir.VectorType(_FLOAT, width)
@@ -237,7 +231,8 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
             def step(k: Any, sums: list[Any]) -> list[Any]:
                 # A whole step is one cache line of bfloat16. Shorter steps would prefetch the same line several times.
                 if step_size > LANES:
-                    fetch(k)
+                    for column in following:
+                        emit_prefetch(builder, builder.gep(column, [k]), SECOND_CACHE)
                 for part in range(0, step_size, width):
                     e = builder.add(k, _LONG(part))
                     rows = [
@@ -254,6 +249,7 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
                 for total in emit_loop(builder, end, step_size, zeros, step, begin)
             ]
 
+        whole = builder.and_(size, _LONG(-DOTS_STEP))
         wide = sums_of(WIDTH, _LONG(0), whole, DOTS_STEP)
         rest = sums_of(LANES, whole, size, LANES)
         result = signature.return_type
@@ -289,12 +285,9 @@ def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ah
                 value = emit_multiply_add(builder, factor, part, value)
             builder.store(value, place, align=4)
 
-        # `size` is a multiple of PANEL but not of COLUMNS_STEP, so up to one panel is left.
-        whole = builder.and_(size, _LONG(-COLUMNS_STEP))
-        fetch = _fetcher(builder, following, whole)
-
         def whole_step(o: Any, values: list[Any]) -> list[Any]:
-            fetch(o)
+            for column in following:
+                emit_prefetch(builder, builder.gep(column, [o]), SECOND_CACHE)
             for part in range(0, COLUMNS_STEP, PANEL):
                 add(builder.add(o, _LONG(part)))
             return values
@@ -303,6 +296,8 @@ def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ah
             add(o)
             return values
 
+        # `size` is a multiple of PANEL but not of COLUMNS_STEP, so up to one panel is left.
+        whole = builder.and_(size, _LONG(-COLUMNS_STEP))
         emit_loop(builder, whole, COLUMNS_STEP, [], whole_step)
         emit_loop(builder, size, PANEL, [], last_step, whole)
         return context.get_dummy_value()
@@ -338,27 +333,6 @@ def scale_and_shift(typing_context: Any, weights: Any, gain: Any, shift: Any, si
         return context.get_dummy_value()
 
     return types.none(weights, types.int64, types.int64, types.int64, types.int64), generate
-
-
-def _fetcher(builder: Any, rows: list[Any], size: Any) -> Callable[[Any], None]:
-    """A function that emits prefetches of a part of `rows`, at step `k` of a loop over `size` elements.
-
-    The loop prefetches all elements of all rows, one row after another. A step has 32 elements, one cache line of
-    bfloat16.
-    """
-    ends = [builder.mul(size, _LONG(number)) for number in range(len(rows))]
-    # Counted from these places, a row's elements have the numbers that they have among those of all rows.
-    starts = [builder.gep(row, [builder.neg(end)]) for row, end in zip(rows, ends, strict=True)]
-
-    def fetch(k: Any) -> None:
-        for number in range(len(rows)):
-            at = builder.add(builder.mul(k, _LONG(len(rows))), _LONG(DOTS_STEP * number))
-            start = starts[0]
-            for later, end in zip(starts[1:], ends[1:], strict=True):
-                start = builder.select(builder.icmp_signed(">=", at, end), later, start)
-            emit_prefetch(builder, builder.gep(start, [at]), SECOND_CACHE)
-
-    return fetch
 
 
 def _sums_of_products(builder: Any, x: list[Any], lanes_at: Emit, size: Any, before: list[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ RANK_BLOCK = 64
 
 
 class _ExpandVisit(NamedTuple):
-    """One visit: contiguous columns of up to RANK_BLOCK ranks, read once for all rows of a segment.
+    """One visit: columns of up to RANK_BLOCK ranks, read once for all rows of a segment.
 
     All fields are int64 except the float32 `factor`; `planes` and `y` are addresses. `gain` and `shift` are the pool
     indices of the affine to apply afterwards, or NO_AFFINE.
@@ -77,25 +77,6 @@ def _expand_row(
 
 
 @helper
-def _expand_rows(
-    v: Any, y: Any, pool: Any, places: Any, ahead: Any, num_ranks: int, factor: Any, length: int, fetches: bool
-) -> None:  # fmt: skip
-    """Add the contributions of `num_ranks` ranks to `length` columns of a block of rows. `length` is a multiple of 16.
-
-    With `fetches`, the columns of the next visit are prefetched meanwhile, one rank after another.
-    """
-    rank, column = 0, 0
-    for e in range(0, length, PANEL):
-        add_ranks(v, pool, places, e, num_ranks, factor, y)
-        if fetches:
-            for _ in range(num_ranks * PANEL // COLUMNS_STEP):
-                prefetch(pool, ahead[rank] + column)
-                column += COLUMNS_STEP
-                if column >= length:
-                    rank, column = rank + 1, 0
-
-
-@helper
 def _expand_segment(
     planes: int, plane_step: int, y: int, y_step: int, rows: Any, begin: int, end: int,
     pool: Any, places: Any, ahead: Any, num_ranks: int, factor: Any, length: int, sums: Any,
@@ -106,37 +87,47 @@ def _expand_segment(
     Each block reads and widens the ranks again.
     """
     whole = length - length % PANEL
+    if end - begin > 1:
+        # Only a single row is multiplied by the ranks in order, and can prefetch as it goes.
+        for k in range(num_ranks):
+            for e in range(0, length, COLUMNS_STEP):
+                prefetch(pool, ahead[k] + e)
     j = begin
     while j < end:
-        count, is_first = end - j, j == begin
-        taken = 1
-        if IS_WIDE and count >= 8:
+        if IS_WIDE and end - j >= 8:
             v8, y8 = eight_rows(planes, plane_step, rows, j), eight_rows(y, y_step, rows, j)
-            _expand_rows(v8, y8, pool, places, ahead, num_ranks, factor, whole, is_first)
+            for e in range(0, whole, PANEL):
+                add_ranks(v8, pool, places, e, num_ranks, factor, y8)
             taken = 8
-        elif IS_WIDE and count >= 6:
+        elif IS_WIDE and end - j >= 6:
             v6, y6 = six_rows(planes, plane_step, rows, j), six_rows(y, y_step, rows, j)
-            _expand_rows(v6, y6, pool, places, ahead, num_ranks, factor, whole, is_first)
+            for e in range(0, whole, PANEL):
+                add_ranks(v6, pool, places, e, num_ranks, factor, y6)
             taken = 6
-        elif IS_WIDE and count == 5:
+        elif IS_WIDE and end - j == 5:
             v5, y5 = five_rows(planes, plane_step, rows, j), five_rows(y, y_step, rows, j)
-            _expand_rows(v5, y5, pool, places, ahead, num_ranks, factor, whole, is_first)
+            for e in range(0, whole, PANEL):
+                add_ranks(v5, pool, places, e, num_ranks, factor, y5)
             taken = 5
-        elif count >= 4:
+        elif end - j >= 4:
             v4, y4 = four_rows(planes, plane_step, rows, j), four_rows(y, y_step, rows, j)
-            _expand_rows(v4, y4, pool, places, ahead, num_ranks, factor, whole, is_first)
+            for e in range(0, whole, PANEL):
+                add_ranks(v4, pool, places, e, num_ranks, factor, y4)
             taken = 4
-        elif count == 3:
+        elif end - j == 3:
             v3, y3 = three_rows(planes, plane_step, rows, j), three_rows(y, y_step, rows, j)
-            _expand_rows(v3, y3, pool, places, ahead, num_ranks, factor, whole, is_first)
+            for e in range(0, whole, PANEL):
+                add_ranks(v3, pool, places, e, num_ranks, factor, y3)
             taken = 3
-        elif count == 2:
+        elif end - j == 2:
             v2, y2 = two_rows(planes, plane_step, rows, j), two_rows(y, y_step, rows, j)
-            _expand_rows(v2, y2, pool, places, ahead, num_ranks, factor, whole, is_first)
+            for e in range(0, whole, PANEL):
+                add_ranks(v2, pool, places, e, num_ranks, factor, y2)
             taken = 2
         else:
             t = np.int64(rows[j])
             _expand_row(planes + t * plane_step, y + t * y_step, pool, places, ahead, num_ranks, factor, whole, sums)
+            taken = 1
         for i in range(j, j + taken):
             row = floats_at(y + np.int64(rows[i]) * y_step)
             plane = floats_at(planes + np.int64(rows[i]) * plane_step)
@@ -165,19 +156,6 @@ def _expand_visit(
     )  # fmt: skip
     if visit.gain != NO_AFFINE:
         apply_affine(visit.y, 4 * y_stride, rows, begin, end, pool, visit.gain, visit.shift, visit.length)
-
-
-@helper
-def _run_length(e: int, step: int, num_ranks: int, most: int, page_elements: int) -> int:
-    """Number of columns, at most `most`, that are contiguous for each rank. They are whole chunks, or reach the end.
-
-    The columns of the first rank begin at element `e` of the stream, and those of the next ones `step` elements apart.
-    """
-    page, inside = e // page_elements, e % page_elements
-    for _ in range(num_ranks):
-        most = min(most, page_elements - inside)
-        page, inside = step_on(page, inside, step, page_elements)
-    return most
 
 
 @helper
@@ -243,11 +221,7 @@ def expand_share(
             cursor += count * cost
             offset = np.int64(off[slots[s], layer, plan[i, MODULE] + shifts[s], B])
             affine = np.int64(off[slots[s], layer, plan[i, MODULE] + shifts[s], AFFINE])
-            begin, stop = first * chunk_len, min(last * chunk_len, width)
-            while begin < stop:
-                # Gains and shifts are not looked at, so with them, a visit is one chunk.
-                most: Any = min(stop - begin, MAX_CHUNK if affine == NO_AFFINE else chunk_len)
-                length = _run_length(offset + begin, padded_len, slot_rank, most, page_elements)
+            for begin in range(first * chunk_len, min(last * chunk_len, width), chunk_len):
                 for r in range(0, slot_rank, RANK_BLOCK):
                     num_ranks = min(np.int64(RANK_BLOCK), slot_rank - r)
                     first_element = offset + r * padded_len + begin
@@ -267,8 +241,7 @@ def expand_share(
                     visit = _ExpandVisit(
                         np.int64(s), planes_address + 4 * (i * module_stride + r),
                         y_address + 4 * (plan[i, COLUMN] + begin), num_ranks,
-                        scale[slots[s], layer, plan[i, MODULE] + shifts[s]], length, gain, shift,
+                        scale[slots[s], layer, plan[i, MODULE] + shifts[s]], min(chunk_len, width - begin), gain, shift,
                     )  # fmt: skip
-                begin += length
     if is_known:
         _expand_visit(visit, places, places, row_stride, y_stride, flat_pool, rows, starts, sums)
