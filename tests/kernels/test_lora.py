@@ -266,7 +266,7 @@ def test_tables_can_be_rewritten_between_steps(
 def test_row_is_bitwise_independent_of_rows_with_its_adapter(
     in_features: int, out_features: int, adapter_dtype: torch.dtype, make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """Each number of rows has code of its own. With 643 outputs, a visit takes several chunks, but not across pages."""
+    """Each number of rows has code of its own. 643 outputs are several chunks in several pages."""
     from loramux.kernels.cpu.kernels import CpuKernels
 
     group = group_of(in_features, (out_features,))
