@@ -260,14 +260,17 @@ def test_tables_can_be_rewritten_between_steps(
     torch.testing.assert_close(summed(planes)[0, 0], adapters.a[1, 0, 0] @ x[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("in_features", [63, 1000], ids=lambda n: f"in-{n}")
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(63, 203), (1000, 203), (63, 643)], ids=["few-inputs", "many-inputs", "chunks"]
+)
 def test_row_is_bitwise_independent_of_rows_with_its_adapter(
-    in_features: int, adapter_dtype: torch.dtype, make_adapter_pool: Callable[..., Any]
+    in_features: int, out_features: int, adapter_dtype: torch.dtype, make_adapter_pool: Callable[..., Any]
 ) -> None:
+    """Each number of rows has code of its own. 643 outputs are several chunks in several pages."""
     from loramux.kernels.cpu.kernels import CpuKernels
 
-    group = group_of(in_features, (203,))
-    modules = [LinearShape("other", 72, 72), LinearShape("m", in_features, 203)]
+    group = group_of(in_features, (out_features,))
+    modules = [LinearShape("other", 72, 72), LinearShape("m", in_features, out_features)]
     adapters = make_adapter_pool(modules, np.full((1, 2, 2), 9, np.int32), GEOMETRY[adapter_dtype], adapter_dtype)
     kernels = CpuKernels(adapters.pool)
     x = torch.randn(9, in_features)
@@ -275,12 +278,15 @@ def test_row_is_bitwise_independent_of_rows_with_its_adapter(
     def added(begin: int, end: int) -> torch.Tensor:
         segments = segments_of([0] * (end - begin), kernels, max_rank=9)
         call = LoraCall(1, group, adapters.tables, segments)
-        planes, y = poisoned_planes(kernels, call, end - begin), torch.zeros(end - begin, 203)
+        planes, y = poisoned_planes(kernels, call, end - begin), torch.zeros(end - begin, out_features)
         kernels.lora_shrink(x[begin:end], call, planes)
         kernels.lora_expand(planes, call, y)
         return y
 
     whole = added(0, 9)
+    a, b = adapters.a[0, 1, 1].double(), adapters.b[0, 1, 1].double()
+    expected = adapters.tables.scale[0, 1, 1].double() * (x.double() @ a.T @ b)
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-4, atol=1e-3)
     for begin in range(9):
         for end in range(begin + 1, 10):
             assert torch.equal(added(begin, end), whole[begin:end])

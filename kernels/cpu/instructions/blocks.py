@@ -174,7 +174,9 @@ def _addresses_of(count: int) -> Any:
     return addresses
 
 
-three_rows, four_rows, six_rows, eight_rows = (_addresses_of(count) for count in (3, 4, 6, 8))
+two_rows, three_rows, four_rows, five_rows, six_rows, eight_rows = (
+    _addresses_of(count) for count in (2, 3, 4, 5, 6, 8)
+)
 
 
 @intrinsic

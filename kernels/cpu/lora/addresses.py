@@ -31,4 +31,19 @@ def group_plan(group: ModuleGroup, geometry: PageGeometry) -> npt.NDArray[np.int
 def place(pool: Any, layer: int, pages: Any, e: int) -> int:
     """Index into the flattened pool `[P, L, E]` of element `e` of the stream stored in `pages`."""
     page_elements = np.int64(pool.shape[2])
-    return (np.int64(pages[e // page_elements]) * pool.shape[1] + layer) * page_elements + e % page_elements
+    return place_in(pool, layer, pages, e // page_elements, e % page_elements)
+
+
+@helper
+def place_in(pool: Any, layer: int, pages: Any, page: int, inside: int) -> int:
+    """`place` of element `inside` of the stream's page `page`."""
+    return (np.int64(pages[page]) * pool.shape[1] + layer) * np.int64(pool.shape[2]) + inside
+
+
+@helper
+def step_on(page: int, inside: int, step: int, page_elements: int) -> Any:
+    """The page, and the element in it, `step` elements later. A division would take as long as reading a row."""
+    inside += step
+    while inside >= page_elements:
+        page, inside = page + 1, inside - page_elements
+    return page, inside

@@ -6,10 +6,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loramux.kernels.cpu.instructions.blocks import COLUMNS_STEP, add_ranks, add_ranks_to_sums, eight_rows, four_rows
+from loramux.kernels.cpu.instructions.blocks import (
+    COLUMNS_STEP,
+    add_ranks,
+    add_ranks_to_sums,
+    eight_rows,
+    five_rows,
+    four_rows,
+    six_rows,
+    three_rows,
+    two_rows,
+)
 from loramux.kernels.cpu.instructions.compiled import helper
 from loramux.kernels.cpu.instructions.vectors import PANEL, floats_at, prefetch, widen
-from loramux.kernels.cpu.lora.addresses import B_CHUNK, B_PADDED, COLUMN, MODULE, OUT, place
+from loramux.kernels.cpu.lora.addresses import B_CHUNK, B_PADDED, COLUMN, MODULE, OUT, place, place_in, step_on
 from loramux.kernels.cpu.lora.affines import apply_affine
 from loramux.kernels.cpu.lora.tasks import IS_WIDE, RANKS, READ_COST, share_of
 from loramux.kernels.layout import AFFINE, MAX_CHUNK, NO_AFFINE, B
@@ -71,20 +81,49 @@ def _expand_segment(
     planes: int, plane_step: int, y: int, y_step: int, rows: Any, begin: int, end: int,
     pool: Any, places: Any, ahead: Any, num_ranks: int, factor: Any, length: int, sums: Any,
 ) -> None:  # fmt: skip
-    """Add the contributions of `num_ranks` ranks to `length` columns of all rows of a segment."""
+    """Add the contributions of `num_ranks` ranks to `length` columns of all rows of a segment, in as few blocks of rows
+    as possible.
+
+    Each block reads and widens the ranks again.
+    """
     whole = length - length % PANEL
+    if end - begin > 1:
+        # Only a single row is multiplied by the ranks in order, and can prefetch as it goes.
+        for k in range(num_ranks):
+            for e in range(0, length, COLUMNS_STEP):
+                prefetch(pool, ahead[k] + e)
     j = begin
     while j < end:
         if IS_WIDE and end - j >= 8:
-            v, o = eight_rows(planes, plane_step, rows, j), eight_rows(y, y_step, rows, j)
+            v8, y8 = eight_rows(planes, plane_step, rows, j), eight_rows(y, y_step, rows, j)
             for e in range(0, whole, PANEL):
-                add_ranks(v, pool, places, e, num_ranks, factor, o)
+                add_ranks(v8, pool, places, e, num_ranks, factor, y8)
             taken = 8
-        elif end - j >= 4:
-            v, o = four_rows(planes, plane_step, rows, j), four_rows(y, y_step, rows, j)
+        elif IS_WIDE and end - j >= 6:
+            v6, y6 = six_rows(planes, plane_step, rows, j), six_rows(y, y_step, rows, j)
             for e in range(0, whole, PANEL):
-                add_ranks(v, pool, places, e, num_ranks, factor, o)
+                add_ranks(v6, pool, places, e, num_ranks, factor, y6)
+            taken = 6
+        elif IS_WIDE and end - j == 5:
+            v5, y5 = five_rows(planes, plane_step, rows, j), five_rows(y, y_step, rows, j)
+            for e in range(0, whole, PANEL):
+                add_ranks(v5, pool, places, e, num_ranks, factor, y5)
+            taken = 5
+        elif end - j >= 4:
+            v4, y4 = four_rows(planes, plane_step, rows, j), four_rows(y, y_step, rows, j)
+            for e in range(0, whole, PANEL):
+                add_ranks(v4, pool, places, e, num_ranks, factor, y4)
             taken = 4
+        elif end - j == 3:
+            v3, y3 = three_rows(planes, plane_step, rows, j), three_rows(y, y_step, rows, j)
+            for e in range(0, whole, PANEL):
+                add_ranks(v3, pool, places, e, num_ranks, factor, y3)
+            taken = 3
+        elif end - j == 2:
+            v2, y2 = two_rows(planes, plane_step, rows, j), two_rows(y, y_step, rows, j)
+            for e in range(0, whole, PANEL):
+                add_ranks(v2, pool, places, e, num_ranks, factor, y2)
+            taken = 2
         else:
             t = np.int64(rows[j])
             _expand_row(planes + t * plane_step, y + t * y_step, pool, places, ahead, num_ranks, factor, whole, sums)
@@ -162,7 +201,7 @@ def expand_share(
 
     `low_rank.low_rank` describes the other arguments.
     """
-    flat_pool = pool.reshape(-1)
+    flat_pool, page_elements = pool.reshape(-1), np.int64(pool.shape[2])
     sums = np.empty(MAX_CHUNK, np.float32)
     # Run each visit only once the next visit is known, so that it can prefetch the next visit's data.
     places, following = np.empty(RANK_BLOCK, np.int64), np.empty(RANK_BLOCK, np.int64)
@@ -185,8 +224,11 @@ def expand_share(
             for begin in range(first * chunk_len, min(last * chunk_len, width), chunk_len):
                 for r in range(0, slot_rank, RANK_BLOCK):
                     num_ranks = min(np.int64(RANK_BLOCK), slot_rank - r)
+                    first_element = offset + r * padded_len + begin
+                    page, inside = first_element // page_elements, first_element % page_elements
                     for k in range(num_ranks):
-                        following[k] = place(pool, layer, pages, offset + (r + k) * padded_len + begin)
+                        following[k] = place_in(pool, layer, pages, page, inside)
+                        page, inside = step_on(page, inside, padded_len, page_elements)
                     for k in range(num_ranks, RANKS):
                         following[k] = following[0]
                     if is_known:

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loramux.kernels.cpu.instructions.blocks import dots, six_rows, three_rows
+from loramux.kernels.cpu.instructions.blocks import dots, five_rows, four_rows, six_rows, three_rows, two_rows
 from loramux.kernels.cpu.instructions.compiled import exact, helper
 from loramux.kernels.cpu.instructions.vectors import LANES, floats_at, widen
-from loramux.kernels.cpu.lora.addresses import A_PADDED, IN, MODULE, place
+from loramux.kernels.cpu.lora.addresses import A_PADDED, IN, MODULE, place_in, step_on
 from loramux.kernels.cpu.lora.tasks import IS_WIDE, RANKS, READ_COST, share_of
 
 MAX_RUN = 2048
@@ -40,15 +40,20 @@ def _places_and_length(pool: Any, layer: int, pages: Any, e: int, step: int, cou
     RANKS or 1. If it is 1, the single index is returned RANKS times.
     """
     page_elements = np.int64(pool.shape[2])
-    length: Any = min(MAX_RUN, page_elements - e % page_elements)
-    a = place(pool, layer, pages, e)
-    places = (a, a, a, a)
-    if count == RANKS:
-        e1, e2, e3 = e + step, e + 2 * step, e + 3 * step
-        places = (a, place(pool, layer, pages, e1), place(pool, layer, pages, e2), place(pool, layer, pages, e3))
-        for following in (e1, e2, e3):
-            length = min(length, page_elements - following % page_elements)
-    return places, length
+    page, inside = e // page_elements, e % page_elements
+    a = place_in(pool, layer, pages, page, inside)
+    length: Any = min(MAX_RUN, page_elements - inside)
+    if count != RANKS:
+        return (a, a, a, a), length
+    page, inside = step_on(page, inside, step, page_elements)
+    b = place_in(pool, layer, pages, page, inside)
+    length = min(length, page_elements - inside)
+    page, inside = step_on(page, inside, step, page_elements)
+    c = place_in(pool, layer, pages, page, inside)
+    length = min(length, page_elements - inside)
+    page, inside = step_on(page, inside, step, page_elements)
+    d = place_in(pool, layer, pages, page, inside)
+    return (a, b, c, d), min(length, page_elements - inside)
 
 
 @exact
@@ -70,17 +75,32 @@ def _shrink_segment(
     x: int, x_step: int, planes: int, plane_step: int, x_rows: Any, rows: Any, begin: int, end: int,
     pool: Any, a: Any, ahead: Any, length: int, is_first: bool,
 ) -> None:  # fmt: skip
-    """Multiply all rows of a segment by the same runs."""
+    """Multiply all rows of a segment by the same runs, in as few blocks of rows as possible.
+
+    Each block reads and widens the runs again.
+    """
     j = begin
     while j < end:
         if IS_WIDE and end - j >= 6:
             x_at, plane_at = six_rows(x, x_step, x_rows, j), six_rows(planes, plane_step, rows, j)
             _shrink_rows(x_at, plane_at, pool, a, ahead, length, is_first)
             j += 6
+        elif IS_WIDE and end - j == 5:
+            x_at, plane_at = five_rows(x, x_step, x_rows, j), five_rows(planes, plane_step, rows, j)
+            _shrink_rows(x_at, plane_at, pool, a, ahead, length, is_first)
+            j += 5
+        elif IS_WIDE and end - j == 4:
+            x_at, plane_at = four_rows(x, x_step, x_rows, j), four_rows(planes, plane_step, rows, j)
+            _shrink_rows(x_at, plane_at, pool, a, ahead, length, is_first)
+            j += 4
         elif end - j >= 3:
             x_at, plane_at = three_rows(x, x_step, x_rows, j), three_rows(planes, plane_step, rows, j)
             _shrink_rows(x_at, plane_at, pool, a, ahead, length, is_first)
             j += 3
+        elif end - j == 2:
+            x_at, plane_at = two_rows(x, x_step, x_rows, j), two_rows(planes, plane_step, rows, j)
+            _shrink_rows(x_at, plane_at, pool, a, ahead, length, is_first)
+            j += 2
         else:
             x_at, plane_at = (x + np.int64(x_rows[j]) * x_step,), (planes + np.int64(rows[j]) * plane_step,)
             _shrink_rows(x_at, plane_at, pool, a, ahead, length, is_first)
