@@ -1,8 +1,8 @@
 """Measures a whole server over HTTP on loopback, and its engine alone in this process, under the same load.
 
-A random base and a hundred random adapters of ranks 8 to 64 on the attention's four linear layers are served by
-`loramux serve`. Requests choose adapters by Zipf's law; prompts have 128 to 2,048 tokens and answers 128. The run
-measures, in this order:
+A base, by default a random one, and a hundred random adapters of ranks 8 to 64 on the attention's four linear layers
+are served by `loramux serve`. Requests choose adapters by Zipf's law; prompts have 128 to 2,048 tokens and answers 128.
+The run measures, in this order:
 
     push        time from the first byte of an adapter's upload until its version is ready
     cold        first token of an adapter's first request, and of the same adapter's later requests, by rank
@@ -48,13 +48,14 @@ from benchmarks.peers.vocabulary import FIRST_WORD
 from benchmarks.running_engine import GREEDY, start_engine
 from benchmarks.s_lora.run import Arrival, Drive, Stream, Window
 from benchmarks.serving.clients import Observed, arrivals, closed_loop, greedy, open_loop
-from benchmarks.serving.files import SHAPES, TARGETS, AdapterDirectory, make_adapters, make_base
+from benchmarks.serving.files import SHAPES, TARGETS, AdapterDirectory, make_adapters, make_base, shape_of
 from loramux.admin.bench.asks import COMPLETIONS, Ask
 from loramux.admin.client.client import AdminClient
 from loramux.admin.client.openai_server import OpenAIServer
 from loramux.admin.client.push import push_adapter
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.loop.config import EngineConfig
+from loramux.engine.loop.loaded_base import DTYPES
 from loramux.engine.protocol.messages import Add
 
 BASE_NAME, TENANT = "base", "bench"
@@ -69,7 +70,7 @@ COLD_EACH, SHORT_PROMPT = 4, 128
 TOLERANCES = {torch.bfloat16: 0.15, torch.float32: 1e-3}
 """Largest accepted difference in a log-probability between a request alone and in a batch."""
 
-LEAST_EFFECT = 0.02
+LEAST_EFFECT = 0.005
 """Smallest accepted difference in a log-probability between an adapter and the base."""
 
 
@@ -110,9 +111,9 @@ class Serving:
     def __init__(self, arguments: argparse.Namespace, figures: dict[str, Any]) -> None:
         self.arguments = arguments
         self.figures = figures
-        self.model: Model = SHAPES[arguments.shape]
+        self.model: Model = SHAPES[arguments.shape] if arguments.base is None else shape_of(arguments.base)
         self.device = torch.device(arguments.device)
-        self.dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+        self.dtype = DTYPES[arguments.dtype]
         self.counts = Counts()
         ranks = {f"a{number:03}": RANKS[number % len(RANKS)] for number in range(arguments.adapters)}
         cold = {f"c{rank:02}-{number}": rank for rank in sorted(set(RANKS)) for number in range(COLD_EACH)}
@@ -124,6 +125,13 @@ class Serving:
         print(f"{time.strftime('%H:%M:%S')} {name}: {json.dumps(value)}", flush=True)
         if self.arguments.out:
             self.arguments.out.write_text(json.dumps(self.figures, indent=1) + "\n")
+
+    def base(self, directory: Path) -> Path:
+        """The base's directory. A random base is written to `directory`."""
+        if self.arguments.base is not None:
+            return Path(self.arguments.base)
+        make_base(self.model, self.max_len, directory, self.device, self.dtype)
+        return directory
 
     def asks(self, names: Mapping[str, str], seed: int) -> Iterator[Ask]:
         """Requests without end, with adapters by Zipf's law with exponent 1, and prompts of log-uniform lengths."""
@@ -337,7 +345,9 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     has_gpu = torch.cuda.is_available()
     add("--out", type=out_file, help="write the figures to this JSON file")
     add("--shape", choices=SHAPES, default="8b" if has_gpu else "tiny", help="the base's shape (%(default)s)")
+    add("--base", type=Path, help="directory of a Llama to serve instead of a random base")
     add("--device", choices=("cuda", "cpu"), default="cuda" if has_gpu else "cpu", help="(%(default)s)")
+    add("--dtype", choices=DTYPES, default="bfloat16" if has_gpu else "float32", help="(%(default)s)")
     add("--files", type=Path, help="existing directory for the base and the adapters, such as /dev/shm")
     add("--adapters", type=int, default=100)
     add("--prompts", type=int, nargs=2, default=(128, 2048), metavar=("LOW", "HIGH"), help="tokens of a prompt")
@@ -375,8 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     serving = begin(arguments, speculate=NO_DRAFTS[1])
     with tempfile.TemporaryDirectory(dir=arguments.files) as files, tempfile.TemporaryDirectory() as data:
         started = time.perf_counter()
-        base = Path(files) / BASE_NAME
-        make_base(serving.model, serving.max_len, base, serving.device, serving.dtype)
+        base = serving.base(Path(files) / BASE_NAME)
         names = serving.names | serving.cold_names
         made = make_adapters(serving.model, names, Path(files) / "adapters", serving.device, serving.dtype)
         if arguments.device == "cuda":

@@ -31,9 +31,9 @@ import torch
 from benchmarks.answers import CheckError
 from benchmarks.harness import exit_on_sigterm, percentile, reports_failure, rotated
 from benchmarks.peers.child_server import processor_s
-from benchmarks.serving.__main__ import BASE_NAME, WARM_S, Server, Serving, add_server, begin
+from benchmarks.serving.__main__ import BASE_NAME, SHORT_PROMPT, WARM_S, Server, Serving, add_server, begin
 from benchmarks.serving.clients import arrivals, closed_loop, greedy, open_loop
-from benchmarks.serving.files import make_adapters, make_base
+from benchmarks.serving.files import make_adapters
 from loramux.admin.bench.asks import COMPLETIONS, Ask
 from loramux.admin.client.batch_client import BatchClient
 from loramux.admin.client.openai_server import OpenAIServer
@@ -134,7 +134,7 @@ class Measurement:
 
     def _polite_asks(self, dice: random.Random) -> Iterator[Ask]:
         while True:
-            yield greedy(BASE_NAME, self.serving.prompt(self.serving.short_prompt, dice), self.arguments.answer)
+            yield greedy(BASE_NAME, self.serving.prompt(self.arguments.prompt, dice), self.arguments.answer)
 
 
 def _line(number: int, ask: Ask) -> dict[str, Any]:
@@ -146,6 +146,7 @@ def measure(measurement: Measurement) -> dict[str, Any]:
     arguments, keep = measurement.arguments, measurement.serving.keep
     saturated = measurement.saturated()
     keep("saturated_tokens_s", round(saturated, 1))
+    keep("polite_requests_s", round(arguments.load * measurement.capacity, 2))
     rounds: list[dict[str, float]] = []
     for number in range(arguments.repeats):
         p99: dict[str, float] = {}
@@ -178,6 +179,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     # More than the engine runs at once.
     parser.set_defaults(open=256)
     parser.add_argument("--repeats", type=int, default=7, help="rounds (%(default)s)")
+    parser.add_argument("--prompt", type=int, default=SHORT_PROMPT, help="tokens of the polite tenant's prompts")
     parser.add_argument("--load", type=float, default=0.1, help="the polite tenant's share of the capacity")
     return parser.parse_args(argv)
 
@@ -188,8 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     serving = begin(arguments)
     with tempfile.TemporaryDirectory(dir=arguments.files) as files, tempfile.TemporaryDirectory() as data:
-        base = Path(files) / BASE_NAME
-        make_base(serving.model, serving.max_len, base, serving.device, serving.dtype)
+        base = serving.base(Path(files) / BASE_NAME)
         made = make_adapters(serving.model, serving.names, Path(files) / "adapters", serving.device, serving.dtype)
         if arguments.device == "cuda":
             torch.cuda.empty_cache()

@@ -54,6 +54,10 @@ class Forward(Protocol):
         ...
 
 
+class StepGivenUp(Exception):
+    """The step was given up while it was computed. The K and V of its rows are undefined, and it chooses no tokens."""
+
+
 class Executor(Protocol):
     """Runs batches on a device, in submission order."""
 

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -96,6 +97,10 @@ class EngineServer:
         self._record = record
         self._ended = ended
         self._links: dict[bytes, GatewayLink] = {}
+        # Messages that have been read and not handled, with their gateways.
+        self._unhandled: deque[tuple[bytes, ToEngine]] = deque()
+        self._is_urgent = False
+        self._engine.has_urgent = self._has_urgent
         self._next_heartbeat_s = 0.0
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
@@ -148,6 +153,17 @@ class EngineServer:
         self._grammars.receive()
         if self._workers is not None and not self._worker_fds.isdisjoint(ready):
             self._workers.check()
+        self._read()
+        self._is_urgent = False
+        while self._unhandled:
+            self._dispatch(*self._unhandled.popleft())
+
+    def _has_urgent(self) -> bool:
+        """True if a sequence that is no background sequence has arrived since the step began."""
+        self._read()
+        return self._is_urgent
+
+    def _read(self) -> None:
         while True:
             try:
                 owner, *frames = self._socket.recv_multipart(self._zmq.NOBLOCK)
@@ -159,7 +175,8 @@ class EngineServer:
                 # One gateway's malformed message must not affect the others.
                 self._link(owner).post(Rejected(message=f"a message could not be read: {error}"))
                 continue
-            self._dispatch(owner, message)
+            self._unhandled.append((owner, message))
+            self._is_urgent |= isinstance(message, Add) and not message.is_background
 
     def _follow_stager(self) -> None:
         """Poll the stager's current file descriptor, which changes when the staging process is replaced."""
