@@ -15,6 +15,7 @@ the last figure shows whether a batch uses the engine fully.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -55,6 +56,7 @@ class Measurement:
         server.client.post("tenants", {"slug": POLITE})
         key = server.client.post("api_keys", {"tenant": POLITE, "name": "bench"})["secret"]
         self.polite = OpenAIServer(url=server.api.url, key=key)
+        self._seeds = itertools.count()
         self.capacity = 0.0
         """Saturated requests per second."""
 
@@ -63,22 +65,25 @@ class Measurement:
         arguments = self.arguments
         # The first load compiles what is left to compile, and loads the adapters.
         for warm_s in (0.0, WARM_S):
-            asks = self.serving.asks(self.server.models, 1)
+            asks = self._new_asks()
             observed = closed_loop(self.server.api, asks, arguments.open, warm_s, arguments.seconds)
         self.capacity = observed.tokens_s / arguments.answer
         return observed.tokens_s
 
-    def first_tokens(self, number: int) -> list[float]:
-        """Return the polite tenant's times to first token in round `number`, whose requests are always the same."""
+    def first_tokens(self, number: int, way: str) -> list[float]:
+        """Return the polite tenant's times to first token in round `number`, whose requests always come at the same
+        times. Each way has its own prompts. Otherwise, the prefix cache would have those of the second way.
+        """
         dice, arguments = random.Random(number), self.arguments
-        due = arrivals(self._polite_asks(dice), arguments.load * self.capacity, arguments.seconds + WARM_S, dice.random)
+        asks = self._polite_asks(random.Random(f"{number} {way}"))
+        due = arrivals(asks, arguments.load * self.capacity, arguments.seconds + WARM_S, dice.random)
         return open_loop(self.polite, due, WARM_S, arguments.seconds).first_tokens_s
 
     @contextmanager
     def batch(self, seconds: float) -> Iterator[BatchClient]:
         """Run a batch with work for more than `seconds`, and cancel it. Raises CheckError if it has ended before."""
         num_lines = math.ceil(2 * self.capacity * (seconds + WARM_S)) + 2 * self.arguments.sequences
-        asks = self.serving.asks(self.server.models, 3)
+        asks = self._new_asks()
         file = self.scratch / "batch.jsonl"
         with file.open("w") as lines:
             for number in range(num_lines):
@@ -132,6 +137,10 @@ class Measurement:
             time.sleep(POLL_S)
         return dict(found)
 
+    def _new_asks(self) -> Iterator[Ask]:
+        """Requests whose prompts are not in the prefix cache yet."""
+        return self.serving.asks(self.server.models, next(self._seeds))
+
     def _polite_asks(self, dice: random.Random) -> Iterator[Ask]:
         while True:
             yield greedy(BASE_NAME, self.serving.prompt(self.arguments.prompt, dice), self.arguments.answer)
@@ -147,15 +156,17 @@ def measure(measurement: Measurement) -> dict[str, Any]:
     saturated = measurement.saturated()
     keep("saturated_tokens_s", round(saturated, 1))
     keep("polite_requests_s", round(arguments.load * measurement.capacity, 2))
+    # Until here, all requests were for adapters, and the first ones to the base take longer.
+    measurement.first_tokens(arguments.repeats, ALONE)
     rounds: list[dict[str, float]] = []
     for number in range(arguments.repeats):
         p99: dict[str, float] = {}
         for way in rotated(WAYS, number):
             if way == ALONE:
-                p99[way] = percentile(measurement.first_tokens(number), 99)
+                p99[way] = percentile(measurement.first_tokens(number, way), 99)
                 continue
             with measurement.batch(arguments.seconds):
-                p99[way] = percentile(measurement.first_tokens(number), 99)
+                p99[way] = percentile(measurement.first_tokens(number, way), 99)
         rounds.append(p99)
         keep(f"round {number + 1}", {way: round(1e3 * value, 1) for way, value in p99.items()})
     ratio = statistics.median(one[BESIDE] / one[ALONE] for one in rounds)
