@@ -42,7 +42,8 @@ def shape_of(base: Path) -> Model:
         intermediate_size=config["intermediate_size"],
         num_heads=config["num_attention_heads"],
         num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
+        # Older configurations have none.
+        head_dim=config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]),
         vocab_size=config["vocab_size"],
     )
 

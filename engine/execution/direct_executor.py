@@ -91,7 +91,7 @@ class DirectExecutor:
         self._accelerator = HostAccelerator()
         self._head = head
         self.is_unwanted: Callable[[], bool] = lambda: False
-        """Called between the layers of a step. If it returns True, `submit` raises StepGivenUp."""
+        """Called before each layer in the first half of a step. If it returns True, `submit` raises StepGivenUp."""
         self._recorded = None
         if start_recording is not None:
             self._recorded = RecordedDecoder(decoder, kernels, tables.device, start_recording)
@@ -125,7 +125,8 @@ class DirectExecutor:
         return _Computed(normed[inputs.sample_rows], None, head.states(total, normed))
 
     def _note_layer(self, layer: int) -> None:
-        if self.is_unwanted():
+        # In the second half, more work is lost than the rest of the step, which the new sequence would wait for.
+        if 2 * layer < self._decoder.config.num_layers and self.is_unwanted():
             raise StepGivenUp
 
     def _head_of(

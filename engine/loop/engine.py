@@ -60,8 +60,10 @@ FREE_WAIT_S = 250e-6
 FREE_WAIT_PART = {False: 0.05, True: 0.5}
 """The same as a part of the last step, by whether the device computes meanwhile."""
 
-MAX_GIVEN_UP = 16
-"""Maximum number of consecutive steps of background sequences that are given up because other sequences arrive."""
+MAX_GIVEN_UP = 2
+"""Maximum number of steps of background sequences that are given up because other sequences arrive, until background
+sequences have run in a step. A given-up step computes nothing of use, so more would cost them much throughput.
+"""
 
 
 class Outbound(msgspec.Struct, frozen=True, gc=False):
@@ -275,11 +277,14 @@ class Engine:
         scheduled, drafts = self._speculation.with_drafts(
             scheduled, self._scheduler.room_for_drafts, others_wait=self._scheduler.queue.num_waiting > 0
         )
-        self._can_give_up = self._num_given_up < MAX_GIVEN_UP and not drafts and _can_repeat(scheduled)
+        has_turn = self._num_given_up < MAX_GIVEN_UP and self._scheduler.can_give_up
+        self._can_give_up = has_turn and not drafts and _can_repeat(scheduled)
         try:
             submitted = self._run(scheduled, drafts, started_s) if scheduled else None
         except StepGivenUp:
             self._num_given_up += 1
+            self._scheduler.give_up()
+            self._stats.count_given_up()
             return True
         if self._num_given_up and any(item.sequence.is_background for item in scheduled):
             self._num_given_up = 0

@@ -97,8 +97,8 @@ class EngineServer:
         self._record = record
         self._ended = ended
         self._links: dict[bytes, GatewayLink] = {}
-        # Messages that have been read and not handled, with their gateways.
-        self._unhandled: deque[tuple[bytes, ToEngine]] = deque()
+        # Messages that have been read and not handled, and the answers to malformed ones, with their gateways.
+        self._unhandled: deque[tuple[bytes, ToEngine | Rejected]] = deque()
         self._is_urgent = False
         self._engine.has_urgent = self._has_urgent
         self._next_heartbeat_s = 0.0
@@ -164,6 +164,7 @@ class EngineServer:
         return self._is_urgent
 
     def _read(self) -> None:
+        """Read all pending messages. Sends nothing and leaves the engine as it is, because a step may be running."""
         while True:
             try:
                 owner, *frames = self._socket.recv_multipart(self._zmq.NOBLOCK)
@@ -173,7 +174,7 @@ class EngineServer:
                 message = self._decoder.decode(b"".join(frames))
             except msgspec.DecodeError as error:
                 # One gateway's malformed message must not affect the others.
-                self._link(owner).post(Rejected(message=f"a message could not be read: {error}"))
+                self._unhandled.append((owner, Rejected(message=f"a message could not be read: {error}")))
                 continue
             self._unhandled.append((owner, message))
             self._is_urgent |= isinstance(message, Add) and not message.is_background
@@ -188,12 +189,14 @@ class EngineServer:
                 self._poller.register(descriptor, self._zmq.POLLIN)
             self._stager_fd = descriptor
 
-    def _dispatch(self, owner: bytes, message: ToEngine) -> None:
+    def _dispatch(self, owner: bytes, message: ToEngine | Rejected) -> None:
         self._link(owner)
         if owner not in self._links:
             # The gateway disconnected after sending the message, so the answer could not be delivered.
             return
         match message:
+            case Rejected():
+                self._link(owner).post(message)
             case Add():
                 self._engine.add(owner, message)
             case Extend():

@@ -7,9 +7,10 @@ from loramux.engine.loop.assembly import assemble_engine
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.loop.engine import MAX_GIVEN_UP
 from loramux.engine.protocol.messages import Add, StatsRequest, StepOutput
+from loramux.engine.scheduling.scheduler import MAX_YIELDS
 from tests.demo_base import DEMO_BASE
 from tests.engine.simulated_device import GREEDY
-from tests.engine.simulated_engine import Simulation, simulate_engine
+from tests.engine.simulated_engine import Simulation, simulate_engine, stats_of
 
 
 def with_lines(simulation: Simulation, num_lines: int = 4, **fields: int) -> list[Add]:
@@ -20,6 +21,11 @@ def with_lines(simulation: Simulation, num_lines: int = 4, **fields: int) -> lis
     ]
     simulation.step()
     return lines
+
+
+def num_computed(simulation: Simulation) -> int:
+    """The tokens that the running lines have computed."""
+    return sum(one.num_computed for one in simulation.scheduler.running if one.is_background)
 
 
 def test_a_new_sequence_does_not_wait_for_a_step_of_lines() -> None:
@@ -56,8 +62,24 @@ def test_lines_go_on_while_others_always_arrive() -> None:
     for _ in range(num_steps):
         simulation.step()
     assert len(simulation.executor.batches) == num_before + 3
+    assert stats_of(simulation).given_up_steps == num_steps - 3
     simulation.run()
     assert all(simulation.tokens[one.sequence_id] == simulation.expected(one) for one in lines)
+
+
+def test_a_given_up_step_is_no_turn_of_the_lines() -> None:
+    simulation = simulate_engine(num_pages=256)
+    with_lines(simulation)
+    simulation.engine.has_urgent = lambda: True
+    num_steps_without, most = 0, 0
+    for number in range(6 * MAX_YIELDS):
+        if number % MAX_YIELDS:
+            simulation.add(f"chat {number}", max_tokens=1)
+        before = num_computed(simulation)
+        simulation.step()
+        num_steps_without = 0 if num_computed(simulation) > before else num_steps_without + 1
+        most = max(most, num_steps_without)
+    assert most == MAX_YIELDS
 
 
 def test_states_of_a_hybrid_decoder_are_not_advanced_twice() -> None:
@@ -93,7 +115,7 @@ def test_a_step_on_a_cpu_is_given_up_between_layers() -> None:
         num_steps = engine.stats(StatsRequest(call_id="")).num_steps
         engine.has_urgent = arrives_in_the_second_layer
         assert answer("given up") == expected
-        assert num_looks > 2
+        assert num_looks == 4, "it looks in the first half only"
         assert engine.stats(StatsRequest(call_id="")).num_steps == 2 * num_steps, "it counts once"
     finally:
         assembled.close()

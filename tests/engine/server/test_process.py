@@ -150,6 +150,18 @@ def test_only_sequences_that_are_not_in_the_background_are_urgent(stopped: Serve
     assert not is_urgent()
 
 
+def test_a_malformed_message_is_not_answered_within_a_step(stopped: Served, simulation: Simulation) -> None:
+    # If the gateway were gone, the failed answer would end its sequences, which the step computes.
+    gateway = stopped.gateways[0]
+    gateway.send_raw(b"\xc1")
+    assert stopped.socket.poll(10_000)
+    assert not simulation.engine.has_urgent()
+    assert not stopped.server._links
+    stopped.server._receive(0)
+    assert gateway.receive() == READY
+    assert isinstance(gateway.receive(), Rejected)
+
+
 def test_an_adapter_is_pinned_over_the_socket(served: tuple[Gateway, Gateway]) -> None:
     gateway, _ = served
     gateway.send(Credit(count=1))
