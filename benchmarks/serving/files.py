@@ -1,4 +1,4 @@
-"""A random base model and random PEFT adapters on disk, made on the device that will serve them."""
+"""A base model and random PEFT adapters on disk, made on the device that will serve them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,21 @@ class AdapterDirectory:
     name: str
     rank: int
     path: Path
+
+
+def shape_of(base: Path) -> Model:
+    """The shape of a Llama in the format of Hugging Face."""
+    config = json.loads((base / "config.json").read_text())
+    return Model(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        # Older configurations have none.
+        head_dim=config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]),
+        vocab_size=config["vocab_size"],
+    )
 
 
 def make_base(model: Model, max_len: int, directory: Path, device: torch.device, dtype: torch.dtype) -> None:

@@ -296,6 +296,8 @@ def _assemble(
         clock=time.monotonic,
         lookahead=backend.runs_ahead,
     )
+    if isinstance(executor, DirectExecutor):
+        executor.is_unwanted = engine.is_step_unwanted
     ready = _ready(base, pages.num_pages, prefixes.host, has_files=weights is None)
     return AssembledEngine(engine, adapters, grammars, stager, views, ready, prefixes.host.disk, workers, head_views)
 

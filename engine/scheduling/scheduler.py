@@ -34,7 +34,9 @@ QUIET_STEPS = 100
 """Number of steps without other sequences after which background sequences fill the step."""
 
 MAX_YIELDS = 16
-"""Maximum number of consecutive steps in which running background sequences do not take part because of others."""
+"""Maximum number of consecutive steps in which running background sequences do not take part, or which are given up,
+because of others.
+"""
 
 _row_place = attrgetter("row_place")
 _rank = attrgetter("rank")
@@ -116,6 +118,8 @@ class Scheduler:
         # Steps since the last one in which another than a background sequence ran or waited.
         self._num_quiet_steps = QUIET_STEPS
         self._num_yields = 0
+        # The same before the last step was scheduled.
+        self._num_yields_before = 0
 
     @property
     def has_work(self) -> bool:
@@ -183,8 +187,18 @@ class Scheduler:
             budget = min(budget, self._background_budget(scheduled, is_due))
             self._fill(scheduled, behind, budget, self._num_free_slots(), can_free_slots=False)
         yields = num_behind > 0 and len(scheduled) == num_ahead
+        self._num_yields_before = self._num_yields
         self._num_yields = self._num_yields + 1 if yields else 0
         return [scheduled[one] for one in self._by_row if one in scheduled]
+
+    @property
+    def can_give_up(self) -> bool:
+        """True if the last step can be given up although background sequences take part in it."""
+        return self._num_yields_before < MAX_YIELDS
+
+    def give_up(self) -> None:
+        """Note that the last step was given up. Its background sequences have yielded once more."""
+        self._num_yields = self._num_yields_before + 1
 
     def loads(self) -> list[TierLoad]:
         """The load of each rank."""

@@ -209,6 +209,8 @@ def simulate_engine(
     parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars, speculation)
     observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads, drafts=speculation.counts))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
+    if not lookahead:
+        executor.is_unwanted = engine.is_step_unwanted
     return Simulation(
         engine,
         pages,
