@@ -197,7 +197,11 @@ class Scheduler:
         return self._num_yields_before < MAX_YIELDS
 
     def give_up(self) -> None:
-        """Note that the last step was given up. Its background sequences have yielded once more."""
+        """Note that the last step was given up. Its background sequences have yielded once more.
+
+        A sequence that was admitted in it, or that has waited in it for a prefix, counts as such: only the order of
+        background shares suffers.
+        """
         self._num_yields = self._num_yields_before + 1
 
     def loads(self) -> list[TierLoad]:

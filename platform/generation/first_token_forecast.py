@@ -29,8 +29,10 @@ NUM_ERRORS = 16
 ERROR_AGE_S = 10.0
 """Time after which the error of an older forecast counts for `1 / e`, in seconds."""
 
-NUM_DEVIATIONS = 2
-"""Number of mean deviations by which a forecast exceeds the mean of what such requests waited for."""
+NUM_DEVIATIONS = 4
+"""A forecast exceeds the mean of what such requests waited for by this many times the mean by which they exceeded it,
+which is half of the mean deviation.
+"""
 
 NUM_ROUNDS = 2
 """Rounds in which a forecast takes the requests into account that arrive while a request waits."""
@@ -97,13 +99,13 @@ class _RunTimes:
 
 @dataclass(slots=True)
 class _Excess:
-    """For how much longer recent requests waited than the queue explained: the mean, and the mean deviation from it, as
-    sums over requests. Older requests count less.
+    """For how much longer recent requests waited than the queue explained: the mean, and by how much requests exceeded
+    it, as sums over requests. Older requests count less.
     """
 
     num_noted: float = 0.0
     excess_s: float = 0.0
-    deviation_s: float = 0.0
+    above_s: float = 0.0
     noted_s: float = 0.0
 
     def note(self, excess_s: float, now_s: float) -> None:
@@ -111,14 +113,14 @@ class _Excess:
         self.noted_s = now_s
         self.num_noted = kept * self.num_noted + 1
         self.excess_s = kept * self.excess_s + excess_s
-        self.deviation_s = kept * self.deviation_s + abs(excess_s - self.excess_s / self.num_noted)
+        self.above_s = kept * self.above_s + max(0.0, excess_s - self.excess_s / self.num_noted)
 
     def margin_s(self, now_s: float) -> float:
         """What to add to a forecast, in seconds. It falls if few requests come to learn from, so that a tier whose
         requests are all refused because of the last waits is tried again.
         """
         kept = math.exp((self.noted_s - now_s) / ERROR_AGE_S)
-        return kept * (self.excess_s + NUM_DEVIATIONS * self.deviation_s) / max(1.0, kept * self.num_noted)
+        return kept * (self.excess_s + NUM_DEVIATIONS * self.above_s) / max(1.0, kept * self.num_noted)
 
 
 class FirstTokenForecast:
@@ -245,7 +247,7 @@ class FirstTokenForecast:
         if tenant_id is None:
             # Those of other gateways may end first, because nobody here knows when they began.
             num_to_end -= math.ceil(sum([self._foreign_running[rank] for rank in ranks]))
-        if num_to_end <= 0:
+        if num_to_end <= 0 or not self._max_sequences:
             return 0.0
         now_s = self._clock()
         begun_s = self.queue.begun_s(num_to_end, ranks, tenant_id)
@@ -257,7 +259,7 @@ class FirstTokenForecast:
         if self._prefill.per_s and self._clock() < self._prefill_until_s:
             seconds = before.prompt_tokens / self._prefill.per_s
         num_to_end = num_held + before.sequences - self._max_sequences
-        if num_to_end > 0 and (mean_s := self._runs.mean_s) is not None:
+        if num_to_end > 0 and self._max_sequences and (mean_s := self._runs.mean_s) is not None:
             seconds = max(seconds, num_to_end / self._max_sequences * mean_s)
         return seconds
 

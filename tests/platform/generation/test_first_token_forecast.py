@@ -524,13 +524,14 @@ def test_forecast_learns_from_requests_that_waited_for_longer() -> None:
     lab.clock.now += 60
     lab.num_ended += 60
     lab.note(*full)
-    assert lab.seconds(ACME) == pytest.approx(1, rel=0.1), "a tier whose requests are all refused is tried again"
+    before_s = lab.seconds(ACME)
+    assert before_s == pytest.approx(1, rel=0.1), "a tier whose requests are all refused is tried again"
     lab.forecast.correct(ACME.rank, queued_s=1.0, waited_s=1.0)
-    assert lab.seconds(ACME) < 1.3, "a request that waits for no longer does not restore it"
+    assert lab.seconds(ACME) <= before_s, "a request that waits for no longer does not restore it"
     learn(3.0)
     assert lab.seconds(ACME) == pytest.approx(3.0, rel=0.01)
     learn(2.0, 4.0)
-    assert lab.seconds(ACME) == pytest.approx(3.0 + NUM_DEVIATIONS, rel=0.1), "a wait that varies more"
+    assert lab.seconds(ACME) == pytest.approx(3.0 + NUM_DEVIATIONS / 2, rel=0.1), "a wait that varies more"
     learn(0.1)
     assert lab.seconds(ACME) == pytest.approx(1, rel=0.03), "it is never less than the queue explains"
 
@@ -657,3 +658,10 @@ def test_answers_that_take_longer_than_the_objective(num_slots: int) -> None:
     load.run(33, warm_s=9)
     assert load.late_part <= 0.03
     assert load.num_ended >= 0.8 * capacity * 33
+
+
+def test_nothing_is_forecast_before_the_first_report() -> None:
+    clock = Clock()
+    forecast = FirstTokenForecast(clock)
+    forecast.queue.run_s = 9.0
+    assert forecast.forecast(ACME, 10).seconds == 0
