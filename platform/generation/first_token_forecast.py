@@ -205,7 +205,7 @@ class FirstTokenForecast:
             if first.sequences <= running[_LAST]:
                 queued_s = min(queued_s, self._seconds(first, 0.0))
         now_s = self._clock()
-        # A request with a cold adapter also waits for what others wait for.
+        # A request with a cold adapter also waits in the queue of all others, so their margin is the least.
         margin_s = max(self._excess[rank, one].margin_s(now_s) for one in {False, is_cold})
         if has_slot:
             # Slow loads alone refuse nothing. Otherwise, adapters would not be loaded before the engine is idle.

@@ -2,10 +2,10 @@
 
 A real server serves thousands of random adapters of hundreds of tenants, each of which asks for more than its share,
 half of the requests in the tier `default` and half in `flex`. The base is SmolLM2-135M-Instruct, which the first run
-downloads. First, the goodput is measured with as many clients as there are slots, each of which sends its next request
-after an answer. This is the capacity. Two groups of polite tenants, one of the tier `priority` and one of `default`,
-send half of what their shares allow, first while the others ask for nine tenths of the capacity, and then beside the
-overload. In all loads, the goodput counts the part of each answer that lies between a warm-up and the end of sending.
+downloads. First, as many clients as there are slots each send one request after another, and their goodput is the
+capacity. Two groups of polite tenants, one of the tier `priority` and one of `default`, send half of what their shares
+allow, first while the others ask for nine tenths of the capacity, and then beside the overload. In all loads, the
+goodput counts the part of each answer that lies between a warm-up and the end of sending.
 
 The server, the load and the engine share one machine, so all figures are those of a busy machine.
 """

@@ -480,7 +480,7 @@ def test_tenant_that_is_alone_waits_for_itself_only() -> None:
 
 
 def test_prompts_count_once_until_a_sequence_ends() -> None:
-    """Each sequence holds its slot for 8 s, of which 4 s are for its prompt."""
+    """Each sequence holds its slot for 8 s: 4 s for its prompt and 4 s for its answer."""
     clock = Clock()
     forecast = FirstTokenForecast(clock)
     for second in range(0, 200, 2):
