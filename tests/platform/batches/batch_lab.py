@@ -93,7 +93,8 @@ class BatchLab:
     async def until(self, batch: Batch, is_so: Any) -> Batch:
         async with asyncio.timeout(20):
             while not is_so(now := await self.gateway.openai.batches.retrieve(batch.id)):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+                # The call takes as long as some batches. More of them would delay the batch.
+                await asyncio.sleep(0.03)
         return now
 
     async def lines_of(self, file_id: str | None) -> list[dict[str, Any]]:
