@@ -29,9 +29,9 @@ DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 decodes for long.
 """
 
-BACKGROUND_TOKENS_ON_CPU = 64
+BACKGROUND_TOKENS_ON_CPU = 128
 """Maximum number of token rows of background sequences in one step on a CPU, unless more of them run at once. A new
-request waits until the step ends, and a CPU computes this many rows about as efficiently as more.
+request waits until the step ends, and a CPU computes this many rows about as efficiently as more, but not half of them.
 """
 
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
