@@ -57,8 +57,11 @@ def require_idle(is_busy_allowed: bool) -> float:
 
 
 def shown_command() -> list[str]:
-    """The arguments of this program, for a result file. Absolute paths, which are the machine's own, become names."""
-    return [Path(one).name if one.startswith("/") else one for one in sys.argv[1:]]
+    """The arguments of this program, for a result file. Paths below the home or the current directory, which are the
+    machine's own, become names.
+    """
+    own = (f"{Path.home()}/", f"{Path.cwd().parent}/")
+    return [Path(one).name if one.startswith(own) else one for one in sys.argv[1:]]
 
 
 def describe() -> dict[str, str | int | bool]:

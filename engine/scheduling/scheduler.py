@@ -334,7 +334,7 @@ class Scheduler:
     @property
     def _few_rows(self) -> int:
         """Maximum number of rows for background sequences while others run."""
-        return max(1, self.limits.max_batch_tokens // BACKGROUND_SHARE)
+        return max(1, min(self.limits.max_batch_tokens // BACKGROUND_SHARE, self.limits.max_background_tokens))
 
     def _background_budget(self, scheduled: dict[Sequence, ScheduledSequence], is_due: bool) -> int:
         """Maximum number of rows for background sequences in a step with these other sequences. `is_due` is True if

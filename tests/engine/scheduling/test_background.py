@@ -141,6 +141,14 @@ def test_rows_are_few_until_others_have_been_gone_for_a_while() -> None:
     assert bench.step() == {"book": 64}
 
 
+def test_few_rows_are_no_more_than_a_batch_has_alone() -> None:
+    bench = Bench(num_pages=4096, max_batch_tokens=64, max_sequences=4, max_background_tokens=2)
+    bench.add("chat", max_tokens=2)
+    bench.add("line", num_prompt=64, is_background=True)
+    bench.step()
+    assert bench.step() == {"chat": 1, "line": 2}
+
+
 def test_share_that_waited_too_long_gets_one_sequence_through() -> None:
     bench = Bench(max_sequences=1, num_pages=256)
     bench.add("line", max_tokens=3, is_background=True)
