@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -53,6 +54,14 @@ def require_idle(is_busy_allowed: bool) -> float:
             f"the machine is {share:.0%} busy: stop other programs, or pass --allow-busy to measure anyway"
         )
     return share
+
+
+def shown_command() -> list[str]:
+    """The arguments of this program, for a result file. Paths below the home or the current directory, which are the
+    machine's own, become names.
+    """
+    own = (f"{Path.home()}/", f"{Path.cwd().parent}/")
+    return [Path(one).name if one.startswith(own) else one for one in sys.argv[1:]]
 
 
 def describe() -> dict[str, str | int | bool]:

@@ -35,7 +35,7 @@ from benchmarks.gpu.machine import describe
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.report import store, stored, table
 from benchmarks.gpu.table_step import META
-from benchmarks.machine import out_file
+from benchmarks.machine import out_file, shown_command
 
 PEERS = Path(__file__).parents[1] / "scratch" / "peers"
 APART = " and ".join(part.name for part in PARTS if part.is_apart)
@@ -75,7 +75,7 @@ def _result(part: Part, bench: Bench, rows: list[Row], seconds: float, error: st
     is_failed = bool(error) or any(row.is_failure for row in rows)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv[1:],
+        "command": shown_command(),
         "seconds": round(seconds, 1),
         "is_failed": is_failed,
         "error": error,

@@ -42,7 +42,7 @@ from benchmarks.gpu.machine import describe
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import RandomAdapters
 from benchmarks.harness import exit_on_sigterm, finite, percentile, reports_failure
-from benchmarks.machine import add_allow_busy, out_file, require_idle
+from benchmarks.machine import add_allow_busy, out_file, require_idle, shown_command
 from benchmarks.peers.child_server import HOST, NO_DRAFTS, child_server, free_port, own_environment
 from benchmarks.peers.vocabulary import FIRST_WORD
 from benchmarks.running_engine import GREEDY, start_engine
@@ -370,7 +370,7 @@ def begin(arguments: argparse.Namespace, **head: Any) -> Serving:
     allowed.
     """
     busy = {} if arguments.device == "cuda" else {"busy_share": round(require_idle(arguments.allow_busy), 3)}
-    return Serving(arguments, {"command": sys.argv[1:], **head, "machine": describe(), **busy, "is_complete": False})
+    return Serving(arguments, {"command": shown_command(), **head, "machine": describe(), **busy, "is_complete": False})
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -151,3 +151,9 @@ def test_headline_quotes_the_file(quoted: Quoted) -> None:
     (row,) = re.findall(rf"^\| `{quoted.benchmark}` .*$", HEADLINES, re.MULTILINE)
     figures = quoted.figures(json.loads((RESULTS / f"{quoted.file}.json").read_text()))
     assert quoted.words.format(*figures) in row
+
+
+def test_no_result_names_a_directory_of_its_machine() -> None:
+    texts = {path.name: path.read_text() for path in RESULTS.glob("*.json")}
+    assert len(texts) > 50
+    assert [name for name, text in texts.items() if re.search(r'"/(root|home|work)/', text)] == []
