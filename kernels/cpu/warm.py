@@ -147,10 +147,13 @@ def warm_program(pool: _TinyPool, linears: list[Linear]) -> None:
     recorder.silu_and_mul(x)
     recorder.gelu_and_mul(x)
     recorder.clamped_silu_and_mul(x, 1.0, 1.0)
+    # A program of many rows uses AMX, if the CPU has it.
+    many_rows = start_recording(pool.kernels, 16, ())
     for linear in (*linears, ReorderedLinear(linears[-1], torch.arange(WIDTH))):
-        # Products with AMX have no operation.
+        # Products with oneDNN have no operation.
         with suppress(NotRecordable):
             recorder.multiply(linear, x)
+            many_rows.multiply(linear, torch.zeros(16, WIDTH))
     recorder.finish().run((batch,), build_segments(np.zeros(2, np.int32), pool.kernels.segment_rows, RANK))
 
 

@@ -151,9 +151,11 @@ def record_every_operation(
     recorder.rotate_and_store(q, None, None, angles, angles, 1, batch)
     recorder.paged_attention(q, 1, batch, AttentionSpec(4, 2, 16, 0.5, 4, 30), torch.zeros(2, 4, 16), torch.zeros(4))
     recorder.clamped_silu_and_mul(recorder.gelu_and_mul(recorder.silu_and_mul(x)), 2, 7)
+    many_rows = start_recording(kernels, 32, ())
     for linear in (*linears, ReorderedLinear(linears[-1], torch.arange(64)), JoinedLinear(linears[-1:])):
         with suppress(NotRecordable):
             recorder.multiply(linear, x)
+            many_rows.multiply(linear, torch.zeros(32, 64))
     segments = build_segments(np.array([2, 0], np.int32), kernels.segment_rows)
     recorder.lora_add(x, replace(call, segments=segments), torch.zeros(2, 128))
     recorder.finish().run((batch,), segments)
