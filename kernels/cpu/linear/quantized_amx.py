@@ -2,8 +2,8 @@
 `quantized_linear`.
 
 Tiles multiply 8-bit integers. Each 16-bit integer of `x` is therefore split into two bytes: `256 * upper + lower`,
-where `upper` is signed and `lower` is not. Four tiles hold the sums of both halves for 16 rows and the 32 outputs of a
-panel (Intel, "Architecture Instruction Set Extensions Programming Reference", on AMX). The codes of a block are
+where `upper` is signed and `lower` is not. Four tiles hold the sums of both halves for up to 16 rows and the 32 outputs
+of a panel (Intel, "Architecture Instruction Set Extensions Programming Reference", on AMX). The codes of a block are
 unpacked once for all rows.
 """
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import numba
 import numpy as np
 import pytest
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
 
 from loramux.kernels.composed_linear import JoinedLinear, ReorderedLinear
 from loramux.kernels.cpu.instructions import amx
-from loramux.kernels.cpu.instructions.compiled import intrinsic
+from loramux.kernels.cpu.instructions.compiled import helper, intrinsic
 from loramux.kernels.cpu.instructions.threads import set_num_threads
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear import linear as cpu_linear
@@ -237,12 +237,12 @@ TILE_PARTS = 3 << 17
 """The configuration and the data of tiles (Intel, "Architecture Instruction Set Extensions Programming Reference")."""
 
 
-@numba.njit
+@helper
 def configure_tiles_here() -> None:
     amx.configure_tiles(1, 1)
 
 
-@numba.njit
+@helper
 def parts_in_use() -> int:
     return _parts_in_use()
 
@@ -255,7 +255,7 @@ def _parts_in_use(typing_context: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(64), [ir.IntType(32)])
         return builder.call(ir.Function(builder.module, kind, "llvm.x86.xgetbv"), [ir.IntType(32)(1)])
 
-    return numba.types.int64(), generate
+    return types.int64(), generate
 
 
 def check_program(
