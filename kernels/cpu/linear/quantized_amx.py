@@ -32,6 +32,7 @@ from loramux.kernels.cpu.instructions.integer_blocks import (
 )
 from loramux.kernels.cpu.instructions.rounded_rows import round_blocks
 from loramux.kernels.cpu.instructions.vectors import stack_memory
+from loramux.kernels.cpu.linear.quantized_layout import BLOCKS
 
 TILE_INPUTS = 64
 """Maximum number of inputs that one instruction multiplies. A tile row has 64 bytes."""
@@ -39,7 +40,7 @@ TILE_INPUTS = 64
 SERIAL_SPLITTING = 100_000
 """Number of elements to split below which waking other threads costs more than it saves."""
 
-TILES_BYTES = 128 * OUTPUTS
+TILES_BYTES = BLOCKS[0] * OUTPUTS
 """Size of the unpacked codes of the largest block, in bytes."""
 
 SUMS_BYTES = 4 * 4 * TILE * TILE

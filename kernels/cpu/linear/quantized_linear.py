@@ -38,7 +38,8 @@ SERIAL_WORK = 500_000
 
 ROWS_WITHOUT_TILES = {16: MAX_ROWS, 8: 40}
 """Maximum number of rows for which tiles of AMX are not used, by the number of bits of `x`. Tiles multiply two bytes of
-each input. They are faster from 13 rows of 16 bits on, but only from about 48 rows of 8 bits on.
+each input. They are faster from 13 rows of 16 bits on. With 8 bits, they are faster only for weights of 8 bits, from
+about 48 rows on, and are not used for weights of 4 bits.
 """
 
 LARGEST_BYTE = np.float32(127)
@@ -88,7 +89,10 @@ class QuantizedLinear:
 
     def uses_tiles(self, num_rows: int) -> bool:
         """True if products of this many rows are computed with AMX."""
-        return num_rows > ROWS_WITHOUT_TILES[self.x_bits] and self.packed.fits_tiles and has_integer_tiles()
+        packed = self.packed
+        if num_rows <= ROWS_WITHOUT_TILES[self.x_bits] or (self.x_bits == 8 and packed.table is not None):
+            return False
+        return packed.fits_tiles and has_integer_tiles()
 
     def rounding(self, uses_tiles: bool) -> tuple[type[np.signedinteger[Any]], np.float32]:
         """The dtype of the integers to which `x` is rounded, and their largest magnitude."""

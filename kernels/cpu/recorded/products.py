@@ -77,7 +77,8 @@ def _record_joined(tape: Tape, joined: JoinedLinear, x: torch.Tensor) -> torch.T
     if len(linears) < len(joined.linears):
         raise NotRecordable("joined products of other weights, or of parts of panels")
     ends = list(accumulate(one.out_features for one in linears))
-    y = tape.rows(ends[-1])
+    # The products may use tiles.
+    y = tape.rows(ends[-1] + quantized_linear.ROW_PAD)[:, : ends[-1]]
     for linear, end in zip(linears, ends, strict=True):
         _record_codes(tape, linear, x, y[:, end - linear.out_features : end])
     return y

@@ -46,7 +46,7 @@ SPECS = {
 }
 
 NUM_ROWS = (1, 3, 13)
-TILE_ROWS = (48, 1, 12, 13, 16, 17, 31, 32, 33)
+TILE_ROWS = (48, 1, 12, 13, 16, 17, 31, 32, 33, 41)
 """Numbers of rows below and above all limits of products with tiles. The first leaves values in the memory that the
 others share.
 """
