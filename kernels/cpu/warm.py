@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from loramux.kernels.composed_linear import ReorderedLinear
+from loramux.kernels.cpu.instructions.amx import has_amx
 from loramux.kernels.cpu.instructions.compiled import completion_mark
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear.coded_experts import make_coded_experts
@@ -147,10 +148,13 @@ def warm_program(pool: _TinyPool, linears: list[Linear]) -> None:
     recorder.silu_and_mul(x)
     recorder.gelu_and_mul(x)
     recorder.clamped_silu_and_mul(x, 1.0, 1.0)
+    # A program of many rows uses AMX, if the CPU has it.
+    many_rows = start_recording(pool.kernels, 16, ())
     for linear in (*linears, ReorderedLinear(linears[-1], torch.arange(WIDTH))):
-        # Products with AMX have no operation.
+        # Products with oneDNN have no operation.
         with suppress(NotRecordable):
             recorder.multiply(linear, x)
+            many_rows.multiply(linear, torch.zeros(16, WIDTH))
     recorder.finish().run((batch,), build_segments(np.zeros(2, np.int32), pool.kernels.segment_rows, RANK))
 
 
@@ -233,7 +237,7 @@ def compile_missing() -> None:
 
     Without this, a kernel would be compiled when a step first calls it, and that step would take a minute.
     """
-    if completion_mark().exists():
+    if completion_mark(has_amx()).exists():
         return
     print("compiling the CPU kernels, once for this machine, which takes one or two minutes ...", file=sys.stderr)
     sys.stderr.flush()
@@ -250,7 +254,7 @@ def main() -> None:
         _end_with_parent()
     begin = time.perf_counter()
     # The sources can change while this runs. What is compiled goes into the directory that was chosen at the import.
-    mark = completion_mark()
+    mark = completion_mark(has_amx())
     mark.parent.mkdir(parents=True, exist_ok=True)
     with (mark.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

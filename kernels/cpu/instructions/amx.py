@@ -72,9 +72,9 @@ class AmxPanels:
     """`y = x @ weightᵀ + bias` for a bfloat16 weight `[out_features, in_features]`. `x` is rounded to bfloat16."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._out_features, in_features = weight.shape
+        self.out_features, in_features = weight.shape
         self._num_steps = -(-in_features // TILE_INPUTS)
-        self._panels, self._num_panels, self._bias = pair_panels(weight, bias, TILE_INPUTS)
+        self.panels, self.num_panels, self.bias = pair_panels(weight, bias, TILE_INPUTS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, in_features = x.shape
@@ -82,12 +82,12 @@ class AmxPanels:
         # uninitialised, and their results are discarded.
         room = num_rows if num_rows <= MAX_ROWS else num_rows + -num_rows % TILE
         rounded = torch.empty(room, self._num_steps * TILE_INPUTS + ROW_PAD, dtype=torch.bfloat16)
-        y = torch.empty(room, self._num_panels * OUTPUTS + ROW_PAD)
+        y = torch.empty(room, self.num_panels * OUTPUTS + ROW_PAD)
         multiply_tile_panels(
             torch.get_num_threads(), *rows_of(x), num_rows, in_features, rounded.data_ptr(), rounded.shape[1],
-            self._panels, self._num_panels, self._num_steps, self._bias.data_ptr(), *rows_of(y),
+            self.panels, self.num_panels, self._num_steps, self.bias.data_ptr(), *rows_of(y),
         )  # fmt: skip
-        return y[:num_rows, : self._out_features]
+        return y[:num_rows, : self.out_features]
 
 
 def emit_call(builder: Any, name: str, arguments: list[Any]) -> None:
@@ -245,10 +245,11 @@ def _multiply_many_rows(
 
 
 @helper
-def _multiply_panels(
+def multiply_share(
     begin: int, end: int, x: int, x_step: int, num_rows: int, num_steps: int, panels: Any, bias: int, y: int,
     y_step: int,
 ) -> None:  # fmt: skip
+    """Compute the outputs of panels `[begin, end)` for all rows. The thread has no tiles before and after."""
     if num_rows <= MAX_ROWS:
         _multiply_few_rows(begin, end, x, x_step, num_rows, num_steps, panels, bias, y, y_step)
     else:
@@ -285,8 +286,8 @@ def multiply_tile_panels(
     if num_rows == 0:
         return
     if num_rows * in_features * num_panels * OUTPUTS < SERIAL_WORK:
-        _multiply_panels(0, num_panels, rounded, rounded_step, num_rows, num_steps, panels, bias, y, y_step)
+        multiply_share(0, num_panels, rounded, rounded_step, num_rows, num_steps, panels, bias, y, y_step)
     else:
         for part in prange(num_threads):
             begin, end = num_panels * part // num_threads, num_panels * (part + 1) // num_threads
-            _multiply_panels(begin, end, rounded, rounded_step, num_rows, num_steps, panels, bias, y, y_step)
+            multiply_share(begin, end, rounded, rounded_step, num_rows, num_steps, panels, bias, y, y_step)

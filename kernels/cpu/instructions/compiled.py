@@ -59,14 +59,16 @@ def cpu_features() -> frozenset[str]:
     return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
 
 
-def completion_mark() -> Path:
+def completion_mark(permits_tiles: bool) -> Path:
     """The file that exists once every kernel is compiled for this CPU, Python and numba.
 
-    Its name contains a hash of everything that numba looks code up by, such as the time of each source file.
+    Its name contains a hash of everything that numba looks code up by, such as the time of each source file, and
+    whether Linux permits AMX (`has_amx`). Without permission, as in some sandboxes, products with tiles are not
+    compiled.
     """
     sources = [(str(path), os.stat(path).st_mtime_ns) for path in _sources()]
     cpu = (_config.CPU_NAME or binding.get_host_cpu_name(), sorted(cpu_features()))
-    known = repr((sys.implementation.cache_tag, numba.__version__, cpu, sources))
+    known = repr((sys.implementation.cache_tag, numba.__version__, cpu, permits_tiles, sources))
     return Path(_config.CACHE_DIR) / f"complete-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
 
 

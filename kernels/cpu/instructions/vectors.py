@@ -315,6 +315,26 @@ def pointer_at(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
+def stack_memory(num_bytes: int) -> Any:
+    """A function without arguments, for kernels. It returns the address of memory on the stack of its caller.
+
+    The memory begins with a cache line and is not initialised.
+    """
+
+    @intrinsic
+    def address(typing_context: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            # `cgutils.alloca_once` would fill the memory with zeros.
+            with builder.goto_entry_block():
+                memory = builder.alloca(ir.ArrayType(ir.IntType(8), num_bytes))
+            memory.align = 64
+            return builder.ptrtoint(memory, ir.IntType(64))
+
+        return types.int64(), generate
+
+    return address
+
+
 @helper
 def floats_at(address: int) -> Any:
     """The float32 values that start at a memory address, as a contiguous array of unlimited length.

@@ -2,8 +2,8 @@
 `quantized_linear`.
 
 Tiles multiply 8-bit integers. Each 16-bit integer of `x` is therefore split into two bytes: `256 * upper + lower`,
-where `upper` is signed and `lower` is not. Four tiles hold the sums of both halves for 16 rows and the 32 outputs of a
-panel (Intel, "Architecture Instruction Set Extensions Programming Reference", on AMX). The codes of a block are
+where `upper` is signed and `lower` is not. Four tiles hold the sums of both halves for up to 16 rows and the 32 outputs
+of a panel (Intel, "Architecture Instruction Set Extensions Programming Reference", on AMX). The codes of a block are
 unpacked once for all rows.
 """
 
@@ -31,6 +31,8 @@ from loramux.kernels.cpu.instructions.integer_blocks import (
     table_of,
 )
 from loramux.kernels.cpu.instructions.rounded_rows import round_blocks
+from loramux.kernels.cpu.instructions.vectors import stack_memory
+from loramux.kernels.cpu.linear.quantized_layout import BLOCKS
 
 TILE_INPUTS = 64
 """Maximum number of inputs that one instruction multiplies. A tile row has 64 bytes."""
@@ -38,7 +40,7 @@ TILE_INPUTS = 64
 SERIAL_SPLITTING = 100_000
 """Number of elements to split below which waking other threads costs more than it saves."""
 
-TILES_BYTES = 128 * OUTPUTS
+TILES_BYTES = BLOCKS[0] * OUTPUTS
 """Size of the unpacked codes of the largest block, in bytes."""
 
 SUMS_BYTES = 4 * 4 * TILE * TILE
@@ -52,6 +54,8 @@ _UPPER, _LOWER = 4, 5
 """Tiles of the two halves of `x`. The sums are in tiles 0 to 3, and the codes in tiles 6 and 7."""
 _CODES = 6
 
+_scratch = stack_memory(TILES_BYTES + SUMS_BYTES)
+
 
 @functools.cache
 def has_integer_tiles() -> bool:
@@ -60,11 +64,11 @@ def has_integer_tiles() -> bool:
 
 
 @intrinsic
-def _configure(typing_context: Any, num_inputs: Any) -> Any:
-    """Configure the tiles for 16 rows, 32 outputs and `num_inputs` <= 64 inputs."""
+def _configure(typing_context: Any, num_rows: Any, num_inputs: Any) -> Any:
+    """Configure the tiles for `num_rows` <= 16 rows, 32 outputs and `num_inputs` <= 64 inputs."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        num_inputs = builder.trunc(args[0], _BYTE)
+        num_rows, num_inputs = (builder.trunc(number, _BYTE) for number in args)
         quads = builder.lshr(num_inputs, _BYTE(2))
         memory = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, 64))
         builder.store(ir.Constant(memory.type.pointee, [1] + [0] * 63), memory)
@@ -72,11 +76,11 @@ def _configure(typing_context: Any, num_inputs: Any) -> Any:
         for tile in range(8):
             width = num_inputs if tile in (_UPPER, _LOWER) else _BYTE(4 * TILE)
             builder.store(width, builder.gep(start, [_LONG(16 + 2 * tile)]))
-            builder.store(quads if tile >= _CODES else _BYTE(TILE), builder.gep(start, [_LONG(48 + tile)]))
+            builder.store(quads if tile >= _CODES else num_rows, builder.gep(start, [_LONG(48 + tile)]))
         emit_call(builder, "ldtilecfg", [start])
         return context.get_dummy_value()
 
-    return types.none(types.int64), generate
+    return types.none(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -114,7 +118,8 @@ def _unpack(typing_context: Any, panels: Any, codes: Any, table: Any, num_pairs:
 def _add_tiles(
     typing_context: Any, x: Any, x_step: Any, lower: Any, tiles: Any, size: Any, num_inputs: Any, sums: Any
 ) -> Any:
-    """Write the sums of 16 rows and one block of `size` inputs to `sums`. A tile holds `num_inputs` inputs of each row.
+    """Write the sums of one tile of rows and one block of `size` inputs to `sums`. A tile holds `num_inputs` inputs of
+    each row.
 
     `x` is the address of the upper halves; the lower halves begin `lower` bytes after it.
     """
@@ -191,7 +196,7 @@ def _add_outputs(
 
 
 @intrinsic
-def _split(typing_context: Any, x: Any, size: Any, upper: Any, lower: Any) -> Any:
+def split(typing_context: Any, x: Any, size: Any, upper: Any, lower: Any) -> Any:
     """Split `size` int16 values into signed upper and unsigned lower bytes. `size` is a multiple of 16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -216,16 +221,25 @@ def _split(typing_context: Any, x: Any, size: Any, upper: Any, lower: Any) -> An
 
 
 @helper
-def _multiply_share(
+def multiply_share(
     begin: int, end: int, halves: int, half_step: int, lower: int, factors: int, factor_step: int, num_rows: int,
     panels: Any, num_groups: int, group: int, block: int, scale_bytes: int, minimum_bytes: int, table: Any, bias: int,
-    tiles: int, sums: int, y: int, y_step: int,
+    y: int, y_step: int,
 ) -> None:  # fmt: skip
-    """Compute the outputs of panels `[begin, end)` for all rows."""
+    """Compute the outputs of panels `[begin, end)` for all rows. The thread has no tiles before and after.
+
+    `halves` has whole tiles of rows, `half_step` bytes apart. The lower halves begin `lower` bytes after the upper
+    halves.
+    """
+    tiles = _scratch()
+    sums = tiles + TILES_BYTES
     input_bytes = OUTPUTS if table is None else OUTPUTS // 2
     head_bytes = (scale_bytes + minimum_bytes) * OUTPUTS
     num_inputs = min(block, TILE_INPUTS)
-    _configure(num_inputs)
+    # With as few tiles of rows as possible, make them nearly equal, because instructions take a cycle for each row.
+    num_tiles = (num_rows + TILE - 1) // TILE
+    tile_rows = (num_rows + num_tiles - 1) // num_tiles
+    _configure(tile_rows, num_inputs)
     for panel in range(begin, end):
         y_panel = y + 4 * OUTPUTS * panel
         begin_outputs(y_panel, y_step, num_rows, OUTPUTS, bias + 4 * OUTPUTS * panel)
@@ -233,11 +247,11 @@ def _multiply_share(
             head = (panel * num_groups + g) * (head_bytes + group * input_bytes)
             for k in range(g * group, (g + 1) * group, block):
                 _unpack(panels, head + head_bytes + (k - g * group) * input_bytes, table, block // 2, tiles)
-                for t in range(0, num_rows, TILE):
+                for t in range(0, num_rows, tile_rows):
                     _add_tiles(halves + t * half_step + k, half_step, lower, tiles, block, num_inputs, sums)
                     _add_outputs(
                         sums, factors + t * factor_step + 8 * (k // block), factor_step, panels, head, scale_bytes,
-                        minimum_bytes, y_panel + t * y_step, y_step, min(TILE, num_rows - t),
+                        minimum_bytes, y_panel + t * y_step, y_step, min(tile_rows, num_rows - t),
                     )  # fmt: skip
     release_tiles()
 
@@ -264,15 +278,13 @@ def multiply_code_tiles(
     minimum_bytes: int,
     table: npt.NDArray[Any] | None,
     bias: int,
-    scratch: int,
     y: int,
     y_stride: int,
 ) -> None:
     """Compute `quantized_linear.multiply_codes` with tiles. `num_rows` is at least 1.
 
     `halves` is scratch for the upper halves of `x`, `[whole tiles of rows, half_stride]` bytes. Scratch of the same
-    size for the lower halves begins `lower` bytes after it. `scratch` has `TILES_BYTES + SUMS_BYTES` bytes for each
-    thread.
+    size for the lower halves begins `lower` bytes after it.
     """
     num_blocks = num_groups * group // block
     x_step, factor_step, y_step = 2 * rounded_stride, 8 * num_blocks, 4 * y_stride
@@ -280,14 +292,13 @@ def multiply_code_tiles(
     size = num_blocks * block
     if num_rows * size < SERIAL_SPLITTING:
         for t in range(num_rows):
-            _split(rounded + t * x_step, size, halves + t * half_stride, halves + lower + t * half_stride)
+            split(rounded + t * x_step, size, halves + t * half_stride, halves + lower + t * half_stride)
     else:
         for t in prange(num_rows):
-            _split(rounded + t * x_step, size, halves + t * half_stride, halves + lower + t * half_stride)
+            split(rounded + t * x_step, size, halves + t * half_stride, halves + lower + t * half_stride)
     for part in prange(num_threads):
-        own = scratch + part * (TILES_BYTES + SUMS_BYTES)
-        _multiply_share(
+        multiply_share(
             num_panels * part // num_threads, num_panels * (part + 1) // num_threads, halves, half_stride, lower,
             factors, factor_step, num_rows, panels, num_groups, group, block, scale_bytes, minimum_bytes, table, bias,
-            own, own + TILES_BYTES, y, y_step,
+            y, y_step,
         )  # fmt: skip

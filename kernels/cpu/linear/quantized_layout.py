@@ -24,7 +24,7 @@ from loramux.kernels.cpu.linear.code_groups import groups_of
 from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
 
 BLOCKS = (128, 64, 32, 16)
-"""Possible numbers of inputs in a block. The products of a block are summed as integers."""
+"""Possible numbers of inputs in a block, in descending order. The products of a block are summed as integers."""
 
 PADDED_TO = 64
 """A single group is padded to a multiple of this many inputs. With a multiple of 128, there would be half as many

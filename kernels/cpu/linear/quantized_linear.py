@@ -22,19 +22,25 @@ from loramux.kernels.cpu.instructions.integer_blocks import (
     add_codes,
 )
 from loramux.kernels.cpu.instructions.rounded_rows import bytes_of, round_blocks
-from loramux.kernels.cpu.linear.quantized_amx import SUMS_BYTES, TILES_BYTES, has_integer_tiles, multiply_code_tiles
+from loramux.kernels.cpu.linear.quantized_amx import has_integer_tiles, multiply_code_tiles
 from loramux.kernels.cpu.linear.quantized_layout import CodePanels, pack_codes
 from loramux.kernels.cpu.linear.unpacked_codes import add_unpacked, unpacks_once
 from loramux.kernels.quantized import QuantizedWeight
 
 ROW_PAD = 32
-"""Padding elements between rows of the rounded `x`, and between rows of `y` if there are many. Without padding, rows
-whose length is a power of two would all map to one cache set."""
+"""Padding elements between rows of the rounded `x`, and between rows of `y` if there are many or if tiles are used.
+Without padding, rows whose length is a power of two would all map to one cache set."""
 
 MANY_ROWS = 64
 
 SERIAL_WORK = 500_000
 """Number of multiplications below which waking other threads costs more than it saves."""
+
+ROWS_WITHOUT_TILES = {16: MAX_ROWS, 8: 40}
+"""Maximum number of rows for which tiles of AMX are not used, by the number of bits of `x`. Tiles multiply two bytes of
+each input. They are faster from 13 rows of 16 bits on. With 8 bits, they are faster only for weights of 8 bits, from
+about 48 rows on, and are not used for weights of 4 bits.
+"""
 
 LARGEST_BYTE = np.float32(127)
 """Largest magnitude of the integers to which an 8-bit `x` is rounded."""
@@ -81,20 +87,30 @@ class QuantizedLinear:
         if bias is not None:
             self.bias[:out_features] = bias.detach()
 
+    def uses_tiles(self, num_rows: int) -> bool:
+        """True if products of this many rows are computed with AMX."""
+        packed = self.packed
+        if num_rows <= ROWS_WITHOUT_TILES[self.x_bits] or (self.x_bits == 8 and packed.table is not None):
+            return False
+        return packed.fits_tiles and has_integer_tiles()
+
+    def rounding(self, uses_tiles: bool) -> tuple[type[np.signedinteger[Any]], np.float32]:
+        """The dtype of the integers to which `x` is rounded, and their largest magnitude."""
+        if self.x_bits == 16:
+            return np.int16, np.float32(self.packed.limit)
+        # Tiles read `x` as int16. The integers are the same.
+        return np.int16 if uses_tiles else np.int8, LARGEST_BYTE
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         packed = self.packed
         num_rows, size = x.shape[0], packed.num_groups * packed.group
         if x.shape[1] < size:
             x = functional.pad(x, (0, size - x.shape[1]))
-        uses_tiles = num_rows > MAX_ROWS and packed.fits_tiles and has_integer_tiles()
-        kind: type[np.signedinteger[Any]] = np.int16
-        limit = np.float32(packed.limit)
-        if self.x_bits == 8:
-            # Tiles read `x` as int16. The integers are the same.
-            kind, limit = np.int16 if uses_tiles else np.int8, LARGEST_BYTE
+        uses_tiles = self.uses_tiles(num_rows)
+        kind, limit = self.rounding(uses_tiles)
         rounded = np.empty((num_rows, size + ROW_PAD), kind)
         factors = torch.empty(num_rows, size // packed.block, 2)
-        y = torch.empty(num_rows, len(self.bias) + (ROW_PAD if num_rows >= MANY_ROWS else 0))
+        y = torch.empty(num_rows, len(self.bias) + (ROW_PAD if uses_tiles or num_rows >= MANY_ROWS else 0))
         inputs = (*rows_of(x), num_rows, limit, rounded.ctypes.data, rounded.shape[1])
         weight = (
             packed.panels, packed.num_panels, packed.num_groups, packed.group, packed.block, packed.scale_bytes,
@@ -103,10 +119,9 @@ class QuantizedLinear:
         if uses_tiles:
             num_threads = torch.get_num_threads()
             halves = torch.empty(2, num_rows + -num_rows % TILE, size + ROW_PAD, dtype=torch.uint8)
-            scratch = torch.empty(num_threads, TILES_BYTES + SUMS_BYTES, dtype=torch.uint8)
             multiply_code_tiles(
                 num_threads, *inputs, halves.data_ptr(), halves.stride(1), halves.stride(0), factors.data_ptr(),
-                *weight, scratch.data_ptr(), *rows_of(y),
+                *weight, *rows_of(y),
             )  # fmt: skip
         else:
             multiply_codes(*inputs, rounded, factors.data_ptr(), *weight, *rows_of(y))

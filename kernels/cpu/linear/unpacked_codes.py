@@ -32,7 +32,7 @@ from loramux.kernels.cpu.instructions.integer_blocks import (
     table_of,
 )
 from loramux.kernels.cpu.instructions.rounded_rows import bytes_of
-from loramux.kernels.cpu.instructions.vectors import WIDTH
+from loramux.kernels.cpu.instructions.vectors import WIDTH, stack_memory
 
 TILE_ROWS = 6
 """Maximum number of rows per tile. With AVX-512, their sums and outputs fit in the registers."""
@@ -50,20 +50,7 @@ _REGISTER_BYTES = 4 * WIDTH
 _BYTE, _LONG = ir.IntType(8), ir.IntType(64)
 _FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
 _BYTES = ir.VectorType(_BYTE, _REGISTER_BYTES)
-
-
-@intrinsic
-def _buffer(typing_context: Any) -> Any:
-    """The address of a buffer of UNPACKED_BYTES on the stack of the calling function."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # `cgutils.alloca_once` would fill the buffer with zeros.
-        with builder.goto_entry_block():
-            memory = builder.alloca(ir.ArrayType(_BYTE, UNPACKED_BYTES))
-        memory.align = _REGISTER_BYTES
-        return builder.ptrtoint(memory, _LONG)
-
-    return types.int64(), generate
+_buffer = stack_memory(UNPACKED_BYTES)
 
 
 @intrinsic

@@ -12,8 +12,10 @@ import torch
 from loramux.kernels.cpu.programs.operation import Operation
 from loramux.kernels.cpu.programs.program import Program
 
-LEAST_ROWS = 32
-"""Buffers have room for this many rows, so that most programs share them."""
+WHOLE_ROWS = 32
+"""Buffers have room for a multiple of this many rows, so that most programs share them. Products with tiles read, and
+write, up to 15 rows after the last one.
+"""
 
 TASKS_PER_THREAD = 8
 """Number of tasks per thread into which a product is divided. Threads then finish a phase at nearly the same time."""
@@ -59,7 +61,8 @@ class Tape:
     def scratch(self, row_bytes: int) -> torch.Tensor:
         """Memory for `num_rows` rows of `row_bytes`, as bytes. It is valid in this layer and the next."""
         row_bytes += -row_bytes % 64
-        memory = self.buffers.memory(self._parity, self._index, max(self.num_rows, LEAST_ROWS) * row_bytes)
+        room = self.num_rows + -self.num_rows % WHOLE_ROWS
+        memory = self.buffers.memory(self._parity, self._index, room * row_bytes)
         self._index += 1
         self._owned.append(memory)
         return memory[: self.num_rows * row_bytes]

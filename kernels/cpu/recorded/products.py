@@ -15,17 +15,17 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 
 from loramux.kernels.composed_linear import JoinedLinear, ReorderedLinear
-from loramux.kernels.cpu.instructions import avx512_bf16
+from loramux.kernels.cpu.instructions import amx, avx512_bf16
+from loramux.kernels.cpu.instructions.amx import AmxPanels
 from loramux.kernels.cpu.instructions.arrays import rows_of
 from loramux.kernels.cpu.instructions.avx512_bf16 import Avx512Bf16Panels
-from loramux.kernels.cpu.instructions.integer_blocks import MAX_ROWS, OUTPUTS
+from loramux.kernels.cpu.instructions.integer_blocks import OUTPUTS
 from loramux.kernels.cpu.instructions.rounded_rows import round_row
 from loramux.kernels.cpu.instructions.vectors import PANEL, floats_at, pointer_at
 from loramux.kernels.cpu.linear import linear as float_panels
-from loramux.kernels.cpu.linear import quantized_linear
+from loramux.kernels.cpu.linear import quantized_amx, quantized_linear
 from loramux.kernels.cpu.linear.linear import FloatPanels, PackedLinear
-from loramux.kernels.cpu.linear.quantized_amx import has_integer_tiles
-from loramux.kernels.cpu.linear.quantized_linear import LARGEST_BYTE, QuantizedLinear
+from loramux.kernels.cpu.linear.quantized_linear import QuantizedLinear
 from loramux.kernels.cpu.programs.operation import Operation, doubles_at, words_at
 from loramux.kernels.cpu.programs.tape import Tape
 from loramux.kernels.recording import NotRecordable
@@ -42,7 +42,7 @@ def record_product(tape: Tape, linear: Any, x: torch.Tensor) -> torch.Tensor:
         y = _record_joined(tape, product, x)
     elif isinstance(product, QuantizedLinear):
         y = _record_codes(tape, product, x)
-    elif isinstance(product, Avx512Bf16Panels):
+    elif isinstance(product, AmxPanels | Avx512Bf16Panels):
         y = _record_pairs(tape, product, x)
     elif isinstance(product, FloatPanels):
         y = _record_floats(tape, product, x)
@@ -77,7 +77,8 @@ def _record_joined(tape: Tape, joined: JoinedLinear, x: torch.Tensor) -> torch.T
     if len(linears) < len(joined.linears):
         raise NotRecordable("joined products of other weights, or of parts of panels")
     ends = list(accumulate(one.out_features for one in linears))
-    y = tape.rows(ends[-1])
+    # The products may use tiles.
+    y = tape.rows(ends[-1] + quantized_linear.ROW_PAD)[:, : ends[-1]]
     for linear, end in zip(linears, ends, strict=True):
         _record_codes(tape, linear, x, y[:, end - linear.out_features : end])
     return y
@@ -99,16 +100,28 @@ def _multiply_pairs(arguments: Any, step: Any, task: Any) -> None:
         avx512_bf16.multiply_panel(panel, words[2], words[3], words[4], words[5], panels, words[7], words[8], words[9])
 
 
-def _record_pairs(tape: Tape, product: Avx512Bf16Panels, x: torch.Tensor) -> torch.Tensor:
-    in_features, num_pairs = x.shape[1], (x.shape[1] + 1) // 2
-    rounded = tape.scratch(4 * num_pairs + 2 * avx512_bf16.ROW_PAD)
+@Operation
+def _multiply_tiles(arguments: Any, step: Any, task: Any) -> None:
+    """Words: number of tasks and of panels, x, its step, number of rows and of steps, panels, bias, y, its step."""
+    words = words_at(arguments)
+    begin, end = words[1] * task // words[0], words[1] * (task + 1) // words[0]
+    panels = carray(pointer_at(words[6]), (_UNLIMITED,), np.uint16)
+    amx.multiply_share(begin, end, words[2], words[3], words[4], words[5], panels, words[7], words[8], words[9])
+
+
+def _record_pairs(tape: Tape, product: AmxPanels | Avx512Bf16Panels, x: torch.Tensor) -> torch.Tensor:
+    multiply, together, pad = _multiply_pairs, 2, 0
+    if isinstance(product, AmxPanels):
+        multiply, together, pad = _multiply_tiles, amx.TILE_INPUTS, avx512_bf16.ROW_PAD
+    in_features, size = x.shape[1], x.shape[1] + -x.shape[1] % together
+    rounded = tape.scratch(2 * (size + avx512_bf16.ROW_PAD))
     rounded_step = _step_of(rounded, tape.num_rows)
-    y = tape.rows(product.num_panels * OUTPUTS)
+    y = tape.rows(product.num_panels * OUTPUTS + pad)
     address, stride = rows_of(x)
-    tape.for_each_row(_round_pairs, (address, 4 * stride, in_features, rounded.data_ptr(), rounded_step, 2 * num_pairs))
+    tape.for_each_row(_round_pairs, (address, 4 * stride, in_features, rounded.data_ptr(), rounded_step, size))
     num_tasks = tape.num_tasks(product.num_panels)
-    tape.in_tasks(_multiply_pairs, num_tasks, (
-        num_tasks, product.num_panels, rounded.data_ptr(), rounded_step, tape.num_rows, num_pairs,
+    tape.in_tasks(multiply, num_tasks, (
+        num_tasks, product.num_panels, rounded.data_ptr(), rounded_step, tape.num_rows, size // together,
         product.panels.ctypes.data, product.bias.data_ptr(), y.data_ptr(), 4 * y.stride(0),
     ))  # fmt: skip
     tape.own(product)
@@ -212,20 +225,62 @@ def _multiply_codes(kind_name: str, entry_name: str | None) -> Operation:
     return Operation(multiply_by_table)
 
 
+@Operation
+def _split_integers(arguments: Any, step: Any, task: Any) -> None:
+    """Words: integers, their step, number of inputs, halves of the integers, their step. The lower halves of a row
+    follow its upper halves.
+    """
+    words = words_at(arguments)
+    upper = words[3] + task * words[4]
+    quantized_amx.split(words[0] + task * words[1], words[2], upper, upper + words[2])
+
+
+@cache
+def _multiply_code_tiles(entry_name: str | None) -> Operation:
+    """The words of `_multiply_codes`, with the halves of the integers instead of the integers."""
+    if entry_name is None:
+
+        def multiply(arguments: Any, step: Any, task: Any) -> None:
+            words = words_at(arguments)
+            panels = carray(pointer_at(words[7]), (_UNLIMITED,), np.uint8)
+            quantized_amx.multiply_share(
+                words[1] * task // words[0], words[1] * (task + 1) // words[0], words[2], words[3],
+                words[8] * words[9], words[4], words[5], words[6], panels, words[8], words[9], words[10], words[11],
+                words[12], None, words[14], words[15], words[16],
+            )  # fmt: skip
+
+        return Operation(multiply)
+
+    entry: Any = np.dtype(entry_name).type
+
+    def multiply_by_table(arguments: Any, step: Any, task: Any) -> None:
+        words = words_at(arguments)
+        panels = carray(pointer_at(words[7]), (_UNLIMITED,), np.uint8)
+        table = carray(pointer_at(words[13]), (16,), entry)
+        quantized_amx.multiply_share(
+            words[1] * task // words[0], words[1] * (task + 1) // words[0], words[2], words[3],
+            words[8] * words[9], words[4], words[5], words[6], panels, words[8], words[9], words[10], words[11],
+            words[12], table, words[14], words[15], words[16],
+        )  # fmt: skip
+
+    return Operation(multiply_by_table)
+
+
 def _record_codes(
     tape: Tape, linear: QuantizedLinear, x: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`out` has room for whole panels. None means new rows."""
     packed, num_rows, in_features = linear.packed, tape.num_rows, x.shape[1]
-    if num_rows > MAX_ROWS and packed.fits_tiles and has_integer_tiles():
-        raise NotRecordable("a product with tiles of AMX")
-    kind, limit = ("int8", LARGEST_BYTE) if linear.x_bits == 8 else ("int16", np.float32(packed.limit))
+    uses_tiles = linear.uses_tiles(num_rows)
+    kind_type, limit = linear.rounding(uses_tiles)
+    kind = np.dtype(kind_type).name
     size, num_blocks = packed.num_groups * packed.group, packed.num_groups * packed.group // packed.block
     rounded = tape.scratch((size + quantized_linear.ROW_PAD) * np.dtype(kind).itemsize)
     factors = tape.scratch(8 * num_blocks)
     # The padding of new memory is 0, and no program writes to it.
     whole = tape.new_rows(size) if in_features < size else None
-    y = tape.rows(packed.num_panels * OUTPUTS) if out is None else out
+    pad = quantized_linear.ROW_PAD if uses_tiles else 0
+    y = tape.rows(packed.num_panels * OUTPUTS + pad) if out is None else out
     address, stride = rows_of(x)
     whole_rows = (0, 0) if whole is None else (whole.data_ptr(), 4 * whole.stride(0))
     rounded_rows = rounded.data_ptr(), _step_of(rounded, num_rows)
@@ -237,8 +292,14 @@ def _record_codes(
     )
     num_tasks = tape.num_tasks(packed.num_panels)
     table = packed.table
-    tape.in_tasks(_multiply_codes(kind, None if table is None else table.dtype.name), num_tasks, (
-        num_tasks, packed.num_panels, *rounded_rows, *factor_rows, num_rows, packed.panels.ctypes.data,
+    entry = None if table is None else table.dtype.name
+    multiply, integers = _multiply_codes(kind, entry), rounded_rows
+    if uses_tiles:
+        halves = tape.scratch(2 * size + quantized_linear.ROW_PAD)
+        multiply, integers = _multiply_code_tiles(entry), (halves.data_ptr(), _step_of(halves, num_rows))
+        tape.for_each_row(_split_integers, (*rounded_rows, size, *integers))
+    tape.in_tasks(multiply, num_tasks, (
+        num_tasks, packed.num_panels, *integers, *factor_rows, num_rows, packed.panels.ctypes.data,
         packed.num_groups, packed.group, packed.block, packed.scale_bytes, packed.minimum_bytes,
         0 if table is None else table.ctypes.data, linear.bias.data_ptr(), y.data_ptr(), 4 * y.stride(0),
     ))  # fmt: skip

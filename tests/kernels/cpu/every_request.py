@@ -86,7 +86,7 @@ def call_every_kernel(dtype: torch.dtype) -> None:
         coded = random_weight(codebook, shift, 70, 64, 32)
         for x_bits in (16, 8):
             linear = make_quantized_linear(coded, None, x_bits)
-            assert linear is None or len(linear(x)) + len(linear(torch.zeros(40, 64))) == 43
+            assert linear is None or len(linear(x)) + len(linear(torch.zeros(41, 64))) == 44
             linears += [] if linear is None else [linear]
             experts = make_coded_experts(5, [coded] * 5, None, x_bits)
             assert experts is None or len(kernels.multiply_experts(x, experts, routing)) == 9
@@ -141,7 +141,7 @@ def decode_of_two() -> AttentionBatch:
 def record_every_operation(
     kernels: CpuKernels, call: LoraCall, linears: list[Callable[[torch.Tensor], torch.Tensor]]
 ) -> None:
-    """Record every kernel of a decode step of two rows, and run the program."""
+    """Record every kernel of a decode step of two rows, and products of many rows, and run both programs."""
     batch = decode_of_two()
     recorder = start_recording(kernels, 2, (batch,))
     x, angles = torch.zeros(2, 64), torch.zeros(2, 8)
@@ -151,9 +151,12 @@ def record_every_operation(
     recorder.rotate_and_store(q, None, None, angles, angles, 1, batch)
     recorder.paged_attention(q, 1, batch, AttentionSpec(4, 2, 16, 0.5, 4, 30), torch.zeros(2, 4, 16), torch.zeros(4))
     recorder.clamped_silu_and_mul(recorder.gelu_and_mul(recorder.silu_and_mul(x)), 2, 7)
+    many_rows = start_recording(kernels, 32, ())
     for linear in (*linears, ReorderedLinear(linears[-1], torch.arange(64)), JoinedLinear(linears[-1:])):
         with suppress(NotRecordable):
             recorder.multiply(linear, x)
+            many_rows.multiply(linear, torch.zeros(32, 64))
     segments = build_segments(np.array([2, 0], np.int32), kernels.segment_rows)
     recorder.lora_add(x, replace(call, segments=segments), torch.zeros(2, 128))
     recorder.finish().run((batch,), segments)
+    many_rows.finish().run((), build_segments(np.full(32, -1, np.int32), kernels.segment_rows))

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
 
 from loramux.kernels.composed_linear import JoinedLinear, ReorderedLinear
+from loramux.kernels.cpu.instructions import amx
+from loramux.kernels.cpu.instructions.compiled import helper, intrinsic
 from loramux.kernels.cpu.instructions.threads import set_num_threads
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear import linear as cpu_linear
 from loramux.kernels.cpu.linear import quantized_linear
 from loramux.kernels.cpu.linear.linear import PackedLinear
+from loramux.kernels.cpu.linear.quantized_amx import has_integer_tiles
 from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
 from loramux.kernels.cpu.programs.program import SERIAL_WORK
-from loramux.kernels.cpu.recorded import products
 from loramux.kernels.cpu.recorder import _OnlyViews, start_recording
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -29,6 +33,7 @@ from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
 from tests.kernels.cpu.codebooks import CODEBOOKS, random_weight
+from tests.kernels.cpu.instruction_sets import runs_here
 from tests.kernels.pools import AdapterPool, adapter_pool
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER = 6, 2, 16, 96, 160
@@ -41,6 +46,10 @@ SPECS = {
 }
 
 NUM_ROWS = (1, 3, 13)
+TILE_ROWS = (48, 1, 12, 13, 16, 17, 31, 32, 33, 41)
+"""Numbers of rows below and above all limits of products with tiles. The first leaves values in the memory that the
+others share.
+"""
 WEIGHT, HEAD_WEIGHT = torch.linspace(0.5, 1.5, HIDDEN), torch.linspace(0.5, 1.5, HEAD_DIM)
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -149,7 +158,7 @@ def outputs_of(step: Step) -> torch.Tensor:
     return OUTPUTS[len(step.total)]
 
 
-OUTPUTS = {num_rows: torch.zeros(num_rows, HEADS, HEAD_DIM) for num_rows in NUM_ROWS}
+OUTPUTS = {num_rows: torch.zeros(num_rows, HEADS, HEAD_DIM) for num_rows in {*NUM_ROWS, *TILE_ROWS}}
 
 
 @pytest.fixture(params=[1, 2], ids=lambda count: f"{count} threads")
@@ -162,10 +171,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture
 def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imitate a CPU without AMX, whose products with many rows a program does not contain."""
+    """Imitate a CPU without AMX."""
     monkeypatch.setattr(cpu_linear, "has_amx", lambda: False)
-    for module in (products, quantized_linear):
-        monkeypatch.setattr(module, "has_integer_tiles", lambda: False)
+    monkeypatch.setattr(quantized_linear, "has_integer_tiles", lambda: False)
+
+
+needs_tiles = pytest.mark.skipif(not has_integer_tiles(), reason="this CPU has no AMX")
 
 
 @pytest.mark.usefixtures("without_tiles")
@@ -197,21 +208,77 @@ def test_program_with_int8_k_and_v_equals_the_kernels(threads: int, spec: str, h
     check_program(geometry, torch.bfloat16, "bfloat16", spec, "silu", has_sinks)
 
 
+@needs_tiles
+@pytest.mark.parametrize(
+    "product", ["bfloat16", "int8 16", "int8 8", "uint4-halves 16", "int4 8", "nf4 16", "composed"]
+)
+def test_program_with_tiles_equals_the_kernels(threads: int, product: str) -> None:
+    geometry = PageGeometry(1, KV_HEADS, HEAD_DIM, 2, 2)
+    check_program(geometry, torch.bfloat16, product, "plain", "silu", False, TILE_ROWS)
+
+
+@needs_tiles
+@pytest.mark.skipif(not runs_here("amx"), reason="tiles are emulated")
+@pytest.mark.parametrize("product", ["bfloat16", "int8 16"])
+def test_a_program_leaves_no_tiles_to_its_thread(product: str) -> None:
+    """Linux would save 8 KiB of tiles on every switch of the thread from then on."""
+    configure_tiles_here()
+    assert parts_in_use() & TILE_PARTS
+    pool = adapter_pool(MODULES, RANKS, PageGeometry(1, KV_HEADS, HEAD_DIM, 4, 4), torch.float32).pool
+    recorder = start_recording(CpuKernels(pool), 16, ())
+    recorder.multiply(make_linears(product)[0], torch.zeros(16, HIDDEN))
+    program = recorder.finish()
+    assert program.num_threads == 1
+    program.run((), build_segments(np.full(16, -1, np.int32), CpuKernels.segment_rows))
+    assert not parts_in_use() & TILE_PARTS
+
+
+TILE_PARTS = 3 << 17
+"""The configuration and the data of tiles (Intel, "Architecture Instruction Set Extensions Programming Reference")."""
+
+
+@helper
+def configure_tiles_here() -> None:
+    amx.configure_tiles(1, 1)
+
+
+@helper
+def parts_in_use() -> int:
+    return _parts_in_use()
+
+
+@intrinsic
+def _parts_in_use(typing_context: Any) -> Any:
+    """The parts of the calling thread's state that are in use, one bit each (the instruction `xgetbv`)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(32)])
+        return builder.call(ir.Function(builder.module, kind, "llvm.x86.xgetbv"), [ir.IntType(32)(1)])
+
+    return types.int64(), generate
+
+
 def check_program(
-    geometry: PageGeometry, dtype: torch.dtype, product: str, spec: str, gate: str, has_sinks: bool
+    geometry: PageGeometry,
+    dtype: torch.dtype,
+    product: str,
+    spec: str,
+    gate: str,
+    has_sinks: bool,
+    all_num_rows: Sequence[int] = NUM_ROWS,
 ) -> None:
     """`dtype` is that of adapters, and of K and V unless the geometry has scales."""
     adapters = adapter_pool(MODULES, RANKS, geometry, dtype)
     # Pages for K and V follow the adapters' pages.
     first_page = adapters.pool.raw.shape[0]
-    raw = torch.cat([adapters.pool.raw, torch.zeros(40, *adapters.pool.raw.shape[1:], dtype=torch.uint8)])
+    raw = torch.cat([adapters.pool.raw, torch.zeros(90, *adapters.pool.raw.shape[1:], dtype=torch.uint8)])
     scales = torch.zeros(raw.shape[0], 1, geometry.num_scales, dtype=torch.bfloat16)
     kv_scales = scales if geometry.num_scales else None
     kv = raw.view(dtype if kv_scales is None else torch.int8)
     pool = PoolViews(raw=raw, kv=kv, adapter=raw.view(dtype), geometry=geometry, kv_scales=kv_scales)
     kernels, linears = CpuKernels(pool), make_linears(product)
     sinks = torch.linspace(-1, 1, HEADS) if has_sinks else None
-    for num_rows in NUM_ROWS:
+    for num_rows in all_num_rows:
         lengths = [[1, 33, 16, 17, 5][row % 5] for row in range(num_rows)]
         first, second = (make_step(adapters, first_page, lengths, seed) for seed in (1, 2))
         recorder = start_recording(kernels, num_rows, (first.batch,))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from loramux.kernels.cpu import warm
-from loramux.kernels.cpu.instructions import compiled
+from loramux.kernels.cpu.instructions import amx, compiled
 
 
 @pytest.fixture
@@ -62,8 +62,14 @@ def other_features(monkeypatch: pytest.MonkeyPatch, _tmp_path: Path) -> None:
     monkeypatch.setattr(compiled._config, "CPU_FEATURES", "+avx2")
 
 
-@pytest.mark.parametrize("change", [newer_source, other_cpu, other_features])
-def test_kernels_are_compiled_again_where_numba_would_not_find_them(
+def permission_for_amx(monkeypatch: pytest.MonkeyPatch, _tmp_path: Path) -> None:
+    """Or no longer a permission. Products with tiles are compiled only with it."""
+    permitted = amx.has_amx()
+    monkeypatch.setattr(warm, "has_amx", lambda: not permitted)
+
+
+@pytest.mark.parametrize("change", [newer_source, other_cpu, other_features, permission_for_amx])
+def test_kernels_are_compiled_again_where_numba_would_not_find_all(
     compilations: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -18,7 +18,7 @@ from loramux.kernels.cpu.instructions.vectors import WIDTH
 from loramux.kernels.cpu.linear import quantized_linear
 from loramux.kernels.cpu.linear.code_groups import groups_of
 from loramux.kernels.cpu.linear.quantized_layout import pack_codes
-from loramux.kernels.cpu.linear.quantized_linear import QuantizedLinear, make_quantized_linear
+from loramux.kernels.cpu.linear.quantized_linear import ROWS_WITHOUT_TILES, QuantizedLinear, make_quantized_linear
 from loramux.kernels.cpu.linear.unpacked_codes import UNPACK_ROWS
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 from loramux.kernels.reference.quantized import multiply_codes, round_to_bytes
@@ -130,7 +130,7 @@ def test_activations_of_8_bits_are_exact_integers(name: str, out_features: int, 
     assert product is not None
     assert packed is not None
     dequantized = torch.from_numpy(weight.dequantize()).double()
-    for num_rows in (0, 1, MAX_ROWS, MAX_ROWS + 1, 40):
+    for num_rows in (0, 1, MAX_ROWS, MAX_ROWS + 1, ROWS_WITHOUT_TILES[8] + 1):
         x = torch.randn(num_rows, in_features)
         expected = multiply_codes(round_to_bytes(x, packed.block), weight, bias)
         magnitude = x.double().abs() @ (dequantized.abs() + shifts_of(weight)).T + bias.abs()
@@ -334,12 +334,18 @@ def test_tiles_compile(tmp_path: Path) -> None:
     assert said == "compiled with AMX\n"
 
 
-def test_tiles_are_used_for_many_rows_of_small_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("x_bits", "faster"), [(16, ("int8", "int4")), pytest.param(8, ("int8",), marks=needs_vnni)])
+def test_tiles_are_used_for_many_rows_where_they_are_faster(
+    x_bits: int, faster: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     used: list[int] = []
     monkeypatch.setattr(quantized_linear, "has_integer_tiles", lambda: True)
     monkeypatch.setattr(quantized_linear, "multiply_code_tiles", lambda *arguments: used.append(arguments[3]))
-    for codebook in (INT8, INT4, NF4):
-        linear = multiply(random_weight(codebook, None, 32, 128, 64))
-        for num_rows in (MAX_ROWS, MAX_ROWS + 1):
+    most = ROWS_WITHOUT_TILES[x_bits]
+    for name in ("int8", "int4", "nf4"):
+        linear = make_quantized_linear(random_weight(*CODEBOOKS[name], 32, 128, 64), None, x_bits)
+        assert linear is not None
+        used.clear()
+        for num_rows in (most, most + 1):
             linear(torch.zeros(num_rows, 128))
-    assert used == 2 * [MAX_ROWS + 1]
+        assert used == ([most + 1] if name in faster else [])
