@@ -5,8 +5,8 @@
     bytes [12, 44)  SHA-256 of the header
     then the header (JSON), zeros up to a multiple of 4096, and the payload up to the end of the file
 
-The header contains the payload's lane sums (`checksums.py`). Whoever can write the file can make both checksums match, so
-they detect accidents, not attacks.
+The header contains the payload's lane sums (`checksums.py`). Both checksums detect accidents, not attacks: a program
+that can write the file can make them match.
 """
 
 from __future__ import annotations

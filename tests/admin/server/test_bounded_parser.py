@@ -73,3 +73,41 @@ def test_spaces_around_values_are_removed() -> None:
     request = parser.next_event()
     assert isinstance(request, h11.Request)
     assert list(request.headers) == [(b"host", b"x"), (b"a", b"b  c"), (b"d", b""), (b"e", b"")]
+
+
+def in_body(head: bytes, *, body: bytes = b"") -> BoundedParser:
+    """A parser that has read a request's head, and `body` with it."""
+    parser = BoundedParser()
+    parser.receive_data(b"POST / HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n" + body)
+    assert isinstance(parser.next_event(), h11.Request)
+    return parser
+
+
+def test_middle_of_a_body_is_counted_without_being_parsed() -> None:
+    parser = in_body(b"content-length: 10")
+    assert parser.skips_body(4)
+    assert parser.skips_body(5)
+    assert not parser.skips_body(1), "the end of the body is parsed"
+    parser.receive_data(b"!GET / HTTP/1.1\r\nhost: y\r\n\r\n")
+    data = parser.next_event()
+    assert isinstance(data, h11.Data)
+    assert bytes(data.data) == b"!"
+    assert isinstance(parser.next_event(), h11.EndOfMessage)
+    assert parser.next_event() is h11.PAUSED
+
+
+def test_other_bytes_are_parsed() -> None:
+    assert not BoundedParser().skips_body(1), "a head"
+    assert not in_body(b"transfer-encoding: chunked").skips_body(1)
+    assert not in_body(b"content-length: 10", body=b"abc").skips_body(1), "earlier bytes are not parsed yet"
+    answered = in_body(b"content-length: 10")
+    answered.send(h11.Response(status_code=413, headers=[("content-length", "0")]))
+    assert not answered.skips_body(1)
+
+
+def test_body_that_ends_early_is_noticed_after_a_part_that_was_not_parsed() -> None:
+    parser = in_body(b"content-length: 10")
+    assert parser.skips_body(4)
+    parser.receive_data(b"")
+    with pytest.raises(h11.RemoteProtocolError, match="received 4 bytes, expected 10"):
+        parser.next_event()
