@@ -7,7 +7,6 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -130,23 +129,10 @@ class BoundedConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         begins_head = self._waits_for_request
-        if self._parser.skips_body(len(data)):
-            self._pass_on(data)
-        else:
-            super().data_received(data)
+        super().data_received(data)
         # The first byte of a request head and bytes of a body are progress, but other bytes of a head are not.
         if begins_head or not self.is_idle:
             self.since_s = self.loop.time()
-
-    def _pass_on(self, data: bytes) -> None:
-        """Pass a part of a body on as uvicorn does, but without h11, which copies it three times."""
-        if self.cycle.body:
-            self.cycle.body += data
-        else:
-            self.cycle.body = data  # type: ignore[assignment]
-        if len(self.cycle.body) > HIGH_WATER_LIMIT:
-            self.flow.pause_reading()
-        self.cycle.message_event.set()
 
     def _should_upgrade(self) -> bool:
         """No protocol is offered. uvicorn would advise the operator to install a library for each request that asks."""

@@ -37,18 +37,3 @@ class BoundedParser(h11.Connection):
                 self.is_head_too_long = True
                 raise h11.RemoteProtocolError("the request head is too long", error_status_hint=431)
         return super().next_event()
-
-    def skips_body(self, num_bytes: int) -> bool:
-        """Count the next bytes from the client as read, without parsing them, if all of them are in the middle of a
-        body of known length. Return False if they have to be parsed. The end of a body always has to be.
-        """
-        reader = self._reader
-        if (
-            not isinstance(reader, _readers.ContentLengthReader)
-            or self.our_state is not h11.SEND_RESPONSE
-            or self._receive_buffer
-            or num_bytes >= reader._remaining
-        ):
-            return False
-        reader._remaining -= num_bytes
-        return True

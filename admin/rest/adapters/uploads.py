@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Literal, NotRequired
@@ -155,34 +154,30 @@ def declared_length(request: Request) -> int | None:
 def body_chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
     """Yield the body's chunks to a function on a thread. The client can send only as fast as the function reads."""
     deadline_s = time.monotonic() + UPLOAD_TIMEOUT_S
-    while parts := anyio.from_thread.run(_next_parts, body, deadline_s):
-        yield from parts
+    while chunk := anyio.from_thread.run(_next_bytes, body, deadline_s):
+        yield chunk
 
 
-async def _next_parts(body: AsyncIterator[bytes], deadline_s: float) -> list[bytes]:
-    """Collect about READ_BYTES of a body, because each call from a thread costs as much as a part."""
+async def _next_bytes(body: AsyncIterator[bytes], deadline_s: float) -> bytes:
+    """Collect about READ_BYTES of a body, because each call from a thread costs as much as a chunk."""
     parts: list[bytes] = []
     size = 0
-    loop = asyncio.get_running_loop()
     try:
-        # Moving a deadline of anyio takes several times as long.
-        async with asyncio.timeout(CHUNK_TIMEOUT_S) as limit:
+        with anyio.fail_after(CHUNK_TIMEOUT_S) as scope:
             while size < READ_BYTES:
-                part = await anext(body, None)
-                if part is None:
+                chunk = await anext(body, None)
+                if chunk is None:
                     break
                 if time.monotonic() > deadline_s:
                     raise InvalidRequest(f"the body took longer than {UPLOAD_TIMEOUT_S:g} s", code="body_timeout")
-                # The last part is empty.
-                if part:
-                    parts.append(part)
-                    size += len(part)
-                limit.reschedule(loop.time() + CHUNK_TIMEOUT_S)
+                parts.append(chunk)
+                size += len(chunk)
+                scope.deadline = anyio.current_time() + CHUNK_TIMEOUT_S
     except TimeoutError:
         raise InvalidRequest("the body stopped arriving", code="body_timeout") from None
     except ClientDisconnect:
         raise InvalidRequest("the body ended early", code="incomplete_body") from None
-    return parts
+    return b"".join(parts)
 
 
 def _describe_upload(

@@ -37,8 +37,6 @@ class Listener:
     num_waiting: int = 0
     num_left: int = 0
     num_endless_bytes: int = 0
-    received: bytearray = field(default_factory=bytearray)
-    """All request bodies."""
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -53,7 +51,6 @@ class Listener:
             message: Any = {"more_body": True}
             while message.get("more_body"):
                 message = await receive()
-                self.received += message.get("body", b"")
             if scope["path"] == "/wait":
                 await self.may_end.wait()
             said = json.dumps([scope["client"][0], scope["scheme"]]).encode()

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import json
 import logging
-import random
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
@@ -24,7 +23,6 @@ from loramux.admin.server.bounded_connection import (
     BoundedConnection,
     JoinedWrites,
 )
-from loramux.admin.server.bounded_parser import BoundedParser
 from loramux.admin.server.connection_limits import KEEP_ALIVE_S, ConnectionLimits
 from loramux.admin.server.connection_registry import ConnectionRegistry
 from loramux.admin.server.listeners import MAX_UNSENT_BYTES
@@ -296,26 +294,6 @@ def test_slow_but_steady_reader_gets_the_whole_response() -> None:
         assert num_bytes > 8_000_000
         assert num_sweeps >= 8
         assert listener.num_refused("slow_reader") == 0
-
-
-def test_large_body_arrives_whole_although_only_its_ends_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed: list[int] = []
-    receive_data = BoundedParser.receive_data
-
-    def watched(parser: BoundedParser, data: bytes) -> None:
-        parsed.append(len(data))
-        receive_data(parser, data)
-
-    monkeypatch.setattr(BoundedParser, "receive_data", watched)
-    body = random.Random(0).randbytes(4 << 20)
-    head = b"PUT / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
-    with listening() as listener, listener.open(head + body) as connection:
-        assert answer(connection)[0] == 200
-        assert listener.received == body
-        # uvloop reads at most 256,000 bytes at a time.
-        assert sum(parsed) <= 2 * 256_000
-        connection.sendall(HELLO)
-        assert answer(connection)[0] == 200
 
 
 def test_oldest_idle_connection_is_closed_for_a_new_one() -> None:
