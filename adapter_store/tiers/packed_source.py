@@ -64,8 +64,7 @@ class PackedSource:
 
     If an adapter depends on the base's weights, as a DoRA adapter does, the key of its packed file ends with the first
     16 digits of the fingerprint of these weights. The file's header contains the whole fingerprint, and a file for
-    another base is never used. Earlier releases stored such files under a key without the fingerprint. Files with such
-    a key are used if they fit this base, and deleted otherwise.
+    another base is never used.
     """
 
     def __init__(
@@ -211,7 +210,7 @@ class PackedSource:
         return self._rebuild(digest, check_wanted) if packed is None else packed
 
     def _from_key(self, key: str, digest: str, check_wanted: Callable[[], None]) -> PackedAdapter | None:
-        """Download a packed file. Return None if it is missing, or if it has been deleted because it cannot be used."""
+        """Download a packed file. Return None if it is missing, or if it was corrupt and has been deleted."""
         file = self.disk.new_file()
         try:
             try:
@@ -219,9 +218,6 @@ class PackedSource:
                 self._keep_unless(check_wanted, digest, file)
                 packed = self._read_path(file, digest)
             except BlobNotFound:
-                return None
-            except PackedForOtherBase:
-                self._blobs.delete(key)
                 return None
             except AdapterCorrupt:
                 # Either the blob store's checks or the checks of this class found wrong bytes.
