@@ -213,6 +213,13 @@ def test_damaged_header_with_a_right_checksum_is_refused(
         read_packed(tmp_path / "p", target)
 
 
+def test_header_of_more_than_4_mib_is_refused(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+    write_packed(tmp_path / "p", packed_of(make_adapter(), target, tmp_path / "c"), target)
+    (tmp_path / "p").write_bytes(with_header((tmp_path / "p").read_bytes(), b"{", b"{" + b" " * (4 << 20)))
+    with pytest.raises(AdapterCorrupt, match="not a packed adapter of this format"):
+        read_packed(tmp_path / "p", target)
+
+
 def test_scales_and_digest_match_the_canonical_file(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
     files = make_adapter(rank=3, use_rslora=True)
     packed = packed_of(files, target, tmp_path / "c")
