@@ -5,7 +5,7 @@
     bytes [12, 44)  SHA-256 of the header
     then the header (JSON), zeros up to a multiple of 4096, and the payload up to the end of the file
 
-The header contains the payload's lane sums (`checksums.py`). Accidents are detected, except for about one of 500,000
+The header contains the payload's lane sums (`checksums.py`). Accidents are detected, except for about one of 130,000
 pairs of flipped bits in one chunk of the payload: see `LaneSums`. Attacks are not detected, because a program that can
 write the file can make both checksums match.
 """
