@@ -9,7 +9,7 @@ alternate:
     fetch     like `memory`, with the staging process's number of threads; a GPU would copy from host memory
     pool      the staging process reads into shared memory, and a thread of this process copies to the pool's pages
     one       like `pool`, but one adapter at a time, from the request until its tables are published
-    first     like `pool`, with a new staging process, which verifies SHA-256 instead of a faster checksum
+    first     like `pool`, with a new staging process
 
 The result is each method's throughput relative to `plain` in the same round.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +23,7 @@ from loramux.adapter_store.errors import (
     PackedForOtherBase,
     StoreError,
 )
-from loramux.adapter_store.formats.files.checksums import PayloadCheck, Proof
+from loramux.adapter_store.formats.files.checksums import PayloadCheck
 from loramux.adapter_store.formats.packed.canonical import digest_of
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packed_file import HostMemory, plain_memory, read_open_packed, write_packed
@@ -35,22 +34,8 @@ from loramux.adapter_store.tiers.tier_figures import Held, PassedStage, Tier, Ti
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CANONICAL_ATTEMPTS = 2
-_MAX_PROOFS = 1 << 14
 _MAX_DOWNLOADS = 64
 """Maximum number of download threads, including threads of abandoned downloads that still wait for the blob store."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileIdentity:
-    """A file's identity, which changes when the file is replaced or written to."""
-
-    inode: int
-    size: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileIdentity:
-        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,18 +57,14 @@ class PackedSource:
 
     - a canonical file, whenever it is downloaded: its SHA-256, which is the digest;
     - a packed file's header, at each read: its SHA-256;
-    - a packed file's pages, when this engine first reads the file, even if an earlier run or another engine wrote it:
-      their SHA-256, which the header states;
-    - the pages at later reads, while the file's inode, size and modification time are unchanged: the lane sums recorded
-      at the first read.
+    - a packed file's pages, at each read: their lane sums, which the header states.
 
     The check always covers the bytes in memory after the read. A corrupt file is set aside and downloaded again. If the
     blob store's packed file is missing or corrupt, it is rebuilt from the canonical file.
 
     If an adapter depends on the base's weights, as a DoRA adapter does, the key of its packed file ends with the first
     16 digits of the fingerprint of these weights. The file's header contains the whole fingerprint, and a file for
-    another base is never used. Earlier releases stored such files under a key without the fingerprint. Files with such
-    a key are used if they fit this base, and deleted otherwise.
+    another base is never used.
     """
 
     def __init__(
@@ -104,7 +85,6 @@ class PackedSource:
             held=lambda: {"disk": Held(disk.used_bytes, disk.num_evictions)}, breaker=lambda: blobs.breaker_state
         )
         self._lock = threading.Lock()
-        self._proofs: OrderedDict[str, tuple[FileIdentity, Proof]] = OrderedDict()
         # Downloads run on their own threads, so that a cancelled fetch can return although its download is stuck.
         self._downloads = ThreadPoolExecutor(_MAX_DOWNLOADS, thread_name_prefix="download")
         self._running: dict[str, tuple[_Download, Future[PackedAdapter]]] = {}
@@ -230,7 +210,7 @@ class PackedSource:
         return self._rebuild(digest, check_wanted) if packed is None else packed
 
     def _from_key(self, key: str, digest: str, check_wanted: Callable[[], None]) -> PackedAdapter | None:
-        """Download a packed file. Return None if it is missing, or if it has been deleted because it cannot be used."""
+        """Download a packed file. Return None if it is missing, or if it was corrupt and has been deleted."""
         file = self.disk.new_file()
         try:
             try:
@@ -238,9 +218,6 @@ class PackedSource:
                 self._keep_unless(check_wanted, digest, file)
                 packed = self._read_path(file, digest)
             except BlobNotFound:
-                return None
-            except PackedForOtherBase:
-                self._blobs.delete(key)
                 return None
             except AdapterCorrupt:
                 # Either the blob store's checks or the checks of this class found wrong bytes.
@@ -317,18 +294,10 @@ class PackedSource:
             return self._read(file.fileno(), os.fstat(file.fileno()), digest, "blobs")
 
     def _read(self, descriptor: int, status: os.stat_result, digest: str, verifies: Tier) -> PackedAdapter:
-        identity = FileIdentity.of(status)
-        with self._lock:
-            known = self._proofs.pop(digest, None)
-        check = PayloadCheck(known[1] if known is not None and known[0] == identity else None)
+        check = PayloadCheck()
         packed = read_open_packed(descriptor, status, check, self._target, digest, self._allocate)
         if packed.base is not None and packed.base != self._base.fingerprint:
             raise PackedForOtherBase("the adapter was packed for a base with other weights")
-        assert check.proof is not None
-        with self._lock:
-            self._proofs[digest] = (identity, check.proof)
-            if len(self._proofs) > _MAX_PROOFS:
-                self._proofs.popitem(last=False)
         self.figures.count_stage("disk", "read", packed.payload.nbytes, check.read_s)
         self.figures.count_stage(verifies, "verify", packed.payload.nbytes, check.verify_s)
         return packed

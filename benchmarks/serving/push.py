@@ -44,7 +44,7 @@ from benchmarks.harness import Run, begin, exit_on_sigterm, new_parser, percenti
 from benchmarks.peers.child_server import HOST, NO_DRAFTS, child_server, free_port, own_environment
 from benchmarks.peers.vocabulary import FIRST_WORD, write_tokenizer
 from benchmarks.random_model import SHAPES, Shape, load_peft, make_base
-from benchmarks.serving.push_processes import Trainer, TrainerOptions, stream_gaps
+from benchmarks.serving.push_processes import Pushed, Trainer, TrainerOptions, stream_gaps
 from loramux.admin.bench.asks import Ask
 from loramux.admin.client.client import AdminClient
 from loramux.admin.client.openai_server import OpenAIServer
@@ -116,15 +116,9 @@ class World:
 
     def push(self, policy: Policy) -> None:
         """Push the next version, and check every answer before, during and after. Raises CheckError."""
-        number = next(self._numbers)
-        variant = number % len(self.variants)
-        # The next number, unless the push fails.
-        policy.variants[policy.newest + 1] = variant
         with self._asked(policy, is_moving=True):
-            pushed = self.trainer.push(f"{TENANT}/{policy.name}", variant, number)
+            pushed = self._send(policy)
             self._last_s = taken_s = pushed.ended_s - pushed.began_s
-        if pushed.version != policy.newest + 1:
-            raise CheckError(f"the push became version {pushed.version} instead of {policy.newest + 1}")
         policy.newest = pushed.version
         first_s = self._first_token(policy, self._prompt)
         self.check(policy)
@@ -134,6 +128,10 @@ class World:
         for stage, ms in stages.items():
             self.figures.stages_ms[stage].append(ms)
         self.figures.totals_s.append(taken_s + first_s)
+
+    def only_push(self, policy: Policy) -> None:
+        """Push the next version without any other request. Raises CheckError."""
+        policy.newest = self._send(policy).version
 
     def only_ask(self, policy: Policy) -> None:
         """Send the requests of a push, for as long as the last push took, without the push. Raises CheckError."""
@@ -164,6 +162,16 @@ class World:
             raise CheckError(
                 f"version {number} of {policy.name} answers with a log-probability that is {worst:.3f} off"
             )
+
+    def _send(self, policy: Policy) -> Pushed:
+        number = next(self._numbers)
+        variant = number % len(self.variants)
+        # The next number, unless the push fails.
+        policy.variants[policy.newest + 1] = variant
+        pushed = self.trainer.push(f"{TENANT}/{policy.name}", variant, number)
+        if pushed.version != policy.newest + 1:
+            raise CheckError(f"the push became version {pushed.version} instead of {policy.newest + 1}")
+        return pushed
 
     @contextmanager
     def _asked(self, policy: Policy, is_moving: bool) -> Iterator[None]:
@@ -291,19 +299,19 @@ def measure(world: World, readers: ProcessPoolExecutor, streamed: Sequence[str],
             shown = ", ".join(f"p{at} {percentile(gaps, at) * 1e3:.1f} ms" for at in (50, 90, 99))
             run.console.print(f"round {number + 1}, {way}: gaps {shown}")
     began_s, began_cpu = time.perf_counter(), cpu_s()
-    paced = world.figures
-    world.figures = Figures(num_answers=paced.num_answers, worst=paced.worst)
     for _ in range(arguments.saturating):
-        world.push(next(due))
+        world.only_push(next(due))
     taken_s, used_s = time.perf_counter() - began_s, cpu_s() - began_cpu
-    paced.num_answers, paced.worst = world.figures.num_answers, world.figures.worst
+    for policy in world.policies:
+        world.check(policy)
+    figures = world.figures
     ratios = [after / before for after, before in zip(p99s["pushes"], p99s["quiet"], strict=True)]
     return {
-        "pushes": len(paced.totals_s),
-        "push_to_first_token_s": {f"p{at}": round(percentile(paced.totals_s, at), 3) for at in (50, 90, 99, 100)},
+        "pushes": len(figures.totals_s),
+        "push_to_first_token_s": {f"p{at}": round(percentile(figures.totals_s, at), 3) for at in (50, 90, 99, 100)},
         "stages_ms": {
             stage: {f"p{at}": round(percentile(found, at), 1) for at in (50, 99)}
-            for stage, found in paced.stages_ms.items()
+            for stage, found in figures.stages_ms.items()
             if found
         },
         "gap_p99_ms": {way: [round(one * 1e3, 2) for one in found] for way, found in p99s.items()},
@@ -312,9 +320,9 @@ def measure(world: World, readers: ProcessPoolExecutor, streamed: Sequence[str],
             "pushes_s": round(arguments.saturating / taken_s, 2),
             "cpu_s_per_push": round(used_s / max(1, arguments.saturating), 3),
         },
-        "answers": paced.num_answers,
+        "answers": figures.num_answers,
         "stale_tokens": 0,
-        "largest_difference_from_peft": round(paced.worst, 6),
+        "largest_difference_from_peft": round(figures.worst, 6),
     }
 
 
@@ -348,7 +356,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--streams", type=int, default=4, help="number of concurrent streams (%(default)s)")
     add("--answer", type=int, default=128, help="tokens of a stream's answer (%(default)s)")
     add("--warm", type=float, default=2.0, help="seconds of streams before each round (%(default)s)")
-    add("--saturating", type=int, default=20, help="number of pushes back to back at the end (%(default)s)")
+    add("--saturating", type=int, default=20, help="number of pushes back to back at the end, alone (%(default)s)")
     return parser.parse_args(argv)
 
 

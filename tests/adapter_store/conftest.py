@@ -198,7 +198,7 @@ def store_adapter(make_adapter: AdapterMaker, target: PackTarget, tmp_path: Path
         write_packed(packed_path, packed, target)
         blobs.put(canonical_key(digest), canonical)
         if is_packed:
-            blobs.put(packed_key(digest, target.pack_key), packed_path)
+            blobs.put(packed_key(digest, target.pack_key, packed.base), packed_path)
         return StoredAdapter(digest, packed)
 
     return store

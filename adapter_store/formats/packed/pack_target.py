@@ -31,8 +31,8 @@ from loramux.kernels.layout import (
 
 T = TypeVar("T", bound=np.generic)
 
-PACK_FORMAT = 3
-"""Version of the packed layout. When it increases, every packed file is rebuilt."""
+PACK_FORMAT = 4
+"""Version of the packed file. When it increases, every packed file is rebuilt."""
 
 FP8 = "float8_e4m3"
 """The dtype of adapters that are stored as FP8 codes: see `fp8.py`."""

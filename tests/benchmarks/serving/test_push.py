@@ -37,8 +37,9 @@ def test_a_small_run_has_the_time_of_every_stage(tmp_path: Path) -> None:
     figures = json.loads(out.read_text())
     assert figures["stages_ms"].keys() == set(push.STAGES)
     assert figures["pushes"] == 4
-    # One before and one after each of six pushes, and one after each adapter's first push.
-    assert figures["answers"] >= 14
+    # One before and one after each of four pushes, as many in the quiet rounds, one after the adapter's first push, and
+    # one at the end.
+    assert figures["answers"] >= 18
     assert figures["largest_difference_from_peft"] < 1e-3
 
 

@@ -139,5 +139,5 @@ def test_packed_file_records_the_base_that_its_gains_belong_to(
         place = (page * 2 + 1) * target.geometry.page_bytes + element * target.storage_dtype.itemsize
         damaged[4096 + place] ^= 1
         (tmp_path / "packed").write_bytes(damaged)
-        with pytest.raises(AdapterCorrupt, match=r"damaged in model\.layers\.1\.self_attn\.v_proj"):
+        with pytest.raises(AdapterCorrupt, match="pages of the packed file are damaged"):
             read_packed(tmp_path / "packed", target)
