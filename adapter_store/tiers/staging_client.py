@@ -157,6 +157,11 @@ class StagingClient:
         """PID of the running process, or None if there is none."""
         return None if self._link is None else self._link.process.pid
 
+    @property
+    def host_memory(self) -> npt.NDArray[np.uint8]:
+        """The memory of the host tier, uint8 `[num_bytes]`."""
+        return self._memory.array[: self._host.max_bytes]
+
     def await_opened(self, timeout_s: float) -> None:
         """Wait until the process has opened its tiers. Raises StagingRefused on failure or timeout."""
         due_s = time.monotonic() + timeout_s

@@ -100,7 +100,8 @@ class Stand:
     async def time_of_a_prompt(self, replica_ids: Callable[[], Iterable[str]], seed: int) -> float | None:
         """Send requests, and return when one of these replicas first had a prompt, or None if they got none."""
         taken_s = None
-        streaming = asyncio.create_task(self.stream_many(8, seed))
+        # More than one replica takes, so that the others get some, whatever they hold.
+        streaming = asyncio.create_task(self.stream_many(2 * int(MAX_SEQUENCES), seed))
         while not streaming.done():
             await asyncio.sleep(0.1)
             if taken_s is None and await asyncio.to_thread(lambda: self.has_cached_pages(replica_ids())):
@@ -143,8 +144,17 @@ def run_cluster(made: Deployment, *arguments: str, **environment: str) -> subpro
 
 
 def replica_pids() -> list[int]:
-    """The processes of this test's replicas. Ray gives them this name."""
-    found = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:loramux:engine"], capture_output=True, text=True)
+    return pids_of("^ray::ServeReplica:loramux:engine")
+
+
+def spare_pids() -> list[int]:
+    """The processes that Ray keeps in reserve."""
+    return pids_of("^ray::IDLE")
+
+
+def pids_of(name: str) -> list[int]:
+    """The processes of this test's cluster to which Ray has given this name."""
+    found = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True)
     return [int(pid) for pid in found.stdout.split() if is_ours(int(pid))]
 
 
@@ -239,9 +249,10 @@ async def test_answers_are_billed_as_received(stand: Stand) -> None:
 
 async def test_killed_replicas_cost_only_started_streams(stand: Stand) -> None:
     num_lost, replaced_s, traffic_s = 0, list[float](), list[float]()
-    num_killed_in_vain = 0
+    num_killed_in_vain, num_from_reserve = 0, 0
     for number in range(NUM_KILLS):
-        await asyncio.to_thread(until, lambda: len(stand.serving()) == 2)
+        await asyncio.to_thread(until, lambda: len(stand.serving()) == 2 and bool(spare_pids()))
+        spare, known = spare_pids(), replica_pids()
         streaming = asyncio.create_task(stand.stream_many(NUM_STREAMS, seed=100 + number))
         await asyncio.sleep(random.Random(number).uniform(0.3, 1.5))
         before = set(stand.serving())
@@ -262,6 +273,7 @@ async def test_killed_replicas_cost_only_started_streams(stand: Stand) -> None:
             # On a busy machine, another replica can be replaced, too.
             taken_s = await stand.time_of_a_prompt(lambda known=before: set(stand.serving()) - known, 10_000 + number)
         traffic_s.append(round(taken_s - killed_s, 1))
+        num_from_reserve += bool(set(replica_pids()) & set(spare) - set(known))
         note(
             kills={
                 "kills": number + 1,
@@ -269,6 +281,7 @@ async def test_killed_replicas_cost_only_started_streams(stand: Stand) -> None:
                 "after_the_streams": num_killed_in_vain,
                 "ended_by_an_error": num_lost,
                 "moved": round(stand.metric(MOVED)),
+                "replaced_from_reserve": num_from_reserve,
                 "replaced_s": replaced_s,
                 "traffic_s": traffic_s,
             }
@@ -278,6 +291,7 @@ async def test_killed_replicas_cost_only_started_streams(stand: Stand) -> None:
         f"{stand.metric(MOVED):.0f} moved, replacements took requests after {min(traffic_s)} to {max(traffic_s)} s, "
         f"in the median {statistics.median(traffic_s):.1f} s"
     )
+    assert num_from_reserve > 0
     assert num_killed_in_vain < NUM_KILLS
 
 
