@@ -113,9 +113,7 @@ class AssembledEngine:
             self.workers.close()
 
 
-def start_stager(
-    config: EngineConfig, target: PackTarget, host: HostTier, wake: Callable[[], None]
-) -> StagingClient:
+def start_stager(config: EngineConfig, target: PackTarget, host: HostTier, wake: Callable[[], None]) -> StagingClient:
     """Start a staging process for the configured tiers. The host tier is in memory that both processes share.
 
     `await_stager` must be called before its use. Raises ConfigNotUsable if the process cannot be started.

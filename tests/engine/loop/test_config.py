@@ -48,9 +48,9 @@ def test_unwritable_disk_tier_is_refused_without_its_path(target: PackTarget, tm
     place = tmp_path / "secret-name"
     place.write_text("a file where a directory should be")
     settings = EngineConfig(model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(place))
-    with closing(start_stager(settings, target, HostTier(0), lambda: None)) as stager:
-        with pytest.raises(ConfigNotUsable, match="choose another disk_tier_dir") as refused:
-            await_stager(stager, HostAccelerator())
+    starting = closing(start_stager(settings, target, HostTier(0), lambda: None))
+    with starting as stager, pytest.raises(ConfigNotUsable, match="choose another disk_tier_dir") as refused:
+        await_stager(stager, HostAccelerator())
     assert "secret-name" not in str(refused.value)
 
 
