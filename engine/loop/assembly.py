@@ -114,9 +114,10 @@ class AssembledEngine:
 
 
 def start_stager(config: EngineConfig, target: PackTarget, host: HostTier, wake: Callable[[], None]) -> StagingClient:
-    """Start a staging process for the configured tiers. The host tier is in memory that both processes share.
+    """Start a staging process, which opens its tiers only in `open_stager`. The host tier is in memory that both
+    processes share.
 
-    `await_stager` must be called before its use. Raises ConfigNotUsable if the process cannot be started.
+    Raises ConfigNotUsable if the process cannot be started.
     """
     try:
         return StagingClient(
@@ -135,11 +136,11 @@ def start_stager(config: EngineConfig, target: PackTarget, host: HostTier, wake:
         raise ConfigNotUsable(str(error)) from error
 
 
-def await_stager(stager: StagingClient, accelerator: Accelerator) -> None:
-    """Wait until the staging process has opened its tiers. Raises ConfigNotUsable for tiers that cannot be used."""
+def open_stager(stager: StagingClient, accelerator: Accelerator) -> None:
+    """Make the staging process open the configured tiers. Raises ConfigNotUsable for tiers that cannot be used."""
     accelerator.pin(torch.from_numpy(stager.host_memory))
     try:
-        stager.await_opened(OPEN_S)
+        stager.open(OPEN_S)
     except StagingRefused as error:
         raise ConfigNotUsable(str(error)) from error
 
@@ -164,12 +165,13 @@ def assemble_engine(
         workers = _start_workers(config)
         if workers is not None:
             stack.callback(workers.close)
-        host, starting = HostTier(config.host_tier_bytes), None
+        host, open_tiers = HostTier(config.host_tier_bytes), None
         if stager is None:
-            # It opens its tiers while this process loads the model.
-            stager = starting = start_stager(config, configured_target(config), host, wake)
-            stack.callback(starting.close)
-        assembled = _assemble(config, wake, host, stager, starting, weights, backend, note_running, spans, workers)
+            # Its process starts while this one loads the model.
+            stager = started = start_stager(config, configured_target(config), host, wake)
+            stack.callback(started.close)
+            open_tiers = partial(open_stager, started)
+        assembled = _assemble(config, wake, host, stager, open_tiers, weights, backend, note_running, spans, workers)
         stack.pop_all()
     return assembled
 
@@ -223,14 +225,14 @@ def _assemble(
     wake: Callable[[], None],
     host: HostTier,
     stager: Stager,
-    starting: StagingClient | None,
+    open_tiers: Callable[[Accelerator], None] | None,
     weights: WeightSource | None,
     backend: Backend | None,
     note_running: Callable[[list[str]], None] | None,
     spans: SpanSink | None,
     workers: Workers | None,
 ) -> AssembledEngine:
-    """`starting` is the stager if its process may not have opened its tiers yet."""
+    """`open_tiers` is called before the stager is used."""
     backend = _backend(config, backend, None if workers is None else workers.group)
     accelerator = backend.accelerator
     allocated_before = accelerator.allocated_bytes()
@@ -250,8 +252,8 @@ def _assemble(
     kernels = backend.make_kernels(views, base.decoder.shapes)
     pages = _page_pool(views, cache)
     policy, queue = new_policy(config.eviction_policy), FairQueue()
-    if starting is not None:
-        await_stager(starting, accelerator)
+    if open_tiers is not None:
+        open_tiers(accelerator)
     copier: Copier = PageCopier(views.raw, accelerator, wake, stager.figures)
     executor = _make_executor(base, tables, kernels, base.decoder, _head_runner(base, tables, views, head_views))
     graphs = executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory

@@ -13,10 +13,11 @@ from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.sandbox.confinement import REQUIRED
 from loramux.adapter_store.tiers.host_tier import HostTier
 from loramux.adapter_store.tiers.staging_client import StagingClient
+from loramux.adapter_store.tiers.staging_link import StagingLink
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.loop import assembly
-from loramux.engine.loop.assembly import SPARE_BYTES, _grammars, assemble_engine, await_stager, start_stager
+from loramux.engine.loop.assembly import SPARE_BYTES, _grammars, assemble_engine, open_stager, start_stager
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -50,7 +51,7 @@ def test_unwritable_disk_tier_is_refused_without_its_path(target: PackTarget, tm
     settings = EngineConfig(model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(place))
     starting = closing(start_stager(settings, target, HostTier(0), lambda: None))
     with starting as stager, pytest.raises(ConfigNotUsable, match="choose another disk_tier_dir") as refused:
-        await_stager(stager, HostAccelerator())
+        open_stager(stager, HostAccelerator())
     assert "secret-name" not in str(refused.value)
 
 
@@ -65,16 +66,17 @@ def test_host_tier_memory_is_pinned(target: PackTarget, tmp_path: Path) -> None:
             pinned.append(memory)
 
     with closing(start_stager(settings, target, HostTier(1 << 20), lambda: None)) as stager:
-        await_stager(stager, Watched())
+        open_stager(stager, Watched())
     (memory,) = pinned
     assert memory.numel() == 1 << 20
     assert stager.max_bytes == SPARE_BYTES
 
 
-def test_staging_process_starts_before_the_model_is_loaded_and_ends_if_it_cannot_be(
+def test_staging_process_starts_before_the_model_is_loaded_and_opens_no_tier_if_it_cannot_be(
     demo_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[StagingClient] = []
+    sent: list[object] = []
     start = assembly.start_stager
 
     def started_stager(*arguments: Any) -> StagingClient:
@@ -83,8 +85,10 @@ def test_staging_process_starts_before_the_model_is_loaded_and_ends_if_it_cannot
 
     def load(*arguments: Any) -> None:
         assert started[0].pid is not None
+        assert sent == []
         raise ConfigNotUsable("no model")
 
+    monkeypatch.setattr(StagingLink, "send", lambda _, message: sent.append(message))
     monkeypatch.setattr(assembly, "start_stager", started_stager)
     monkeypatch.setattr(assembly, "_backend", lambda *_: SimpleNamespace(accelerator=HostAccelerator()))
     monkeypatch.setattr(assembly, "load_base", load)
