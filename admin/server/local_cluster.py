@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from loramux.admin.errors import StartRefused
+from loramux.engine.device.machine_limits import num_cpus
 from loramux.platform.cluster.ray_connection import EQUAL_PRIORITY, LOOPBACK_ONLY, QUIET
 from loramux.platform.cluster.spare_worker import PRELOADED
 
@@ -26,7 +27,9 @@ TOKEN_NAME = "token"  # noqa: S105 - a file's name
 LOG_NAME = "head.log"
 HOST = "127.0.0.1"
 NUM_CPUS = "1"
-"""CPUs that Ray believes to have. Replicas reserve none. Ray keeps at most this number of idle processes."""
+"""CPUs that Ray believes to have. Replicas reserve none. Ray keeps at most this number of idle processes, and would
+start only so many at once.
+"""
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
@@ -89,6 +92,7 @@ class LocalCluster:
             *("--num-cpus", NUM_CPUS, "--num-gpus", str(num_gpus)),
             *("--object-store-memory", str(OBJECT_STORE_BYTES), "--include-dashboard", "false"),
         )
+        at_once = {"RAY_worker_maximum_startup_concurrency": str(num_cpus())}
         with (self._directory / LOG_NAME).open("wb") as output:
             process = subprocess.Popen(  # noqa: S603 - the command is fixed
                 command,
@@ -96,7 +100,7 @@ class LocalCluster:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, **QUIET, **EQUAL_PRIORITY, **PRELOADED, **self.environment},
+                env={**os.environ, **QUIET, **EQUAL_PRIORITY, **PRELOADED, **at_once, **self.environment},
             )
         head = Head(pid=process.pid, started=_started(process.pid) or "", port=ports[0], temp_dir=temp_dir)
         (self._directory / HEAD_NAME).write_bytes(msgspec.json.encode(head))
