@@ -83,11 +83,11 @@ class StagingClient:
     A process that dies or hangs is replaced. Its unanswered requests are repeated once, and the adapters that it has
     staged stay valid. `memory` contains the loaded adapters, except any that do not fit.
 
-    Use it from one thread only. `open`, which comes first, and `close` wait for the process. Other methods block only briefly, to
-    start a process or to reap a lost one. The client has no thread of its own, because a thread takes the GIL after
-    each of its system calls: an S3 client holds it for milliseconds, and an engine step that waits for the GIL loses
-    another tenth of a millisecond until it is woken. `wake` is called when `poll` has a result that does not make
-    `fileno` readable. The constructor raises StagingRefused if no process can be started.
+    Use it from one thread only. `open`, which comes first, and `close` wait for the process. Other methods block only
+    briefly, to start a process or to reap a lost one. The client has no thread of its own, because a thread takes the
+    GIL after each of its system calls: an S3 client holds it for milliseconds, and an engine step that waits for the
+    GIL loses another tenth of a millisecond until it is woken. `wake` is called when `poll` has a result that does not
+    make `fileno` readable. The constructor raises StagingRefused if no process can be started.
     """
 
     def __init__(

@@ -27,9 +27,7 @@ TOKEN_NAME = "token"  # noqa: S105 - a file's name
 LOG_NAME = "head.log"
 HOST = "127.0.0.1"
 NUM_CPUS = "1"
-"""CPUs that Ray believes to have. Replicas reserve none. Ray keeps at most this number of idle processes, and would
-start only so many at once.
-"""
+"""CPUs that Ray believes to have. Replicas reserve none. Ray keeps at most this number of idle processes."""
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
@@ -92,6 +90,7 @@ class LocalCluster:
             *("--num-cpus", NUM_CPUS, "--num-gpus", str(num_gpus)),
             *("--object-store-memory", str(OBJECT_STORE_BYTES), "--include-dashboard", "false"),
         )
+        # By default, Ray starts at most NUM_CPUS processes at once.
         at_once = {"RAY_worker_maximum_startup_concurrency": str(num_cpus())}
         with (self._directory / LOG_NAME).open("wb") as output:
             process = subprocess.Popen(  # noqa: S603 - the command is fixed

@@ -24,8 +24,8 @@ Serve, limits requests, because a queue before the engine would not be fair betw
 REPORT_PERIOD_S = 1.0
 """How often Ray Serve asks replicas for their state, in seconds."""
 HEALTH_PERIOD_S, LOCAL_HEALTH_PERIOD_S = 2.0, 0.5
-"""How often Ray Serve asks replicas whether they work, in seconds: in any cluster, and in one that is this machine only.
-It learns of a replica's death from the next answer.
+"""How often Ray Serve asks replicas whether they work, in seconds: in any cluster, and in one of this machine only. It
+learns of a replica's death from the next answer.
 """
 UPSCALE_DELAY_S = 10.0
 
