@@ -91,7 +91,7 @@ class OpenPool:
             bench.num_loaders,
             self._wake,
         )
-        self.stager.await_opened(OPEN_S)
+        self.stager.open(OPEN_S)
         copier = PageCopier(bench.views.raw, bench.accelerator, self._wake, self.stager.figures)
         pages = PagePool(bench.views.raw.shape[0])
         self.adapters = AdapterPool(

@@ -6,8 +6,11 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from loramux.adapter_store.registry.base_shares import BaseShare
+if TYPE_CHECKING:
+    # Clients of engines import this module, also in processes that use no database.
+    from loramux.adapter_store.registry.base_shares import BaseShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,11 +83,11 @@ class StagingClient:
     A process that dies or hangs is replaced. Its unanswered requests are repeated once, and the adapters that it has
     staged stay valid. `memory` contains the loaded adapters, except any that do not fit.
 
-    Use it from one thread only. `await_opened` and `close` wait for the process. Other methods block only briefly, to
-    start a process or to reap a lost one. The client has no thread of its own, because a thread takes the GIL after
-    each of its system calls: an S3 client holds it for milliseconds, and an engine step that waits for the GIL loses
-    another tenth of a millisecond until it is woken. `wake` is called when `poll` has a result that does not make
-    `fileno` readable. The constructor raises StagingRefused if no process can be started.
+    Use it from one thread only. `open`, which comes first, and `close` wait for the process. Other methods block only
+    briefly, to start a process or to reap a lost one. The client has no thread of its own, because a thread takes the
+    GIL after each of its system calls: an S3 client holds it for milliseconds, and an engine step that waits for the
+    GIL loses another tenth of a millisecond until it is woken. `wake` is called when `poll` has a result that does not
+    make `fileno` readable. The constructor raises StagingRefused if no process can be started.
     """
 
     def __init__(
@@ -157,9 +157,19 @@ class StagingClient:
         """PID of the running process, or None if there is none."""
         return None if self._link is None else self._link.process.pid
 
-    def await_opened(self, timeout_s: float) -> None:
-        """Wait until the process has opened its tiers. Raises StagingRefused on failure or timeout."""
+    @property
+    def host_memory(self) -> npt.NDArray[np.uint8]:
+        """The memory of the host tier, uint8 `[num_bytes]`."""
+        return self._memory.array[: self._host.max_bytes]
+
+    def open(self, timeout_s: float) -> None:
+        """Make the process open its tiers, and wait for it. Raises StagingRefused on failure or timeout.
+
+        Until then, the process has only started, and has read and changed no tier.
+        """
         due_s = time.monotonic() + timeout_s
+        if self._link is not None:
+            self._configure(self._link)
         while not self._is_opened:
             if self._refusal is not None:
                 raise StagingRefused(self._refusal)
@@ -272,7 +282,11 @@ class StagingClient:
         for digest in [*self._results, *self._requests]:
             self.cancel(digest)
         if self._link is not None:
-            self._link.close()
+            if self._is_opened:
+                self._link.close()
+            else:
+                # It has nothing to finish, and may still be starting.
+                self._link.end()
             self._link = None
 
     # The following methods manage the staging process.
@@ -283,11 +297,13 @@ class StagingClient:
         self._started_s = self._clock()
         self._is_opened = False
         self._refusal = None
+        return link
+
+    def _configure(self, link: StagingLink) -> None:
         link.send(self._config)
         pieces = self._memory.pieces
         for begin in range(0, len(pieces), MAX_PIECES):
             link.send(Occupied(tuple(pieces[begin : begin + MAX_PIECES])))
-        return link
 
     def _ask(self) -> None:
         if not self._waiting and not self._purged:
@@ -306,6 +322,7 @@ class StagingClient:
                 self._waiting.clear()
                 self._fail(list(self._requests.values()))
                 return
+            self._configure(link)
         while self._purged:
             digest = self._purged.popleft()
             self._purging[digest] = self._purging.get(digest, 0) + 1

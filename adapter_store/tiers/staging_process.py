@@ -198,20 +198,26 @@ def _serve(end: socket.socket, slab: HostSlab, config: StagingConfig) -> None:
         blobs = open_blob_store(config.blob_url)
         disk = DiskTier(Path(config.disk_dir), config.disk_bytes, target.pack_key)
     except StoreError as error:
-        end.send(encode(Refused(str(error))))
+        _refuse(end, str(error))
         return
     except OSError as error:
         message = (
             f"the disk tier's directory cannot be used ({error.strerror or error}): choose another "
             "disk_tier_dir on a local disk that this user can write to"
         )
-        end.send(encode(Refused(message)))
+        _refuse(end, message)
         return
     with suppress(ConnectionResetError):
         quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
         base = BaseWeights(Path(config.model_dir), quantized_dir)
         source = PackedSource(blobs, disk, target, base, slab.allocate)
         StagingServer(end, source, slab, config.num_threads).serve()
+
+
+def _refuse(end: socket.socket, message: str) -> None:
+    # The engine may be gone.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        end.send(encode(Refused(message)))
 
 
 if __name__ == "__main__":

@@ -18,12 +18,16 @@ from pathlib import Path
 import msgspec
 
 from loramux.admin.errors import StartRefused
+from loramux.engine.device.machine_limits import num_cpus
 from loramux.platform.cluster.ray_connection import EQUAL_PRIORITY, LOOPBACK_ONLY, QUIET
+from loramux.platform.cluster.spare_worker import PRELOADED
 
 HEAD_NAME = "head.json"
 TOKEN_NAME = "token"  # noqa: S105 - a file's name
 LOG_NAME = "head.log"
 HOST = "127.0.0.1"
+NUM_CPUS = "1"
+"""CPUs that Ray believes to have. Replicas reserve none. Ray keeps at most this number of idle processes."""
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
@@ -67,7 +71,7 @@ class LocalCluster:
             return None
         return head if _started(head.pid) == head.started else None
 
-    def start(self, num_cpus: int, num_gpus: int) -> Head:
+    def start(self, num_gpus: int) -> Head:
         """Start the head, unless it runs. Blocks until it listens. Raises StartRefused."""
         head = self.head()
         if head is not None:
@@ -83,9 +87,11 @@ class LocalCluster:
             *("--node-ip-address", HOST, "--port", str(ports[0]), "--temp-dir", temp_dir),
             *("--ray-client-server-port", str(ports[1]), "--dashboard-agent-listen-port", str(ports[2])),
             *("--dashboard-port", str(ports[3])),
-            *("--num-cpus", str(num_cpus), "--num-gpus", str(num_gpus)),
+            *("--num-cpus", NUM_CPUS, "--num-gpus", str(num_gpus)),
             *("--object-store-memory", str(OBJECT_STORE_BYTES), "--include-dashboard", "false"),
         )
+        # By default, Ray starts at most NUM_CPUS processes at once.
+        at_once = {"RAY_worker_maximum_startup_concurrency": str(num_cpus())}
         with (self._directory / LOG_NAME).open("wb") as output:
             process = subprocess.Popen(  # noqa: S603 - the command is fixed
                 command,
@@ -93,7 +99,7 @@ class LocalCluster:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, **QUIET, **EQUAL_PRIORITY, **self.environment},
+                env={**os.environ, **QUIET, **EQUAL_PRIORITY, **PRELOADED, **at_once, **self.environment},
             )
         head = Head(pid=process.pid, started=_started(process.pid) or "", port=ports[0], temp_dir=temp_dir)
         (self._directory / HEAD_NAME).write_bytes(msgspec.json.encode(head))

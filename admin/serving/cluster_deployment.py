@@ -21,7 +21,6 @@ from loramux.admin.server.quantized_base import quantize_base
 from loramux.admin.server.settings import LOCAL_CLUSTER, ClusterSettings, Settings
 from loramux.admin.serving.cluster import ClusterPlace
 from loramux.admin.serving.serve import read_model
-from loramux.engine.device.machine_limits import num_cpus
 from loramux.engine.loop.config import EngineConfig
 from loramux.platform.cluster.ray_connection import (
     APP,
@@ -66,7 +65,7 @@ def bring_up(settings: Settings, command: tuple[str, ...] | None = None) -> str:
                     raise StartRefused(
                         f"{num_replicas} replicas need {num_needed} GPUs, but this machine has {num_gpus}"
                     )
-                LocalCluster(directory.cluster).start(num_cpus(), num_gpus)
+                LocalCluster(directory.cluster).start(num_gpus)
             place = ClusterPlace.of(settings)
             _join(place)
             try:

@@ -48,7 +48,7 @@ def main(document: str) -> None:
         bring_up(settings.model_copy(update={"cluster": LOCAL_CLUSTER}), told.command)
         return
     local = LocalCluster(DataDirectory(settings.data_dir).cluster)
-    head = local.start(len(os.sched_getaffinity(0)), 0)
+    head = local.start(0)
     os.environ.update({**QUIET, **local.environment})
     connect(head.address)
     _, config = read_model(settings)

@@ -49,7 +49,7 @@ from loramux.engine.loop.config import EngineConfig, activation_bits, check_gpus
 from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
-from loramux.engine.loop.loaded_base import LoadedBase, load_base, max_draft_rows, pool_dtypes
+from loramux.engine.loop.loaded_base import LoadedBase, configured_target, load_base, max_draft_rows, pool_dtypes
 from loramux.engine.pages.disk_file import DiskFile
 from loramux.engine.pages.disk_pages import DiskPages
 from loramux.engine.pages.eviction import new_policy
@@ -113,35 +113,36 @@ class AssembledEngine:
             self.workers.close()
 
 
-def open_stager(
-    config: EngineConfig, target: PackTarget, accelerator: Accelerator, host: HostTier, wake: Callable[[], None]
-) -> StagingClient:
-    """Start a staging process for the configured tiers. The host tier is in memory that both processes share.
+def start_stager(config: EngineConfig, target: PackTarget, host: HostTier, wake: Callable[[], None]) -> StagingClient:
+    """Start a staging process, which opens its tiers only in `open_stager`. The host tier is in memory that both
+    processes share.
 
-    Raises ConfigNotUsable for tiers that cannot be used.
+    Raises ConfigNotUsable if the process cannot be started.
     """
-    memory = EngineMemory(config.host_tier_bytes + SPARE_BYTES)
-    with ExitStack() as stack:
-        try:
-            stager = StagingClient(
-                target,
-                config.blob_url,
-                config.cache_dir,
-                config.disk_tier_bytes,
-                config.model_dir,
-                memory,
-                host,
-                config.num_loaders,
-                wake,
-                quantized_dir=config.quantized_dir,
-            )
-            stack.callback(stager.close)
-            accelerator.pin(torch.from_numpy(memory.array[: config.host_tier_bytes]))
-            stager.await_opened(OPEN_S)
-        except StagingRefused as error:
-            raise ConfigNotUsable(str(error)) from error
-        stack.pop_all()
-    return stager
+    try:
+        return StagingClient(
+            target,
+            config.blob_url,
+            config.cache_dir,
+            config.disk_tier_bytes,
+            config.model_dir,
+            EngineMemory(config.host_tier_bytes + SPARE_BYTES),
+            host,
+            config.num_loaders,
+            wake,
+            quantized_dir=config.quantized_dir,
+        )
+    except StagingRefused as error:
+        raise ConfigNotUsable(str(error)) from error
+
+
+def open_stager(stager: StagingClient, accelerator: Accelerator) -> None:
+    """Make the staging process open the configured tiers. Raises ConfigNotUsable for tiers that cannot be used."""
+    accelerator.pin(torch.from_numpy(stager.host_memory))
+    try:
+        stager.open(OPEN_S)
+    except StagingRefused as error:
+        raise ConfigNotUsable(str(error)) from error
 
 
 def assemble_engine(
@@ -164,7 +165,13 @@ def assemble_engine(
         workers = _start_workers(config)
         if workers is not None:
             stack.callback(workers.close)
-        assembled = _assemble(config, wake, stager, weights, backend, note_running, spans, workers)
+        host, open_tiers = HostTier(config.host_tier_bytes), None
+        if stager is None:
+            # Its process starts while this one loads the model.
+            stager = started = start_stager(config, configured_target(config), host, wake)
+            stack.callback(started.close)
+            open_tiers = partial(open_stager, started)
+        assembled = _assemble(config, wake, host, stager, open_tiers, weights, backend, note_running, spans, workers)
         stack.pop_all()
     return assembled
 
@@ -216,13 +223,16 @@ def _backend(config: EngineConfig, backend: Backend | None, group: WorkerGroup |
 def _assemble(
     config: EngineConfig,
     wake: Callable[[], None],
-    stager: Stager | None,
+    host: HostTier,
+    stager: Stager,
+    open_tiers: Callable[[Accelerator], None] | None,
     weights: WeightSource | None,
     backend: Backend | None,
     note_running: Callable[[list[str]], None] | None,
     spans: SpanSink | None,
     workers: Workers | None,
 ) -> AssembledEngine:
+    """`open_tiers` is called before the stager is used."""
     backend = _backend(config, backend, None if workers is None else workers.group)
     accelerator = backend.accelerator
     allocated_before = accelerator.allocated_bytes()
@@ -241,8 +251,9 @@ def _assemble(
     views, head_views = _allocate_views(base, _pool_bytes(base, cached_bytes))
     kernels = backend.make_kernels(views, base.decoder.shapes)
     pages = _page_pool(views, cache)
-    policy, queue, host = new_policy(config.eviction_policy), FairQueue(), HostTier(config.host_tier_bytes)
-    stager = stager or open_stager(config, base.whole_target, accelerator, host, wake)
+    policy, queue = new_policy(config.eviction_policy), FairQueue()
+    if open_tiers is not None:
+        open_tiers(accelerator)
     copier: Copier = PageCopier(views.raw, accelerator, wake, stager.figures)
     executor = _make_executor(base, tables, kernels, base.decoder, _head_runner(base, tables, views, head_views))
     graphs = executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory

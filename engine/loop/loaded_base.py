@@ -107,6 +107,12 @@ class CodedLayers:
         return made
 
 
+def configured_target(config: EngineConfig) -> PackTarget:
+    """The target for which adapters of the configured base are packed. Raises EngineError."""
+    model = ModelConfig.load(Path(config.model_dir))
+    return pack_target(model, resolve_dtype(config.dtype, model, config.device), config.adapter_dtype, config.kv_dtype)
+
+
 def load_base(config: EngineConfig, backend: Backend, weights: WeightSource | None = None) -> LoadedBase:
     """Load the configured base, or `weights` in place of its files. Raises EngineError."""
     model = ModelConfig.load(Path(config.model_dir))

@@ -23,7 +23,10 @@ Serve, limits requests, because a queue before the engine would not be fair betw
 """
 REPORT_PERIOD_S = 1.0
 """How often Ray Serve asks replicas for their state, in seconds."""
-HEALTH_PERIOD_S = 2.0
+HEALTH_PERIOD_S, LOCAL_HEALTH_PERIOD_S = 2.0, 0.5
+"""How often Ray Serve asks replicas whether they work, in seconds: in any cluster, and in one of this machine only. It
+learns of a replica's death from the next answer.
+"""
 UPSCALE_DELAY_S = 10.0
 
 
@@ -101,7 +104,7 @@ def replicas(config: EngineConfig, plan: ReplicaPlan, command: tuple[str, ...] |
         EngineReplica,
         name=DEPLOYMENT,
         max_ongoing_requests=MAX_CALLS,
-        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_period_s=LOCAL_HEALTH_PERIOD_S if plan.is_on_loopback else HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=plan.drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus},

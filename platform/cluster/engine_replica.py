@@ -8,13 +8,14 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
+import structlog
 import zmq.asyncio
 
-from loramux.adapter_store.validation.validator import check_sandbox
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.messages import Stats, StatsRequest
 from loramux.platform.cluster.gateway_sessions import GatewaySessions
 from loramux.platform.cluster.replica_report import CoarseState, HeldState, ReplicaIdentity, as_values
+from loramux.platform.cluster.spare_worker import start_spare
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_process import ENGINE_COMMAND
 from loramux.platform.engine_link.local_engine import LocalEngine, Supervision
@@ -22,6 +23,8 @@ from loramux.platform.engine_link.local_engine import LocalEngine, Supervision
 STATS_WAIT_S = 1.0
 NOT_READY_S = 120.0
 """A replica whose engine has not been ready for this many seconds is unhealthy, so Ray replaces it."""
+
+log = structlog.get_logger()
 
 
 class ReplicaUnhealthy(Exception):
@@ -51,6 +54,8 @@ class EngineReplica:
         if parsed.is_on_loopback:
             stay_on_loopback()
         if parsed.engine.is_sandbox_required:
+            from loramux.adapter_store.validation.validator import check_sandbox
+
             # The server has checked its own machine only.
             await asyncio.to_thread(check_sandbox)
         supervision = Supervision(step_timeout_s=parsed.step_timeout_s, start_timeout_s=parsed.start_timeout_s)
@@ -62,6 +67,8 @@ class EngineReplica:
         self._identity = ReplicaIdentity.of(self._engine.info, parsed.engine.max_sequences)
         self._coarse = CoarseState(self._identity)
         self._last_work = 0
+        # On a machine of its own, Ray may need the memory, and starts a replica elsewhere.
+        self._spare = asyncio.create_task(_keep_spare()) if parsed.is_on_loopback else None
 
     async def session(self, session_id: str) -> AsyncGenerator[bytes, None]:
         async for data in self._sessions.run(session_id):
@@ -102,6 +109,14 @@ class EngineReplica:
             return await self._engine.call(StatsRequest(), STATS_WAIT_S)
         except (EngineUnavailable, TimeoutError):
             return None
+
+
+async def _keep_spare() -> None:
+    try:
+        await asyncio.to_thread(start_spare)
+    except Exception as error:
+        # The next replica only starts more slowly.
+        log.warning("Ray keeps no process in reserve", reason=str(error))
 
 
 def stay_on_loopback() -> None:

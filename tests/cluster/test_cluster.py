@@ -90,22 +90,31 @@ class Stand:
         answer = httpx.get(f"http://127.0.0.1:{self.deployment.admin_port}/health/ready", trust_env=False, verify=False)
         return answer.status_code, answer.json().get("reason", "")
 
-    def num_cached_pages(self, replica_id: str) -> int:
-        """Return the number of pages in which a replica keeps the prompts of its requests."""
-        return int(self.deployment.json("residency", "--replica", replica_id)["pages"]["prefix"])
+    def num_prompt_tokens(self, replica_id: str) -> int:
+        """Return the number of prompt tokens that a replica's engine has computed."""
+        answer = httpx.get(
+            f"http://127.0.0.1:{self.deployment.admin_port}/admin/v1/engine",
+            params={"replica": replica_id},
+            headers={"Authorization": f"Bearer {self.deployment.admin_key}"},
+            trust_env=False,
+            verify=False,
+        )
+        return int(answer.json()["prompt_tokens"])
 
-    def has_cached_pages(self, replica_ids: Iterable[str]) -> bool:
-        return any(self.num_cached_pages(one) > 0 for one in replica_ids)
+    def has_prompts(self, replica_ids: Iterable[str]) -> bool:
+        return any(self.num_prompt_tokens(one) > 0 for one in replica_ids)
 
     async def time_of_a_prompt(self, replica_ids: Callable[[], Iterable[str]], seed: int) -> float | None:
-        """Send requests, and return when one of these replicas first had a prompt, or None if they got none."""
-        taken_s = None
-        streaming = asyncio.create_task(self.stream_many(8, seed))
-        while not streaming.done():
+        """Send requests shortly after one another, and return when one of these replicas first had a prompt, or None if
+        they got none.
+        """
+        taken_s, streaming = None, list[asyncio.Task[list[Stream]]]()
+        while taken_s is None and len(streaming) < 2 * int(MAX_SEQUENCES):
+            streaming.append(asyncio.create_task(self.stream_many(1, seed + len(streaming))))
             await asyncio.sleep(0.1)
-            if taken_s is None and await asyncio.to_thread(lambda: self.has_cached_pages(replica_ids())):
+            if await asyncio.to_thread(lambda: self.has_prompts(replica_ids())):
                 taken_s = time.monotonic()
-        self.check_bills(await streaming)
+        self.check_bills([one for streams in await asyncio.gather(*streaming) for one in streams])
         return taken_s
 
     async def stream_many(self, number: int, seed: int) -> list[Stream]:
@@ -143,8 +152,17 @@ def run_cluster(made: Deployment, *arguments: str, **environment: str) -> subpro
 
 
 def replica_pids() -> list[int]:
-    """The processes of this test's replicas. Ray gives them this name."""
-    found = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:loramux:engine"], capture_output=True, text=True)
+    return pids_of("^ray::ServeReplica:loramux:engine")
+
+
+def spare_pids() -> list[int]:
+    """The processes that Ray keeps in reserve."""
+    return pids_of("^ray::IDLE")
+
+
+def pids_of(name: str) -> list[int]:
+    """The processes of this test's cluster to which Ray has given this name."""
+    found = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True)
     return [int(pid) for pid in found.stdout.split() if is_ours(int(pid))]
 
 
@@ -239,9 +257,10 @@ async def test_answers_are_billed_as_received(stand: Stand) -> None:
 
 async def test_killed_replicas_cost_only_started_streams(stand: Stand) -> None:
     num_lost, replaced_s, traffic_s = 0, list[float](), list[float]()
-    num_killed_in_vain = 0
+    num_killed_in_vain, num_from_reserve = 0, 0
     for number in range(NUM_KILLS):
-        await asyncio.to_thread(until, lambda: len(stand.serving()) == 2)
+        await asyncio.to_thread(until, lambda: len(stand.serving()) == 2 and bool(spare_pids()))
+        spare, known = spare_pids(), replica_pids()
         streaming = asyncio.create_task(stand.stream_many(NUM_STREAMS, seed=100 + number))
         await asyncio.sleep(random.Random(number).uniform(0.3, 1.5))
         before = set(stand.serving())
@@ -260,8 +279,10 @@ async def test_killed_replicas_cost_only_started_streams(stand: Stand) -> None:
         while taken_s is None:
             assert time.monotonic() < deadline_s
             # On a busy machine, another replica can be replaced, too.
-            taken_s = await stand.time_of_a_prompt(lambda known=before: set(stand.serving()) - known, 10_000 + number)
+            seed = 10_000 + 100 * number
+            taken_s = await stand.time_of_a_prompt(lambda known=before: set(stand.serving()) - known, seed)
         traffic_s.append(round(taken_s - killed_s, 1))
+        num_from_reserve += bool(set(replica_pids()) & set(spare) - set(known))
         note(
             kills={
                 "kills": number + 1,
@@ -269,6 +290,7 @@ async def test_killed_replicas_cost_only_started_streams(stand: Stand) -> None:
                 "after_the_streams": num_killed_in_vain,
                 "ended_by_an_error": num_lost,
                 "moved": round(stand.metric(MOVED)),
+                "replaced_from_reserve": num_from_reserve,
                 "replaced_s": replaced_s,
                 "traffic_s": traffic_s,
             }
@@ -278,6 +300,7 @@ async def test_killed_replicas_cost_only_started_streams(stand: Stand) -> None:
         f"{stand.metric(MOVED):.0f} moved, replacements took requests after {min(traffic_s)} to {max(traffic_s)} s, "
         f"in the median {statistics.median(traffic_s):.1f} s"
     )
+    assert num_from_reserve == NUM_KILLS
     assert num_killed_in_vain < NUM_KILLS
 
 
@@ -308,7 +331,7 @@ async def test_a_new_replica_takes_requests(stand: Stand) -> None:
     (new,) = set(stand.serving()) - before
     stand.check_bills(await stand.stream_many(2 * NUM_STREAMS, seed=7))
 
-    assert await asyncio.to_thread(stand.num_cached_pages, new) > 0
+    assert await asyncio.to_thread(stand.num_prompt_tokens, new) > 0
 
 
 async def test_more_work_than_room_is_refused_with_a_time_to_wait(stand: Stand) -> None:

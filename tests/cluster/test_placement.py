@@ -34,7 +34,7 @@ from pathlib import Path
 
 from loramux.admin.server.local_cluster import LocalCluster
 
-LocalCluster(Path(sys.argv[1])).start(num_cpus=1, num_gpus=0)
+LocalCluster(Path(sys.argv[1])).start(num_gpus=0)
 """
 """Starts the head, which outlives the process that starts it."""
 

@@ -70,7 +70,7 @@ class Bench:
 
     def open(self, **settings: Any) -> StagingClient:
         client = self.start(**settings)
-        client.await_opened(30)
+        client.open(30)
         return client
 
     def close(self) -> None:
@@ -693,20 +693,29 @@ def test_look_reports_the_contents_of_the_disk_tier(bench: Bench) -> None:
 def test_invalid_blob_url_is_refused_by_name(bench: Bench, blob_url: str) -> None:
     client = bench.start(blob_url=blob_url)
     with pytest.raises(StagingRefused, match=r"use .*s3://BUCKET"):
-        client.await_opened(30)
+        client.open(30)
 
 
 def test_process_that_never_opens_times_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging_link, "COMMAND", ("/bin/sh", "-c", "sleep 20 #"))
-    monkeypatch.setattr(staging_link, "END_GRACE_S", 0.1)
+    # A process that has opened no tier has nothing to finish, so `close` does not wait for it.
+    monkeypatch.setattr(staging_link, "END_GRACE_S", 60)
     client = bench.start()
-    started_s = time.monotonic()
     with pytest.raises(StagingRefused, match="did not start"):
-        client.await_opened(0.2)
+        client.open(0.2)
     process = process_of(client)
     client.close()
-    assert process.poll() is not None
-    assert time.monotonic() - started_s < 10
+    assert process.poll() == -signal.SIGKILL
+
+
+def test_refusal_without_an_engine_is_silent(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    client = bench.start(blob_url="ftp://somewhere")
+    process, link = process_of(client), client._link
+    assert link is not None
+    client._configure(link)
+    link._end.close()
+    assert process.wait(30) == 0
+    assert capfd.readouterr().err == ""
 
 
 SHORT_TABLES = """

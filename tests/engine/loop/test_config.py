@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,10 +12,13 @@ import torch
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.sandbox.confinement import REQUIRED
 from loramux.adapter_store.tiers.host_tier import HostTier
+from loramux.adapter_store.tiers.staging_client import StagingClient
+from loramux.adapter_store.tiers.staging_link import StagingLink
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import HostAccelerator
-from loramux.engine.loop.assembly import SPARE_BYTES, _grammars, assemble_engine, open_stager
+from loramux.engine.loop import assembly
+from loramux.engine.loop.assembly import SPARE_BYTES, _grammars, assemble_engine, open_stager, start_stager
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -47,8 +51,9 @@ def test_unwritable_disk_tier_is_refused_without_its_path(target: PackTarget, tm
     place = tmp_path / "secret-name"
     place.write_text("a file where a directory should be")
     settings = EngineConfig(model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(place))
-    with pytest.raises(ConfigNotUsable, match="choose another disk_tier_dir") as refused:
-        open_stager(settings, target, HostAccelerator(), HostTier(0), lambda: None)
+    starting = closing(start_stager(settings, target, HostTier(0), lambda: None))
+    with starting as stager, pytest.raises(ConfigNotUsable, match="choose another disk_tier_dir") as refused:
+        open_stager(stager, HostAccelerator())
     assert "secret-name" not in str(refused.value)
 
 
@@ -62,11 +67,39 @@ def test_host_tier_memory_is_pinned(target: PackTarget, tmp_path: Path) -> None:
         def pin(self, memory: torch.Tensor) -> None:
             pinned.append(memory)
 
-    stager = open_stager(settings, target, Watched(), HostTier(1 << 20), lambda: None)
-    stager.close()
+    with closing(start_stager(settings, target, HostTier(1 << 20), lambda: None)) as stager:
+        open_stager(stager, Watched())
     (memory,) = pinned
     assert memory.numel() == 1 << 20
     assert stager.max_bytes == SPARE_BYTES
+
+
+def test_staging_process_starts_before_the_model_is_loaded_and_opens_no_tier_if_it_cannot_be(
+    demo_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[StagingClient] = []
+    sent: list[object] = []
+    start = assembly.start_stager
+
+    def started_stager(*arguments: Any) -> StagingClient:
+        started.append(start(*arguments))
+        return started[-1]
+
+    def load(*arguments: Any) -> None:
+        assert started[0].pid is not None
+        assert sent == []
+        raise ConfigNotUsable("no model")
+
+    monkeypatch.setattr(StagingLink, "send", lambda _, message: sent.append(message))
+    monkeypatch.setattr(assembly, "start_stager", started_stager)
+    monkeypatch.setattr(assembly, "_backend", lambda *_: SimpleNamespace(accelerator=HostAccelerator()))
+    monkeypatch.setattr(assembly, "load_base", load)
+    settings = EngineConfig(
+        model_dir=str(demo_base), blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(tmp_path), device="cpu"
+    )
+    with pytest.raises(ConfigNotUsable, match="no model"):
+        assemble_engine(settings, lambda: None)
+    assert [stager.pid for stager in started] == [None]
 
 
 @pytest.mark.parametrize("is_required", [True, False])
