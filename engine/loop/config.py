@@ -29,7 +29,7 @@ DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 decodes for long.
 """
 
-BACKGROUND_TOKENS_ON_CPU = 256
+BACKGROUND_TOKENS_ON_CPU = 128
 """Maximum number of token rows of background sequences in one step on a CPU, unless there are fewer than two for each
 sequence. A new request waits until the step ends. With fewer rows, a CPU computes fewer tokens per second.
 """

@@ -116,7 +116,7 @@ def target() -> PackTarget:
 
 @pytest.mark.parametrize(
     ("device", "max_batch_tokens", "max_sequences", "expected"),
-    [("cpu", 512, 64, 256), ("cpu", 64, 8, 64), ("cpu", 4096, 256, 512), ("cuda", 2048, 256, 2048)],
+    [("cpu", 512, 64, 128), ("cpu", 64, 8, 64), ("cpu", 4096, 256, 512), ("cuda", 2048, 256, 2048)],
 )
 def test_background_sequences_have_few_rows_on_a_cpu(
     device: str, max_batch_tokens: int, max_sequences: int, expected: int
