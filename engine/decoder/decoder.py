@@ -36,6 +36,12 @@ from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.dispatch import Kernels, KernelShapes
 from loramux.kernels.tables import AdapterTables, AttentionBatch, LoraCall, Segments
 
+NoteLayer = Callable[[int], None]
+
+
+def _ignore(layer: int) -> None:
+    pass
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadAdapters:
@@ -174,24 +180,28 @@ class Decoder:
         return embedded
 
     @torch.inference_mode()
-    def hidden(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
+    def hidden(
+        self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables, note_layer: NoteLayer = _ignore
+    ) -> torch.Tensor:
         """Run one step and return the normalised output of the last layer at the sample rows, `[num_samples,
-        hidden_size]`.
+        hidden_size]`. `note_layer` is that of `run_layers`.
         """
         residual, step = self.begin(inputs, kernels, tables)
         # Adapters replace the final norm in all rows, because their segments list the step's rows.
         replaces_norms = _replaces_norms(inputs)
         rows = slice(None) if replaces_norms else inputs.sample_rows
-        hidden = self.run_layers(residual, step, inputs, rows, kernels, tables)
+        hidden = self.run_layers(residual, step, inputs, rows, kernels, tables, note_layer)
         return hidden[inputs.sample_rows] if replaces_norms else hidden
 
     @torch.inference_mode()
-    def states(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> tuple[torch.Tensor, torch.Tensor]:
+    def states(
+        self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables, note_layer: NoteLayer = _ignore
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step and return the output of the last layer of all rows, `[num_tokens, hidden_size]`, before and
-        after the final norm.
+        after the final norm. `note_layer` is that of `run_layers`.
         """
         residual, step = self.begin(inputs, kernels, tables)
-        normed = self.run_layers(residual, step, inputs, slice(None), kernels, tables)
+        normed = self.run_layers(residual, step, inputs, slice(None), kernels, tables, note_layer)
         # The final norm has added the output of the last block to the residual.
         return residual.total, normed
 
@@ -229,7 +239,7 @@ class Decoder:
         rows: slice | torch.Tensor,
         kernels: Kernels,
         tables: AdapterTables,
-        note_layer: Callable[[int], None] = lambda layer: None,
+        note_layer: NoteLayer = _ignore,
     ) -> torch.Tensor:
         """The normalised output of the last layer at `rows`. `note_layer` is called before each layer and at the end,
         before the final norm.

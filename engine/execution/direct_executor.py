@@ -18,6 +18,7 @@ from loramux.engine.decoder.decoder import Decoder, HeadAdapters
 from loramux.engine.decoder.recorded_decoder import RecordedDecoder, StartRecording
 from loramux.engine.decoder.vocabularies import Vocabularies
 from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.execution.executor import StepGivenUp
 from loramux.engine.execution.head_drafts import HeadRunner
 from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
@@ -89,6 +90,8 @@ class DirectExecutor:
         self._eos_token_ids = eos_token_ids
         self._accelerator = HostAccelerator()
         self._head = head
+        self.is_unwanted: Callable[[], bool] = lambda: False
+        """Called before each layer in the first half of a step. If it returns True, `submit` raises StepGivenUp."""
         self._recorded = None
         if start_recording is not None:
             self._recorded = RecordedDecoder(decoder, kernels, tables.device, start_recording)
@@ -116,9 +119,15 @@ class DirectExecutor:
                 total, hidden, product = found
                 return _Computed(hidden, product, None if head is None else head.states(total, hidden))
         if head is None:
-            return _Computed(self._decoder.hidden(inputs, self._kernels, self._tables.device), None, None)
-        total, normed = self._decoder.states(inputs, self._kernels, self._tables.device)
+            hidden = self._decoder.hidden(inputs, self._kernels, self._tables.device, self._note_layer)
+            return _Computed(hidden, None, None)
+        total, normed = self._decoder.states(inputs, self._kernels, self._tables.device, self._note_layer)
         return _Computed(normed[inputs.sample_rows], None, head.states(total, normed))
+
+    def _note_layer(self, layer: int) -> None:
+        # In the second half, more work is lost than the rest of the step, which the new sequence would wait for.
+        if 2 * layer < self._decoder.config.num_layers and self.is_unwanted():
+            raise StepGivenUp
 
     def _head_of(
         self, batch: Batch, inputs: StepInputs, found: _Computed

@@ -54,11 +54,19 @@ class Forward(Protocol):
         ...
 
 
+class StepGivenUp(Exception):
+    """The step was given up while it was computed. The K and V of its rows are undefined, and it chooses no tokens."""
+
+
 class Executor(Protocol):
     """Runs batches on a device, in submission order."""
 
     def submit(self, batch: Batch) -> Forward:
-        """Start a step. It may read tokens that the previous step has not chosen yet."""
+        """Start a step. It may read tokens that the previous step has not chosen yet.
+
+        Raises StepGivenUp, before any effect other than on the K and V of the batch's rows, if the caller no longer
+        wants the step.
+        """
         ...
 
 

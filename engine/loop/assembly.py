@@ -285,9 +285,7 @@ def _assemble(
         disk = DiskPages(DiskFile(memory, Path(config.cache_dir), config.kv_disk_bytes, wake))
     prefixes = PrefixCache(pages, policy, base.target.geometry.page_tokens, identity, HostPages(memory, disk))
     kv = KvPages(pages, adapters.reclaimer, prefixes, cache, config.max_batch_tokens, partial(copy_page, views))
-    limits = SchedulerLimits(
-        config.max_batch_tokens, config.max_sequences, config.max_sequences, config.max_background_tokens
-    )
+    limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
     scheduler = Scheduler(queue, kv, adapters, limits)
     grammars = _grammars(config, model)
     parts = EngineParts(
@@ -309,6 +307,8 @@ def _assemble(
         clock=time.monotonic,
         lookahead=backend.runs_ahead,
     )
+    if isinstance(executor, DirectExecutor):
+        executor.is_unwanted = engine.is_step_unwanted
     ready = _ready(base, pages.num_pages, prefixes.host, has_files=weights is None)
     return AssembledEngine(engine, adapters, grammars, stager, views, ready, prefixes.host.disk, workers, head_views)
 

@@ -29,11 +29,6 @@ DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 decodes for long.
 """
 
-BACKGROUND_TOKENS_ON_CPU = 128
-"""Maximum number of token rows of background sequences in one step on a CPU, unless there are fewer than two for each
-sequence. A new request waits until the step ends. With fewer rows, a CPU computes fewer tokens per second.
-"""
-
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
 DEFAULT_SPECULATE: dict[str, Speculate] = {"cpu": "text", "cuda": "off"}
@@ -123,13 +118,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Export settings for the spans of traced requests. If None, tracing is off and OpenTelemetry is not imported."""
     seed: int = 0
     """Seeds the random streams of requests without a seed of their own."""
-
-    @property
-    def max_background_tokens(self) -> int:
-        """Maximum number of token rows of background sequences in one step."""
-        if self.device != "cpu":
-            return self.max_batch_tokens
-        return min(self.max_batch_tokens, max(BACKGROUND_TOKENS_ON_CPU, 2 * self.max_sequences))
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < self.max_sequences:

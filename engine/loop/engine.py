@@ -22,7 +22,7 @@ from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.constraints.token_rules import token_rules
 from loramux.engine.drafting.draft import Draft
 from loramux.engine.drafting.speculation import Speculation, num_decode_rows
-from loramux.engine.execution.executor import Executor, Forward, StepResult, SubmittedStep
+from loramux.engine.execution.executor import Executor, Forward, StepGivenUp, StepResult, SubmittedStep
 from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.loop.step_commits import StepCommits
 from loramux.engine.pages.page_pool import PageOwner, PagePool
@@ -59,6 +59,11 @@ FREE_WAIT_S = 250e-6
 
 FREE_WAIT_PART = {False: 0.05, True: 0.5}
 """The same as a part of the last step, by whether the device computes meanwhile."""
+
+MAX_GIVEN_UP = 2
+"""Maximum number of steps of background sequences that are given up because other sequences arrive, until background
+sequences have run in a step. A given-up step computes nothing of use, so more would cost them much throughput.
+"""
 
 
 class Outbound(msgspec.Struct, frozen=True, gc=False):
@@ -138,6 +143,12 @@ class Engine:
         self._timers = Timers(clock, self._live)
         self._grants = TokenGrants(limits.max_model_len, scheduler, adapters, self._timers, self._end_at_limit)
         self._num_arrivals = 0
+        # Whether the current step can be given up, and the number of such steps since the last with a background
+        # sequence.
+        self._can_give_up = False
+        self._num_given_up = 0
+        self.has_urgent: Callable[[], bool] = lambda: False
+        """Returns True if another than a background sequence will be added after the step. Called within steps."""
         self._outbox: list[Outbound] = []
         self._strikes = AdapterStrikes(clock)
         self._floors = HostFloors(parts.protect, clock)
@@ -266,7 +277,17 @@ class Engine:
         scheduled, drafts = self._speculation.with_drafts(
             scheduled, self._scheduler.room_for_drafts, others_wait=self._scheduler.queue.num_waiting > 0
         )
-        submitted = self._run(scheduled, drafts, started_s) if scheduled else None
+        has_turn = self._num_given_up < MAX_GIVEN_UP and self._scheduler.can_give_up
+        self._can_give_up = has_turn and not drafts and _can_repeat(scheduled)
+        try:
+            submitted = self._run(scheduled, drafts, started_s) if scheduled else None
+        except StepGivenUp:
+            self._num_given_up += 1
+            self._scheduler.give_up()
+            self._stats.count_given_up()
+            return True
+        if self._num_given_up and any(item.sequence.is_background for item in scheduled):
+            self._num_given_up = 0
         if self._lookahead:
             submitted, self._in_flight = self._in_flight, submitted
         if submitted is not None:
@@ -275,6 +296,10 @@ class Engine:
             self._last_step_s = self._clock() - started_s
             self._stats.count_step_time(self._last_step_s)
         return has_committed or submitted is not None or self._in_flight is not None
+
+    def is_step_unwanted(self) -> bool:
+        """True if the step that is being computed should be given up."""
+        return self._can_give_up and self.has_urgent()
 
     def _commit_before_drafts(self) -> bool:
         """Commit the step in flight if the next step needs its tokens. Returns True if there was such a step."""
@@ -597,3 +622,8 @@ class Engine:
             assert self._pages.num_owned(PageOwner.KV) == len(self._prefixes) == self._prefixes.num_idle
             held = sum(len(load.pages) for load in self._adapters.loads())
             assert self._pages.num_owned(PageOwner.ADAPTER) == held
+
+
+def _can_repeat(scheduled: list[ScheduledSequence]) -> bool:
+    """True if a step has only background sequences, and changes only K and V, which a later step overwrites."""
+    return all(item.sequence.is_background and not item.sequence.state_pages for item in scheduled)

@@ -58,6 +58,7 @@ class EngineStats:
         self._prefixes = prefixes
         self._scheduler = scheduler
         self._num_steps = 0
+        self._num_given_up_steps = 0
         self._num_mixed_steps = 0
         self._max_adapters_in_step = 0
         self.computed_prompt_tokens = 0
@@ -96,6 +97,9 @@ class EngineStats:
                 self._cached_tokens += sequence.num_cached
             self._recomputed_tokens += max(0, min(end, sequence.num_reached) - begin)
             self.computed_prompt_tokens += max(0, min(end, sequence.num_prompt) - max(begin, sequence.num_reached))
+
+    def count_given_up(self) -> None:
+        self._num_given_up_steps += 1
 
     def count_step_time(self, seconds: float) -> None:
         self._step_counts[bisect_left(STEP_BOUNDS_S, seconds)] += 1
@@ -152,6 +156,7 @@ class EngineStats:
             num_adapter_loads=self._adapters.num_loads,
             num_adapter_evictions=self._adapters.num_evictions,
             num_preemptions=self._scheduler.num_preemptions,
+            given_up_steps=self._num_given_up_steps,
             mixed_steps=self._num_mixed_steps,
             max_adapters_in_step=self._max_adapters_in_step,
             num_rows=self._num_rows,

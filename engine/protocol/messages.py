@@ -536,6 +536,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_adapter_loads: int
     num_adapter_evictions: int
     num_preemptions: int
+    given_up_steps: int = 0
+    """Steps of background sequences that were given up because other sequences arrived. No other figure has them."""
     mixed_steps: int
     """Steps with at least two different adapters."""
     max_adapters_in_step: int

@@ -31,10 +31,12 @@ new request does not wait for a long step.
 """
 
 QUIET_STEPS = 100
-"""Number of steps without other sequences after which background sequences have `max_background_tokens` rows."""
+"""Number of steps without other sequences after which background sequences fill the step."""
 
 MAX_YIELDS = 16
-"""Maximum number of consecutive steps in which running background sequences do not take part because of others."""
+"""Maximum number of consecutive steps in which running background sequences do not take part, or which are given up,
+because of others.
+"""
 
 _row_place = attrgetter("row_place")
 _rank = attrgetter("rank")
@@ -44,14 +46,12 @@ _rank = attrgetter("rank")
 class SchedulerLimits:
     """Limits a step to `max_batch_tokens` rows, and the engine to `max_sequences` running sequences.
 
-    Adapters are loaded in advance for the first `look_ahead` cold sequences (see `FairShare.cold`). Background
-    sequences have at most `max_background_tokens` rows of a step, even if no others run.
+    Adapters are loaded in advance for the first `look_ahead` cold sequences (see `FairShare.cold`).
     """
 
     max_batch_tokens: int
     max_sequences: int
     look_ahead: int
-    max_background_tokens: int
 
 
 class _Lane(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -118,6 +118,8 @@ class Scheduler:
         # Steps since the last one in which another than a background sequence ran or waited.
         self._num_quiet_steps = QUIET_STEPS
         self._num_yields = 0
+        # The same before the last step was scheduled.
+        self._num_yields_before = 0
 
     @property
     def has_work(self) -> bool:
@@ -185,8 +187,22 @@ class Scheduler:
             budget = min(budget, self._background_budget(scheduled, is_due))
             self._fill(scheduled, behind, budget, self._num_free_slots(), can_free_slots=False)
         yields = num_behind > 0 and len(scheduled) == num_ahead
+        self._num_yields_before = self._num_yields
         self._num_yields = self._num_yields + 1 if yields else 0
         return [scheduled[one] for one in self._by_row if one in scheduled]
+
+    @property
+    def can_give_up(self) -> bool:
+        """True if the last step can be given up although background sequences take part in it."""
+        return self._num_yields_before < MAX_YIELDS
+
+    def give_up(self) -> None:
+        """Note that the last step was given up. Its background sequences have yielded once more.
+
+        A sequence that was admitted in it, or that has waited in it for a prefix, counts as such: only the order of
+        background shares suffers.
+        """
+        self._num_yields = self._num_yields_before + 1
 
     def loads(self) -> list[TierLoad]:
         """The load of each rank."""
@@ -334,7 +350,7 @@ class Scheduler:
     @property
     def _few_rows(self) -> int:
         """Maximum number of rows for background sequences while others run."""
-        return max(1, min(self.limits.max_batch_tokens // BACKGROUND_SHARE, self.limits.max_background_tokens))
+        return max(1, self.limits.max_batch_tokens // BACKGROUND_SHARE)
 
     def _background_budget(self, scheduled: dict[Sequence, ScheduledSequence], is_due: bool) -> int:
         """Maximum number of rows for background sequences in a step with these other sequences. `is_due` is True if
@@ -345,7 +361,7 @@ class Scheduler:
         )
         if has_prompts and not is_due:
             return 0
-        return self.limits.max_background_tokens if self._num_quiet_steps >= QUIET_STEPS else self._few_rows
+        return self.limits.max_batch_tokens if self._num_quiet_steps >= QUIET_STEPS else self._few_rows
 
     def _make_room_for_adapters(self) -> bool:
         """Preempt sequences if that gives the first staged adapter a slot or pages, and a sequence for which they make

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -96,6 +97,10 @@ class EngineServer:
         self._record = record
         self._ended = ended
         self._links: dict[bytes, GatewayLink] = {}
+        # Messages that have been read and not handled, and the answers to malformed ones, with their gateways.
+        self._unhandled: deque[tuple[bytes, ToEngine | Rejected]] = deque()
+        self._is_urgent = False
+        self._engine.has_urgent = self._has_urgent
         self._next_heartbeat_s = 0.0
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
@@ -148,6 +153,18 @@ class EngineServer:
         self._grammars.receive()
         if self._workers is not None and not self._worker_fds.isdisjoint(ready):
             self._workers.check()
+        self._read()
+        self._is_urgent = False
+        while self._unhandled:
+            self._dispatch(*self._unhandled.popleft())
+
+    def _has_urgent(self) -> bool:
+        """True if a sequence that is no background sequence has arrived since the step began."""
+        self._read()
+        return self._is_urgent
+
+    def _read(self) -> None:
+        """Read all pending messages. Sends nothing and leaves the engine as it is, because a step may be running."""
         while True:
             try:
                 owner, *frames = self._socket.recv_multipart(self._zmq.NOBLOCK)
@@ -157,9 +174,10 @@ class EngineServer:
                 message = self._decoder.decode(b"".join(frames))
             except msgspec.DecodeError as error:
                 # One gateway's malformed message must not affect the others.
-                self._link(owner).post(Rejected(message=f"a message could not be read: {error}"))
+                self._unhandled.append((owner, Rejected(message=f"a message could not be read: {error}")))
                 continue
-            self._dispatch(owner, message)
+            self._unhandled.append((owner, message))
+            self._is_urgent |= isinstance(message, Add) and not message.is_background
 
     def _follow_stager(self) -> None:
         """Poll the stager's current file descriptor, which changes when the staging process is replaced."""
@@ -171,12 +189,14 @@ class EngineServer:
                 self._poller.register(descriptor, self._zmq.POLLIN)
             self._stager_fd = descriptor
 
-    def _dispatch(self, owner: bytes, message: ToEngine) -> None:
+    def _dispatch(self, owner: bytes, message: ToEngine | Rejected) -> None:
         self._link(owner)
         if owner not in self._links:
             # The gateway disconnected after sending the message, so the answer could not be delivered.
             return
         match message:
+            case Rejected():
+                self._link(owner).post(message)
             case Add():
                 self._engine.add(owner, message)
             case Extend():

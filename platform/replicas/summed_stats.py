@@ -19,7 +19,7 @@ DISK = "disk"
 
 COUNTERS = (
     *("num_steps", "mixed_steps", "num_rows", "num_step_sequences", "num_preemptions", "num_prefix_evictions"),
-    *("prompt_tokens", "completion_tokens", "cached_tokens", "recomputed_tokens"),
+    *("given_up_steps", "prompt_tokens", "completion_tokens", "cached_tokens", "recomputed_tokens"),
     *("num_adapter_loads", "num_adapter_evictions", "num_ended", "prefill_tokens", "prefill_s"),
 )
 GAUGES = (

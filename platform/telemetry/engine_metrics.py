@@ -61,6 +61,11 @@ def _steps(stats: Stats) -> Iterator[Metric]:
         "loramux_engine_step_seconds", "Duration of an engine loop iteration that ran a step", stats.step_times
     )
     yield _counter("loramux_engine_steps", "Executed steps", stats.num_steps)
+    yield _counter(
+        "loramux_engine_given_up_steps",
+        "Steps of batches that were given up because other requests arrived",
+        stats.given_up_steps,
+    )
     yield _counter("loramux_engine_mixed_steps", "Steps with two or more adapters", stats.mixed_steps)
     yield _counter("loramux_engine_step_sequences", "Sequences, summed over all steps", stats.num_step_sequences)
     yield _counter("loramux_engine_step_rows", "Tokens computed by steps", stats.num_rows)

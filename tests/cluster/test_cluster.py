@@ -106,11 +106,12 @@ class Stand:
 
     async def time_of_a_prompt(self, replica_ids: Callable[[], Iterable[str]], seed: int) -> float | None:
         """Send requests shortly after one another, and return when one of these replicas first had a prompt, or None if
-        they got none.
+        they got none. They are so many that one replica is busy with them: an idle one keeps the requests to adapters
+        that it holds.
         """
         taken_s, streaming = None, list[asyncio.Task[list[Stream]]]()
         while taken_s is None and len(streaming) < 2 * int(MAX_SEQUENCES):
-            streaming.append(asyncio.create_task(self.stream_many(1, seed + len(streaming))))
+            streaming.append(asyncio.create_task(self.stream_many(4, seed + len(streaming))))
             await asyncio.sleep(0.1)
             if await asyncio.to_thread(lambda: self.has_prompts(replica_ids())):
                 taken_s = time.monotonic()

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from loramux.engine.adapters.adapter_load import AdapterLoad
 from loramux.engine.constraints.grammar import NO_MASKS, Masks
 from loramux.engine.decoder.vocabularies import FORBIDDEN
 from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.execution.executor import StepGivenUp
 from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, HeadDrafts, SampledToken, sample
@@ -88,8 +89,13 @@ class SimulatedExecutor:
         self.not_finite_for: set[str | None] = set()
         """The adapters whose rows are not finite. None is the base."""
         self.batches: list[Batch] = []
+        self.is_unwanted: Callable[[], bool] = lambda: False
 
     def submit(self, batch: Batch) -> SimulatedForward:
+        if self.is_unwanted():
+            for place in batch.kv_slots.ravel().tolist():
+                self._states[place] = UNWRITTEN
+            raise StepGivenUp
         self.batches.append(batch)
         slots, sample_rows = batch.slots.tolist(), batch.sample_rows.tolist()
         salts = {slot: _salt(self._adapter_pages.digest_of_slot(slot)) for slot in set(slots)}

@@ -196,8 +196,7 @@ def simulate_engine(
     disk = SimulatedDisk(host_memory, num_disk_pages, disk_chance)
     prefixes = PrefixCache(pages, policy, 16, host=HostPages(host_memory, DiskPages(disk, clock)))
     kv = KvPages(pages, pool.reclaimer, prefixes, cache, max_batch_tokens, executor.copy_page)
-    step_limits = SchedulerLimits(max_batch_tokens, max_sequences, max_sequences, max_batch_tokens)
-    scheduler = Scheduler(queue, kv, pool, step_limits)
+    scheduler = Scheduler(queue, kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
     limits = EngineLimits(vocab_size, max_model_len, eos, 16, **waiting)
     grammars = Grammars(grammar_process, os.environ, vocab_size, clock if grammar_clock is None else grammar_clock)
     speculation = Speculation(
@@ -210,6 +209,8 @@ def simulate_engine(
     parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars, speculation)
     observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads, drafts=speculation.counts))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
+    if not lookahead:
+        executor.is_unwanted = engine.is_step_unwanted
     return Simulation(
         engine,
         pages,

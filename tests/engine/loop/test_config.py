@@ -14,7 +14,6 @@ from loramux.adapter_store.sandbox.confinement import REQUIRED
 from loramux.adapter_store.tiers.host_tier import HostTier
 from loramux.adapter_store.tiers.staging_client import StagingClient
 from loramux.adapter_store.tiers.staging_link import StagingLink
-from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.loop import assembly
@@ -22,7 +21,6 @@ from loramux.engine.loop.assembly import SPARE_BYTES, _grammars, assemble_engine
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.kernels.layout import LinearShape, PageGeometry
-from tests.demo_base import DEMO_BASE
 
 
 def config(**settings: Any) -> EngineConfig:
@@ -112,25 +110,3 @@ def test_grammar_process_is_told_that_the_sandbox_is_required(demo_base: Path, i
 @pytest.fixture
 def target() -> PackTarget:
     return PackTarget((LinearShape("q_proj", 32, 32),), PageGeometry(2, 2, 8, 4, 4), "float32")
-
-
-@pytest.mark.parametrize(
-    ("device", "max_batch_tokens", "max_sequences", "expected"),
-    [("cpu", 512, 64, 128), ("cpu", 64, 8, 64), ("cpu", 4096, 256, 512), ("cuda", 2048, 256, 2048)],
-)
-def test_background_sequences_have_few_rows_on_a_cpu(
-    device: str, max_batch_tokens: int, max_sequences: int, expected: int
-) -> None:
-    settings = config(device=device, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
-    assert settings.max_background_tokens == expected
-
-
-def test_the_scheduler_of_an_engine_gets_that_limit() -> None:
-    settings = EngineConfig(
-        model_dir=str(DEMO_BASE), blob_url="", cache_dir="", dtype="float32", num_threads=1, pool_bytes=8 << 20
-    )
-    assembled = assemble_engine(settings, lambda: None, MemoryStager({}))
-    limits = assembled.engine._scheduler.limits
-    assembled.adapters.close()
-    assembled.grammars.close()
-    assert limits.max_background_tokens == settings.max_background_tokens < limits.max_batch_tokens

@@ -129,24 +129,14 @@ def test_endless_prompts_do_not_stop_background_sequences() -> None:
 
 
 def test_rows_are_few_until_others_have_been_gone_for_a_while() -> None:
-    bench = Bench(num_pages=4096, max_batch_tokens=64, max_sequences=4, max_background_tokens=48)
+    bench = Bench(num_pages=4096, max_batch_tokens=64, max_sequences=4)
     bench.add("chat", max_tokens=2)
     bench.add("line", num_prompt=64 * QUIET_STEPS, is_background=True)
     assert bench.step() == {"chat": 3}
     few = 64 // BACKGROUND_SHARE
     assert bench.step() == {"chat": 1, "line": few}
     steps = [bench.step()["line"] for _ in range(QUIET_STEPS + 1)]
-    assert steps == [few] * (QUIET_STEPS - 1) + [48, 48]
-    bench.add("book", num_prompt=64)
-    assert bench.step() == {"book": 64}
-
-
-def test_few_rows_are_no_more_than_a_batch_has_alone() -> None:
-    bench = Bench(num_pages=4096, max_batch_tokens=64, max_sequences=4, max_background_tokens=2)
-    bench.add("chat", max_tokens=2)
-    bench.add("line", num_prompt=64, is_background=True)
-    bench.step()
-    assert bench.step() == {"chat": 1, "line": 2}
+    assert steps == [few] * (QUIET_STEPS - 1) + [64, 64]
 
 
 def test_share_that_waited_too_long_gets_one_sequence_through() -> None:

@@ -35,7 +35,6 @@ class Bench:
         max_sequences: int = 4,
         sizes: dict[str, int] | None = None,
         num_slots: int = 4,
-        max_background_tokens: int | None = None,
     ) -> None:
         self.pages = PagePool(num_pages)
         policy, queue = LeastRecentlyUsed(), FairQueue()
@@ -47,9 +46,7 @@ class Bench:
         cache = cache_layout((None,), 64, PAGE_TOKENS)
         prefixes = PrefixCache(self.pages, policy, PAGE_TOKENS)
         kv = KvPages(self.pages, self.adapters.reclaimer, prefixes, cache, max_step_tokens=64)
-        limits = SchedulerLimits(
-            max_batch_tokens, max_sequences, max_sequences, max_background_tokens or max_batch_tokens
-        )
+        limits = SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences)
         self.scheduler = Scheduler(queue, kv, self.adapters, limits)
         self._arrivals = itertools.count()
 

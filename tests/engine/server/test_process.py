@@ -3,7 +3,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,8 +65,18 @@ def stager() -> Iterator[Stager]:
     stager.close()
 
 
+@dataclass(frozen=True)
+class Served:
+    """A server whose loop does not run, and two of its gateways."""
+
+    server: EngineServer
+    socket: zmq.Socket[bytes]
+    gateways: tuple[Gateway, Gateway]
+    end: Callable[[], None]
+
+
 @pytest.fixture
-def served(simulation: Simulation, stager: Stager, short_path: Path) -> Iterator[tuple[Gateway, Gateway]]:
+def stopped(simulation: Simulation, stager: Stager, short_path: Path) -> Iterator[Served]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -76,16 +87,26 @@ def served(simulation: Simulation, stager: Stager, short_path: Path) -> Iterator
     assembled = SimpleNamespace(
         engine=simulation.engine, ready=READY, stager=stager, grammars=simulation.grammars, workers=None
     )
+
+    def end() -> None:
+        ended.set()
+        os.write(wake_write, b"\0")
+
     server = EngineServer(assembled, socket, wake_read, record, ended)  # type: ignore[arg-type]
-    loop = threading.Thread(target=server.serve)
-    loop.start()
-    yield Gateway(context, short_path / "engine"), Gateway(context, short_path / "engine")
-    ended.set()
-    os.write(wake_write, b"\0")
-    loop.join()
+    gateways = Gateway(context, short_path / "engine"), Gateway(context, short_path / "engine")
+    yield Served(server, socket, gateways, end)
     context.destroy(linger=0)
     os.close(wake_read)
     os.close(wake_write)
+
+
+@pytest.fixture
+def served(stopped: Served) -> Iterator[tuple[Gateway, Gateway]]:
+    loop = threading.Thread(target=stopped.server.serve)
+    loop.start()
+    yield stopped.gateways
+    stopped.end()
+    loop.join()
 
 
 def test_unreadable_message_is_rejected_without_side_effects(
@@ -107,6 +128,38 @@ def test_unreadable_message_is_rejected_without_side_effects(
     tokens = [token for one in outputs if isinstance(one, StepOutput) for token in one.outputs[0].token_ids]
     assert tokens == simulation.expected(add)
     assert isinstance(sound.receive(), Finished)
+
+
+def test_only_sequences_that_are_not_in_the_background_are_urgent(stopped: Served, simulation: Simulation) -> None:
+    gateway, is_urgent = stopped.gateways[0], simulation.engine.has_urgent
+
+    def arrives(message: ToEngine) -> None:
+        gateway.send(message)
+        assert stopped.socket.poll(10_000)
+
+    arrives(StatsRequest(call_id="s"))
+    assert not is_urgent()
+    arrives(simulation.make_add("line", (1, 2, 3), 4, is_background=True))
+    assert not is_urgent()
+    arrives(simulation.make_add("chat", (1, 2, 3), 4))
+    assert is_urgent()
+    assert is_urgent(), "until it has been added"
+    assert simulation.engine.num_sequences == 0, "nothing changes within a step"
+    stopped.server._receive(0)
+    assert simulation.engine.num_sequences == 2
+    assert not is_urgent()
+
+
+def test_a_malformed_message_is_not_answered_within_a_step(stopped: Served, simulation: Simulation) -> None:
+    # If the gateway were gone, the failed answer would end its sequences, which the step computes.
+    gateway = stopped.gateways[0]
+    gateway.send_raw(b"\xc1")
+    assert stopped.socket.poll(10_000)
+    assert not simulation.engine.has_urgent()
+    assert not stopped.server._links
+    stopped.server._receive(0)
+    assert gateway.receive() == READY
+    assert isinstance(gateway.receive(), Rejected)
 
 
 def test_an_adapter_is_pinned_over_the_socket(served: tuple[Gateway, Gateway]) -> None:
