@@ -106,8 +106,8 @@ class Stand:
 
     async def time_of_a_prompt(self, replica_ids: Callable[[], Iterable[str]], seed: int) -> float | None:
         """Send requests shortly after one another, and return when one of these replicas first had a prompt, or None if
-        they got none. They are so many that one replica is busy with them: an idle one keeps the requests to adapters
-        that it holds.
+        they got none. They come four at a time, because an idle replica that holds their adapters would keep single
+        ones.
         """
         taken_s, streaming = None, list[asyncio.Task[list[Stream]]]()
         while taken_s is None and len(streaming) < 2 * int(MAX_SEQUENCES):

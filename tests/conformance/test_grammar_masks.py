@@ -19,7 +19,7 @@ from tests.engine.constraints.masks import allowed_tokens, follow
 
 NUM_LANGUAGES = 200
 """Number of languages in the campaign."""
-FEW = 30
+FEW = 60
 NUM_STEPS = MAX_NESTING - 1
 
 

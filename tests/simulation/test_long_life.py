@@ -103,7 +103,6 @@ class Life:
         self.num_calls = 0
         self.num_forgotten = 0
         self.num_steps = 0
-        self.steps_per_check = 1
 
     def turn(self, number: int) -> None:
         rng, engine = self.rng, self.simulation.engine
@@ -281,13 +280,10 @@ class Life:
                     self.finished[finished.sequence_id] = finished
                 case AdapterState():
                     self.num_answers += 1
-        is_checked = self.num_steps % self.steps_per_check == 0
-        if is_checked:
-            self.simulation.pages.check_integrity()
+        self.simulation.pages.check_integrity()
         # No later step may read a page that is free now.
         self.simulation.executor.forget(self.simulation.pages._free)
-        if is_checked:
-            self.simulation.prefixes.host.check_integrity()
+        self.simulation.prefixes.host.check_integrity()
         self.simulation.host_memory.forget(self.simulation.prefixes.host.free_slots)
 
     def _tokens(self, count: int) -> tuple[int, ...]:
@@ -305,9 +301,6 @@ def live(
     num_disk_pages: int = 0,
 ) -> Life:
     life = Life(seed, lookahead, layers, speculates, has_head, num_host_pages, num_disk_pages)
-    if num_turns < NUM_TURNS:
-        # The checks take much of the time, and a page that is lost or freed twice stays so. Campaigns check every step.
-        life.steps_per_check = 4
     with recorded("simulation") as figures:
         for number in range(num_turns):
             life.turn(number)

@@ -401,7 +401,7 @@ def test_flood_barely_delays_a_polite_share(simulate: Simulate) -> None:
         steps: list[int] = []
         asked_at, polite = 0, 0
         simulation.add("polite0", num_prompt=20, max_tokens=4, share_key="polite")
-        for step in range(800):
+        for step in range(1500):
             while simulation.scheduler.queue.num_waiting < 30:
                 number = rng.getrandbits(60)
                 share = flood_share or f"share{number % 30}"
