@@ -19,11 +19,14 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="this machine has no GPU")
 def in_all_workers(directory: Path, size: int, run: Callable[[ProcessGroup], torch.Tensor]) -> list[torch.Tensor]:
     """What `run` returns in each worker, which is a thread of this process."""
     found: dict[int, torch.Tensor] = {}
+    # A worker that closes its connections while another one still connects would end that one's `join`.
+    all_done = threading.Barrier(size, timeout=60)
 
     def work(number: int) -> None:
         group = new_group("cpu", directory / "meeting", size, number)
         group.join()
         found[number] = run(group)
+        all_done.wait()
         group.close()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(size)]

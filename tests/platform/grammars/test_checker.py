@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,11 +11,18 @@ from typing import Any
 import pytest
 import structlog
 
+from loramux.adapter_store.sandbox.confined_pool import Ended
 from loramux.adapter_store.sandbox.confinement import CALLS, FILES
 from loramux.adapter_store.validation.validator import missing_measures
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
 from loramux.platform.grammars import checker as checker_module
-from loramux.platform.grammars.checker import MAX_KEPT_PER_TENANT, MAX_WAITING_PER_TENANT, NUM_PROCESSES, GrammarChecker
+from loramux.platform.grammars.checker import (
+    MAX_KEPT_PER_TENANT,
+    MAX_WAITING_PER_TENANT,
+    NUM_PROCESSES,
+    Checked,
+    GrammarChecker,
+)
 from loramux.platform.grammars.constraint import MAX_TEXT_BYTES, Constraint
 from tests.adapter_store.sandbox import lesser_kernel
 from tests.demo_base import DEMO_BASE
@@ -143,13 +151,25 @@ async def test_tenants_share_no_outcomes(checker: GrammarChecker, observed: Obse
     assert [outcome for outcome, _ in observed] == ["accepted", "accepted"]
 
 
-async def test_equal_requests_of_a_tenant_are_checked_once(checker: GrammarChecker, observed: Observed) -> None:
+async def test_equal_requests_of_a_tenant_are_checked_once(
+    checker: GrammarChecker, observed: Observed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     constraint = Constraint.of_text("regex", "once|twice", "p")
+    # Until all have asked, no outcome is kept. Otherwise, the last requests could find a quick check's outcome.
+    all_asked = threading.Event()
+    keep = checker._keep
+
+    def keep_once_all_asked(key: tuple[str, str, str], ended: Ended) -> Checked:
+        assert all_asked.wait(60)
+        return keep(key, ended)
+
+    monkeypatch.setattr(checker, "_keep", keep_once_all_asked)
     # More than a tenant may have waiting, and another tenant's.
     asked = [asyncio.create_task(checker.grammar("acme", constraint)) for _ in range(MAX_WAITING_PER_TENANT + 5)]
     other = asyncio.create_task(checker.grammar("other", constraint))
     await asyncio.sleep(0)
     assert len(checker._checks) == 2
+    all_asked.set()
     asked.pop().cancel()
     grammars = await asyncio.gather(*asked)
     assert set(grammars) == {await other}
