@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import TokenType
 
 from benchmarks.answers import CheckError, RunFailed
 from benchmarks.harness import SCRATCH, begin, new_parser, reports_failure, rotated
 from benchmarks.mixed_batch import pack_adapters, run_loramux
 from benchmarks.peers import in_process
+from benchmarks.peers.vocabulary import FIRST_BYTE, FIRST_WORD, token_texts
 from benchmarks.random_model import load_peft
 from benchmarks.running_engine import RunningEngine, start_engine
 from benchmarks.tables import table
@@ -34,6 +36,7 @@ from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.quantizing.quantize import quantize, quantized_directory
+from tests.conformance.gguf_models import GgufFamily, write_base
 
 PYTHON_VARIABLE = "LORAMUX_PEER_XLLAMACPP_PYTHON"
 CHILD = Path(__file__).with_name("llama_child.py")
@@ -43,6 +46,9 @@ GOALS = {"one stream": 1.0, "all streams": 2.5, "adapters": 0.9}
 """Least speed of one stream and of sixteen streams relative to llama.cpp, and of adapters relative to the base."""
 
 CLOCKS = {"wall": 0, "cpu": 1}
+
+GGUF_TYPES = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_1"}
+"""The type of llama.cpp's matrices, by the format of the layers."""
 
 Run = Callable[[list[list[int]], int], tuple[float, float]]
 """Answers prompts with a number of tokens each, and returns the seconds of each of CLOCKS."""
@@ -62,6 +68,29 @@ def open_engine(base: Path, method: str, packed: Sequence[PackedAdapter], thread
         activations="int8" if activations == "int8" else None,
     )  # fmt: skip
     return start_engine(config, MemoryStager({one.digest: one for one in packed}))
+
+
+def write_gguf(base: Path, method: str) -> Path:
+    """A GGUF file of a base of the Llama architecture, in which all matrices have the type of `method`."""
+    from transformers import LlamaForCausalLM
+
+    dtype = GGUF_TYPES[method.partition("+")[0]]
+    path = SCRATCH / "streams" / f"{base.name}-{dtype}.gguf"
+    if not path.exists():
+        model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+        part = path.with_suffix(".part")
+        vocab_size = model.config.vocab_size
+        kinds = [TokenType.CONTROL] * FIRST_BYTE + [TokenType.BYTE] * (FIRST_WORD - FIRST_BYTE)
+        kinds += [TokenType.NORMAL] * (vocab_size - FIRST_WORD)
+        vocabulary = {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": token_texts(vocab_size),
+            "tokenizer.ggml.scores": [0.0] * vocab_size,
+            "tokenizer.ggml.token_type": [int(kind) for kind in kinds],
+        }
+        write_base(model, part, GgufFamily("llama", permutes=True), lambda name, shape: dtype, vocabulary)
+        part.replace(path)
+    return path
 
 
 @contextmanager
@@ -140,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = new_parser("streams", __doc__)
     add = parser.add_argument
     add("--base", type=Path, required=True, help="directory of the model")
-    add("--gguf", type=Path, required=True, help="the same model for llama.cpp")
+    add("--gguf", type=Path, help="the same model for llama.cpp; by default, written from a Llama base")
     add("--format", default="int8+head", help="bfloat16, or a value of --quantization")
     add("--activations", choices=["int8", "int16"], default="int16", help="inputs of quantised linear layers")
     add("--streams", type=int, nargs="+", default=[1, 4, 16])
@@ -158,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         peft = load_peft(parsed.base, NUM_ADAPTERS, RANK, torch.bfloat16)
         packed = pack_adapters(peft, parsed.base, SCRATCH / "streams", NUM_ADAPTERS, "bfloat16")
         del peft
+        gguf = parsed.gguf or write_gguf(parsed.base, parsed.format)
     prompts = torch.randint(10, model.vocab_size, (most, parsed.prompt), generator=torch.Generator().manual_seed(2))
     digests = [one.digest for one in packed]
     cases: list[dict[str, Any]] = []
@@ -167,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         engine.load(digests)
         check(engine, digests, prompts, 8)
-        llama = stack.enter_context(open_llama(parsed.gguf, parsed.threads, most))
+        llama = stack.enter_context(open_llama(gguf, parsed.threads, most))
         for streams in parsed.streams:
             ways = {
                 "loramux": partial(run_engine, engine, None),
@@ -184,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     workload = {
         name: getattr(parsed, name) for name in ("format", "activations", "prompt", "tokens", "threads", "clock")
     }
-    shape = {"layers": model.num_layers, "hidden": model.hidden_size, "gguf": parsed.gguf.name}
+    shape = {"layers": model.num_layers, "hidden": model.hidden_size, "gguf": gguf.name}
     run.write({"workload": {**workload, **shape}, "cases": cases, "ratios": ratios})
     return 0
 

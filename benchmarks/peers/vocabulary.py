@@ -20,10 +20,8 @@ FIRST_WORD = FIRST_BYTE + 256
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` for token ids in [0, vocab_size)."""
-    tokens = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokens += [f"\u2581w{number}" for number in range(FIRST_WORD, vocab_size)]
     bpe = models.BPE(
-        vocab={token: token_id for token_id, token in enumerate(tokens)},
+        vocab={token: token_id for token_id, token in enumerate(token_texts(vocab_size))},
         merges=[],
         unk_token=SPECIAL_TOKENS[0],
         fuse_unk=True,
@@ -43,6 +41,12 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def token_texts(vocab_size: int) -> list[str]:
+    """The spelling of each token id."""
+    tokens = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    return tokens + [f"\u2581w{number}" for number in range(FIRST_WORD, vocab_size)]
 
 
 def token_id_of(spelled: str) -> int:
