@@ -48,6 +48,7 @@ from benchmarks.serving.push_processes import Pushed, Trainer, TrainerOptions, s
 from loramux.admin.bench.asks import Ask
 from loramux.admin.client.client import AdminClient
 from loramux.admin.client.openai_server import OpenAIServer
+from loramux.engine.device.machine_limits import num_cpus
 
 BASE_NAME, TENANT = "base", "bench"
 START_S = 300.0
@@ -347,6 +348,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser("serving.push", __doc__)
     add = parser.add_argument
     add("--shape", choices=ALL_SHAPES, default="small", help="the base's shape (%(default)s)")
+    add("--threads", type=int, help="threads of the engine (by default, one per core)")
     add("--rank", type=int, default=128, help="rank of the adapters (%(default)s, 22.5 MB for the shape small)")
     add("--dtype", choices=TOLERANCES, default="bfloat16")
     add("--adapters", type=int, default=20, help="number of adapters that are pushed in turn (%(default)s)")
@@ -379,6 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             {
                 "adapter": f"rank {arguments.rank}, {size / 1e6:.1f} MB",
                 "dtype": arguments.dtype,
+                "threads": arguments.threads or num_cpus(),
                 "speculate": NO_DRAFTS[1],
             }
         )
@@ -386,7 +389,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "loramux.admin.cli", "serve", "--model", str(base)]
         command += ["--data-dir", str(Path(files) / "data"), "--host", HOST, "--served-name", BASE_NAME, *NO_DRAFTS]
         command += ["--port", str(port), "--admin-port", str(admin_port), "--dtype", arguments.dtype, "--device", "cpu"]
-        environment = own_environment({"LORAMUX_ADMIN_KEY": admin_key})
+        threads = {} if arguments.threads is None else {"LORAMUX_NUM_THREADS": str(arguments.threads)}
+        environment = own_environment({"LORAMUX_ADMIN_KEY": admin_key, **threads})
         with child_server("loramux", command, environment, Path(files) / "server.log") as child:
             url = f"http://{HOST}:{admin_port}"
             child.wait_until_ready(f"{url}/health/ready", START_S)
