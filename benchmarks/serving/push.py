@@ -278,12 +278,12 @@ def measure(world: World, readers: ProcessPoolExecutor, streamed: Sequence[str],
     arguments = world.arguments
     due = itertools.cycle(world.policies)
     per_round = max(1, arguments.pushes // arguments.rounds)
-    seconds = per_round * arguments.every
+    num_due = {"pushes": per_round, "quiet": arguments.quiet or per_round}
     p99s: dict[str, list[float]] = {"quiet": [], "pushes": []}
 
-    def each_due(work: Callable[[Policy], None]) -> None:
+    def each_due(count: int, work: Callable[[Policy], None]) -> None:
         began_s = time.perf_counter()
-        for number in range(per_round):
+        for number in range(count):
             time.sleep(max(0.0, began_s + number * arguments.every - time.perf_counter()))
             work(next(due))
 
@@ -294,8 +294,8 @@ def measure(world: World, readers: ProcessPoolExecutor, streamed: Sequence[str],
     world.figures = Figures(num_answers=world.figures.num_answers, worst=world.figures.worst)
     for number in range(arguments.rounds):
         for way in ("quiet", "pushes") if number % 2 == 0 else ("pushes", "quiet"):
-            work = partial(each_due, world.push if way == "pushes" else world.only_ask)
-            gaps = gaps_beside(world, readers, streamed, seconds, work)
+            work = partial(each_due, num_due[way], world.push if way == "pushes" else world.only_ask)
+            gaps = gaps_beside(world, readers, streamed, num_due[way] * arguments.every, work)
             p99s[way].append(percentile(gaps, 99))
             shown = ", ".join(f"p{at} {percentile(gaps, at) * 1e3:.1f} ms" for at in (50, 90, 99))
             run.console.print(f"round {number + 1}, {way}: gaps {shown}")
@@ -354,6 +354,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--adapters", type=int, default=20, help="number of adapters that are pushed in turn (%(default)s)")
     add("--pushes", type=int, default=1000, help="number of pushes, beside the first of each adapter (%(default)s)")
     add("--every", type=float, default=5.0, help="seconds from a push to the next (%(default)s)")
+    add("--quiet", type=int, help="left-out pushes in a round without pushes (by default, as many as in the others)")
     add("--rounds", type=int, default=7, help="rounds with and without pushes (%(default)s)")
     add("--streams", type=int, default=4, help="number of concurrent streams (%(default)s)")
     add("--answer", type=int, default=128, help="tokens of a stream's answer (%(default)s)")
