@@ -57,12 +57,17 @@ def pack_adapters(model: Any, base: Path, scratch: Path, num_adapters: int, dtyp
     """Save peft's adapters, then validate, canonicalise and pack them like an upload."""
     directory = scratch / "adapters"
     model.save_pretrained(directory)
-    target = pack_target(ModelConfig.load(base), dtype)
-    packed = []
-    for index in range(num_adapters):
-        tensors = directory / f"a{index}" / "adapter_model.safetensors"
-        config = (tensors.parent / "adapter_config.json").read_bytes()
-        packed.append(_pack(config, tensors, target, tensors.parent / "canonical.safetensors"))
+    return pack_directories([directory / f"a{index}" for index in range(num_adapters)], base, scratch, dtype)
+
+
+def pack_directories(directories: Sequence[Path], base: Path, scratch: Path, dtype: str) -> list[PackedAdapter]:
+    """Validate, canonicalise and pack the files of PEFT adapters like an upload."""
+    target, packed = pack_target(ModelConfig.load(base), dtype), []
+    scratch.mkdir(parents=True, exist_ok=True)
+    for directory in directories:
+        config = (directory / "adapter_config.json").read_bytes()
+        tensors = directory / "adapter_model.safetensors"
+        packed.append(_pack(config, tensors, target, scratch / f"{directory.name}.safetensors"))
     return packed
 
 

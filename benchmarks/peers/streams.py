@@ -3,8 +3,8 @@
 Both run in process, without HTTP, and take turns. A turn answers the same requests twice, once with one token each and
 once with all tokens. The tokens after the first, divided by the difference of the two times, are the decode speed.
 With one thread, `--clock cpu` measures processor time instead, which other programs on the machine change less. loramux
-also runs three adapters of rank 16 over all streams. llama.cpp is xllamacpp in an environment of its own, whose
-interpreter LORAMUX_PEER_XLLAMACPP_PYTHON names.
+also runs three adapters over all streams, by default random ones of rank 16 on all linear layers. llama.cpp is
+xllamacpp in an environment of its own, whose interpreter LORAMUX_PEER_XLLAMACPP_PYTHON names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gguf import TokenType
 
 from benchmarks.answers import CheckError, RunFailed
 from benchmarks.harness import SCRATCH, begin, new_parser, reports_failure, rotated
-from benchmarks.mixed_batch import pack_adapters, run_loramux
+from benchmarks.mixed_batch import pack_adapters, pack_directories, run_loramux
 from benchmarks.peers import in_process
 from benchmarks.peers.vocabulary import FIRST_BYTE, FIRST_WORD, token_texts
 from benchmarks.random_model import load_peft
@@ -170,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--base", type=Path, required=True, help="directory of the model")
     add("--gguf", type=Path, help="the same model for llama.cpp; by default, written from a Llama base")
+    add("--adapters", type=Path, nargs=NUM_ADAPTERS, help="directories of PEFT adapters instead of random ones")
     add("--format", default="int8+head", help="bfloat16, or a value of --quantization")
     add("--activations", choices=["int8", "int16"], default="int16", help="inputs of quantised linear layers")
     add("--streams", type=int, nargs="+", default=[1, 4, 16])
@@ -184,9 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--clock cpu needs --threads 1: the time of waiting threads would count, too")
     model, most = ModelConfig.load(parsed.base), max(parsed.streams)
     with in_process.quiet_transformers():
-        peft = load_peft(parsed.base, NUM_ADAPTERS, RANK, torch.bfloat16)
-        packed = pack_adapters(peft, parsed.base, SCRATCH / "streams", NUM_ADAPTERS, "bfloat16")
-        del peft
+        if parsed.adapters:
+            packed = pack_directories(parsed.adapters, parsed.base, SCRATCH / "streams", "bfloat16")
+        else:
+            peft = load_peft(parsed.base, NUM_ADAPTERS, RANK, torch.bfloat16)
+            packed = pack_adapters(peft, parsed.base, SCRATCH / "streams", NUM_ADAPTERS, "bfloat16")
+            del peft
         gguf = parsed.gguf or write_gguf(parsed.base, parsed.format)
     prompts = torch.randint(10, model.vocab_size, (most, parsed.prompt), generator=torch.Generator().manual_seed(2))
     digests = [one.digest for one in packed]
@@ -215,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name: getattr(parsed, name) for name in ("format", "activations", "prompt", "tokens", "threads", "clock")
     }
     shape = {"layers": model.num_layers, "hidden": model.hidden_size, "gguf": gguf.name}
+    shape["adapters"] = [one.name for one in parsed.adapters] if parsed.adapters else f"rank {RANK}, all linear layers"
     run.write({"workload": {**workload, **shape}, "cases": cases, "ratios": ratios})
     return 0
 
