@@ -240,7 +240,8 @@ def test_permanent_errors_are_not_retried(fault_proxy: FaultProxy, s3_bucket: st
 def test_persistently_failing_store_opens_the_breaker(fault_proxy: FaultProxy, s3_bucket: str) -> None:
     clock = [100.0]
     breaker = CircuitBreaker(max_failures=5, first_open_s=1.0, clock=lambda: clock[0])
-    blobs = S3BlobStore(s3_bucket, "p", HURRIED, breaker)
+    # An answer that comes late would be another failure.
+    blobs = S3BlobStore(s3_bucket, "p", replace(PATIENT, read_s=60.0), breaker)
     blobs.put("k/one", DATA)
     fault_proxy.plan = always(Fault.SLOW_DOWN, "GET")
     for _ in range(2):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loramux.platform.replicas import presence
+from loramux.platform.replicas import peer_connection, peer_listener, presence
 
 
 @pytest.fixture
@@ -15,8 +15,10 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 
 @pytest.fixture(autouse=True)
-def patient_beats() -> Iterator[None]:
-    """A beat whose database answers late keeps what it knows, and a test would not see what it expects."""
+def patient_servers() -> Iterator[None]:
+    """A beat whose database answers late keeps what it knows, and a connection that is late is refused."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(presence, "EXCHANGE_WAIT_S", 60.0)
+        for module in (peer_connection, peer_listener):
+            patch.setattr(module, "HANDSHAKE_TIMEOUT_S", 60.0)
         yield
