@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     waiting = threading.Event()
     for _ in range(int(timeout_s / 0.02)):
         if condition():

@@ -23,7 +23,7 @@ class WatchedBlobStore(MemoryBlobStore):
     def get(self, key: str, destination: Path, **limits: Any) -> None:
         self.num_gets[key.split("/")[0]] += 1
         self.asked.set()
-        self.may_answer.wait(10)
+        self.may_answer.wait(60)
         if self.is_down:
             raise BlobStoreUnavailable("the store is down")
         super().get(key, destination, **limits)

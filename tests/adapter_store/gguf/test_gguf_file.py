@@ -50,7 +50,9 @@ def padded(start: bytes, num_bytes: int) -> bytes:
 @pytest.fixture
 def sound(tmp_path: Path) -> Path:
     path = tmp_path / "sound.gguf"
-    tensors = {f"{PREFIX}.lora_A.weight": torch.randn(3, 8), f"{PREFIX}.lora_B.weight": torch.randn(4, 3)}
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"lora_A": (3, 8), "lora_B": (4, 3)}
+    tensors = {f"{PREFIX}.{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     metadata = {"general.tags": ["one", "two"], "adapter.alora.invocation_tokens": [1, 2, 3]}
     write_gguf(path, tensors, alpha=8.0, metadata=metadata)
     return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -315,9 +315,11 @@ def test_slow_hub_is_left(
     hub: LocalHub, sources: AdapterSources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_client, "READ_S", 0.2)
-    hub.faults["/revision/"] = lambda _: time.sleep(0.5)
+    is_left = threading.Event()
+    hub.faults["/revision/"] = lambda _: is_left.wait(60)
     with pytest.raises(SourceUnavailable, match="ReadTimeout"):
         sources.pin("hf://acme/support@main")
+    is_left.set()
     monkeypatch.setattr(hub_client, "READ_S", 20.0)
     monkeypatch.setattr(hub_client, "ANSWER_S", -1.0)
     hub.faults.clear()

@@ -53,12 +53,12 @@ def test_other_texts_are_refused(text: str) -> None:
 
 
 def test_long_texts_are_refused_at_once() -> None:
-    started = time.monotonic()
+    started = time.thread_time()
     for text in ("hf://a/b/" + "a/" * 500_000 + ".gguf", "s3://abc/" + "a/" * 500_000, "a" * 1_000_000):
         with pytest.raises(PullRefused) as error:
             ModelName.parse(text)
         assert len(error.value.message) < 1000
-    assert time.monotonic() - started < 1
+    assert time.thread_time() - started < 1
 
 
 def test_all_splits_are_named_by_any() -> None:

@@ -247,7 +247,7 @@ def test_hostile_index_is_refused(hub: LocalHub, pulls: Pulls, index: bytes) -> 
 
 def test_second_pull_waits_for_the_first(hub: LocalHub, pulls: Pulls) -> None:
     waits, finished = [], threading.Event()
-    hub.faults["/store/"] = lambda _: finished.wait(5)
+    hub.faults["/store/"] = lambda _: finished.wait(60)
     plans = [pulls.puller.plan(NAME) for _ in range(2)]
 
     def pull(number: int) -> None:
@@ -261,7 +261,7 @@ def test_second_pull_waits_for_the_first(hub: LocalHub, pulls: Pulls) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert len(waits) == 1
     assert len(downloads(hub)) == len(SHARDS), "the second pull finds the files of the first"
     found = pulls.find()

@@ -272,7 +272,7 @@ def test_process_dies_with_the_server(scratch: Path) -> None:
     ready, pid_text = done.stdout.split()
     assert ready == "ready"
     pid = int(pid_text)
-    for _ in range(500):
+    for _ in range(6000):
         try:
             # A process that has exited but has not been reaped is a zombie.
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

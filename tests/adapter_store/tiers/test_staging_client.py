@@ -70,7 +70,7 @@ class Bench:
 
     def open(self, **settings: Any) -> StagingClient:
         client = self.start(**settings)
-        client.open(30)
+        client.open(60)
         return client
 
     def close(self) -> None:
@@ -417,7 +417,7 @@ def test_answer_to_a_cancelled_request_is_not_used_for_the_next(bench: Bench, is
         stop(client)
     client.request(digest)
     if has_come:
-        assert select.select([client], [], [], 10)[0]
+        assert select.select([client], [], [], 60)[0]
         stop(client)
     client.cancel(digest)
     client.request(digest)
@@ -622,7 +622,7 @@ def test_cancelling_a_hanging_request_frees_its_thread(bench: Bench, monkeypatch
     here, away, _ = (adapter.digest for adapter in bench.adapters)
     staged(bench.open(), here).release()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(10)
+        silent.settimeout(60)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
@@ -693,7 +693,7 @@ def test_look_reports_the_contents_of_the_disk_tier(bench: Bench) -> None:
 def test_invalid_blob_url_is_refused_by_name(bench: Bench, blob_url: str) -> None:
     client = bench.start(blob_url=blob_url)
     with pytest.raises(StagingRefused, match=r"use .*s3://BUCKET"):
-        client.open(30)
+        client.open(60)
 
 
 def test_process_that_never_opens_times_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,7 +253,7 @@ def test_all_processes_of_the_group_are_killed(
             validator.validate(job, target)
         thread.join()
     stat = Path(f"/proc/{note.read_text().rstrip('.')}/stat")
-    for _ in range(500):
+    for _ in range(6000):
         # The process may not have been reaped yet.
         try:
             if stat.read_text().rpartition(")")[2].split()[0] in "ZX":

@@ -321,7 +321,7 @@ async def test_a_client_that_leaves_is_settled(gateway: Gateway, gateway_url: st
         async for line in response.aiter_lines():
             if "text_delta" in line:
                 break
-    assert await gateway.services.run.requests.drain(5)
+    assert await gateway.services.run.requests.drain(60)
     [event] = gateway.usage()
     assert (event.status, event.completion_tokens) == ("aborted", 3)
 

@@ -19,10 +19,11 @@ from loramux.platform.bodies.chat_request import MAX_MESSAGES, ChatRequest
 from loramux.platform.bodies.prompts import MAX_PROMPTS
 from loramux.platform.bodies.request_body import MAX_PARSED_AT_ONCE, parse_body_on
 from loramux.platform.openai_api.completion_request import CompletionRequest
-from loramux.platform.requests.services import GatewaySettings
+from loramux.platform.requests.services import NUM_COMPUTE_THREADS, GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.migrated import migrated_sqlite
 from tests.platform.gateways import Gateway, open_gateway
+from tests.platform.replicas.lab import until
 
 pytestmark = pytest.mark.anyio
 
@@ -404,18 +405,20 @@ async def test_sql_and_health_checks_do_not_wait_for_tokenization(
 ) -> None:
     may_go_on = threading.Event()
     encode = ModelTokenizer.encode
+    begun: list[object] = []
 
     def slow(*arguments: Any) -> Any:
-        assert may_go_on.wait(20)
+        begun.append(arguments)
+        assert may_go_on.wait(60)
         return encode(*arguments)
 
     monkeypatch.setattr(ModelTokenizer, "encode", slow)
     # Bodies of this length are tokenized on a thread. Send more of them than there are threads.
     body = json.dumps({"model": "base", "prompt": "Hello", "max_tokens": 1}) + " " * MAX_TOKENISED_AT_ONCE
     asking = [asyncio.create_task(gateway.http.post(TEXT, content=body)) for _ in range(8)]
-    await asyncio.sleep(0.3)
+    await until(lambda: len(begun) == NUM_COMPUTE_THREADS)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             assert (await gateway.http.get("/health/ready")).status_code == 200
             assert (await gateway.http.get("/v1/models")).status_code == 200
     finally:

@@ -63,7 +63,7 @@ class SlowDict(dict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         super().update(*args, **kwargs)
         self.is_resting.set()
-        assert self.may_go_on.wait(10)
+        assert self.may_go_on.wait(60)
 
 
 def test_concurrent_reader_sees_a_complete_policy(accounts: Database) -> None:
@@ -80,12 +80,12 @@ def test_concurrent_reader_sees_a_complete_policy(accounts: Database) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(held)
-        assert policies.is_resting.wait(10)
+        assert policies.is_resting.wait(60)
         second = threads.submit(held)
         with suppress(TimeoutError):
             second.result(0.2)
         policies.may_go_on.set()
-        assert first.result(10) == second.result(10) == (True, True)
+        assert first.result(60) == second.result(60) == (True, True)
 
 
 def us(*date: int) -> int:

@@ -49,7 +49,7 @@ def test_exactly_one_of_several_concurrent_editors_wins(
             raise PreconditionFailed("it has been changed since")
 
     def attempt(number: int) -> Any:
-        together.wait(10)
+        together.wait(60)
         try:
             return edit(number, check)
         except PreconditionFailed:

@@ -31,7 +31,7 @@ from loramux.platform.replicas.replica_table import ReplicaTable, Summary
 from loramux.platform.replicas.residency import summarise
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.ready_adapters import digest_of
-from tests.platform.replicas.lab import add, beat, collect, open_replica, until
+from tests.platform.replicas.lab import PATIENCE_S, add, beat, collect, open_replica, until
 from tests.platform.replicas.lies import LIES, Lie
 from tests.platform.replicas.pair import Pair, open_pair
 from tests.platform.scripted_engine import Script
@@ -222,15 +222,10 @@ async def test_rows_in_the_name_of_other_servers_do_not_separate_honest_servers(
         await beat(first, second)
         publish_lies()
         assert lies == 8
-        for _ in range(100):
-            await beat(first, second)
-            if (
-                first.metric("loramux_peers", state="connected")
-                == second.metric("loramux_peers", state="connected")
-                == 1
-            ):
-                break
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(PATIENCE_S):
+            while any(one.metric("loramux_peers", state="connected") != 1 for one in (first, second)):
+                await beat(first, second)
+                await asyncio.sleep(0.05)
         assert [view.id for view in first.router.views] == ["rep_a", "rep_b"]
         assert [view.id for view in second.router.views] == ["rep_b", "rep_a"]
         assert first.metric("loramux_peers", state="refused") == 8

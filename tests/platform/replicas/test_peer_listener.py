@@ -74,7 +74,7 @@ class Side:
 
     async def connect(self, presented: OwnCertificate | None = None) -> PeerConnection:
         own = self.friend.in_use if presented is None else presented
-        return await PeerConnection.open("127.0.0.1", self.port, own, self.certificates, lambda *_: None, 5.0)
+        return await PeerConnection.open("127.0.0.1", self.port, own, self.certificates, lambda *_: None, 60.0)
 
     def engine(self) -> PeerEngine:
         assert self.served.engine.info is not None

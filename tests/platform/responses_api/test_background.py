@@ -20,7 +20,7 @@ from loramux.migrations.database import Database
 from loramux.platform.admission.admission import Admission
 from loramux.platform.ledger.events import UsageEvent
 from loramux.platform.requests.services import GatewaySettings
-from loramux.platform.responses_api import background
+from loramux.platform.responses_api import background, stored_responses
 from loramux.platform.stored_responses import background_store, sealing
 from loramux.platform.stored_responses.background_store import BackgroundStore
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -31,6 +31,13 @@ from tests.platform.scripted_engine import Script
 from tests.platform.storing import KEY, allow, answers
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def patient_cancellations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancellation that takes long returns earlier, and a test would not see the end that it expects."""
+    monkeypatch.setattr(stored_responses, "CANCEL_WAIT_S", 60.0)
+
 
 UNFINISHED = ("queued", "in_progress")
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.platform.routing import demand
@@ -52,6 +52,7 @@ def test_base_requests_count_in_the_whole() -> None:
     assert counts.part(1) < 0.5
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("se"), st.integers(0, 3), st.floats(-1e6, 1e6)), max_size=50))
 def test_clock_jumps_keep_parts_in_range(events: list[tuple[str, int, float]]) -> None:
     clock = Clock()

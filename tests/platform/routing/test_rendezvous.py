@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.platform.routing import rendezvous
@@ -13,6 +13,7 @@ KEYS = st.integers(min_value=0, max_value=2**64 - 1)
 IDS = st.lists(st.text(min_size=1, max_size=8), min_size=2, max_size=12, unique=True)
 
 
+@settings(deadline=None)
 @given(KEYS, IDS, st.data())
 def test_leaving_replica_changes_no_other_place(key: int, ids: list[str], data: st.DataObject) -> None:
     leaving = data.draw(st.sampled_from(ids))
@@ -22,6 +23,7 @@ def test_leaving_replica_changes_no_other_place(key: int, ids: list[str], data: 
     assert order.order(key) == tuple(one for one in before if one != leaving)
 
 
+@settings(deadline=None)
 @given(KEYS, IDS)
 def test_order_does_not_depend_on_the_listing(key: int, ids: list[str]) -> None:
     assert RendezvousOrder(ids).order(key) == RendezvousOrder(reversed(ids)).order(key)

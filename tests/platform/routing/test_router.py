@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.platform.routing.rendezvous import RendezvousOrder
@@ -48,6 +48,7 @@ def test_all_gateways_place_a_cold_adapter_on_the_same_replica() -> None:
     assert len({router(views, seed).choose(ask("x")) for seed in range(16)}) == 1
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 3), st.booleans(), st.booleans(), st.floats(0, 1)), min_size=1, max_size=8),
     st.lists(st.sampled_from(["x", "y", None]), max_size=20),
@@ -280,6 +281,7 @@ def test_share_beyond_its_part_of_a_full_fleet_gets_no_more_copies(weight: int, 
     assert bool(made.prefetches()) == grows
 
 
+@settings(deadline=None)
 @given(st.floats(-1e9, 1e9), st.lists(st.floats(-1e5, 1e5), max_size=10))
 def test_choices_do_not_depend_on_the_clocks_zero(offset_s: float, jumps_s: list[float]) -> None:
     def choices(offset_s: float) -> list[str]:

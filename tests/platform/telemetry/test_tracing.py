@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from loramux.admin.server.logs import hide_secrets
 from loramux.engine.tracing.spans import TraceConfig
 from loramux.migrations.database import Database
+from loramux.platform.telemetry import otel_tracing
 from loramux.platform.telemetry.otel_tracing import OtelTracing
 from loramux.platform.telemetry.tracing import CURRENT, ClientTraces, begin_span, describe, traced
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -62,7 +63,7 @@ async def test_request_is_one_trace_that_the_engine_continues(
 ) -> None:
     response = await traced_gateway.http.post("/v1/completions", json=CALL)
     assert response.status_code == 200
-    await traced_gateway.services.run.requests.drain(5)
+    assert await traced_gateway.services.run.requests.drain(60)
     spans = by_name(kept)
     root = spans.pop("POST /v1/completions")
     assert list(spans) == ["authenticate", "resolve", "tokenise", "reserve", "generate", "settle"]
@@ -178,7 +179,8 @@ def collector() -> Iterator[Any]:
         thread.join()
 
 
-def test_collector_receives_spans_over_otlp(collector: Any) -> None:
+def test_collector_receives_spans_over_otlp(collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel_tracing, "CLOSE_S", 60.0)
     url = f"http://127.0.0.1:{collector.server_port}/v1/traces"
     tracing = OtelTracing.open(TraceConfig(exporter="otlp", target=url), 1.0, "link")
     tracing.begin("POST /v1/completions", {}).root.end()

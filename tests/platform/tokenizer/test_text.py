@@ -151,12 +151,15 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(demo_base: Path)
 
 
 def test_other_threads_run_while_a_text_is_encoded(tokenizer: Any) -> None:
-    encoding = threading.Thread(target=tokenizer.encode, args=("some words here " * 20_000,))
-    encoding.start()
-    num_turns = 0
-    while encoding.is_alive():
-        time.sleep(0.001)
-        num_turns += 1
+    num_turns, ends_s = 0, time.monotonic() + 60
+    # On a busy machine, this thread can miss all of an encoding.
+    while num_turns <= 5 and time.monotonic() < ends_s:
+        encoding = threading.Thread(target=tokenizer.encode, args=("some words here " * 20_000,))
+        encoding.start()
+        num_turns = 0
+        while encoding.is_alive():
+            time.sleep(0.001)
+            num_turns += 1
     assert num_turns > 5
 
 
