@@ -30,7 +30,7 @@ def stalling(after: int, **more: Any) -> Any:
 
 
 async def settled(gateway: Any) -> Any:
-    assert await gateway.services.run.requests.drain(5)
+    assert await gateway.services.run.requests.drain(60)
     [event] = gateway.usage()
     with gateway.database.read() as connection:
         assert connection.execute(select(schema.reservations)).all() == [], "a settled request is only in the ledger"
@@ -122,7 +122,7 @@ async def test_tokens_that_are_reported_after_the_settlement_are_counted(
     body = {"model": "base", "prompt": "a", "stop": stop, "max_tokens": 200}
     answer = (await gateway.http.post("/v1/completions", json=body)).json()
     assert answer["usage"]["completion_tokens"] == 1
-    assert await gateway.services.run.requests.drain(5)
+    assert await gateway.services.run.requests.drain(60)
     assert discarded(gateway) == 0
     [sequence] = gateway.engine._running.values()
     sequence.end("abort")
@@ -379,7 +379,7 @@ def fail_settlements(gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: in
 async def tended_until_settled(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "TEND_INTERVAL_S", 0.01)
     maintaining = asyncio.create_task(gateway.services.run.maintenance.run())
-    assert await gateway.services.run.requests.drain(10)
+    assert await gateway.services.run.requests.drain(60)
     maintaining.cancel()
     await asyncio.wait({maintaining})
 
