@@ -63,7 +63,7 @@ def test_engine_serves_and_ends_with_its_parent_process(demo_base: Path, tmp_pat
             results = await asyncio.gather(*(collect(engine, add(f"s{i}", 5 + i)) for i in range(6)))
             assert [len(tokens) for tokens, _ in results] == [5, 6, 7, 8, 9, 10]
             assert all(tokens[:5] == results[0][0] for tokens, _ in results)
-            stats = await engine.call(StatsRequest(), 5.0)
+            stats = await engine.call(StatsRequest(), PATIENCE_S)
             assert stats.completion_tokens == 45
             assert (stats.num_running, stats.num_kv_pages) == (0, 0)
 
@@ -73,7 +73,7 @@ def test_engine_serves_and_ends_with_its_parent_process(demo_base: Path, tmp_pat
             )
             assert missing[1].code == "adapter_unavailable"
             assert good[0][:5] == results[0][0]
-            assert (await engine.call(Load(digest="1" * 64), 10.0)).state == "failed"
+            assert (await engine.call(Load(digest="1" * 64), PATIENCE_S)).state == "failed"
 
             # If this process is slower than the engine, the sequence waits at its limit.
             stream = engine.submit(add("long", 900, pause_s=PATIENCE_S))

@@ -141,6 +141,6 @@ async def test_mistake_in_one_step_of_the_upkeep_ends_no_other(gateway: Any, mon
     monkeypatch.setattr(Admission, "roll_up", fail)
     monkeypatch.setattr(Admission, "sweep_counters", sweep)
     keeping = asyncio.create_task(gateway.services.run.maintenance._keep_leases())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await has_swept.wait()
     keeping.cancel()
