@@ -11,6 +11,10 @@ import pytest
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
+from loramux.platform.admission import database_health
+from loramux.platform.generation import running_requests, settler
+from loramux.platform.listener import health
+from loramux.platform.requests import services
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.migrated import migrate, migrated_sqlite
@@ -20,6 +24,16 @@ from tests.platform.harmony_base import make_harmony_base
 from tests.platform.storing import KEY, allow, answers
 from tests.platform.tool_base import make_tool_base
 from tests.postgres import create_database
+
+WAITS = (
+    (database_health, "STALLED_S"),
+    (database_health, "SILENT_S"),
+    (health, "DATABASE_WAIT_S"),
+    (running_requests, "RESERVE_WAIT_S"),
+    (services, "CALL_WAIT_S"),
+    (settler, "SETTLE_WAIT_S"),
+)
+"""How long a gateway waits for its database."""
 
 
 @pytest.fixture
@@ -93,6 +107,17 @@ def tokenizer(demo_base: Path) -> ModelTokenizer:
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as executor:
         yield executor
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    """On a busy machine, a thread can take seconds for a transaction. The gateway would refuse the test's requests, or
+    leave their settlements to an upkeep that few tests run.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in WAITS:
+            patch.setattr(module, name, 60.0)
+        yield
 
 
 @pytest.fixture

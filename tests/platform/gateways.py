@@ -161,7 +161,7 @@ async def open_gateway(
             tenant=tenant,
             kept=kept,
         )
-        assert await services.run.requests.drain(5)
+        assert await services.run.requests.drain(60)
         assert engine.num_running == 0
         services.close()
 

@@ -140,7 +140,7 @@ class ScriptedEngine:
     def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
         self._check_ready()
         self.adds.append(add)
-        sequence = self._running[add.sequence_id] = _Sequence(add, self.script(add))
+        sequence = self._running[add.sequence_id] = _Sequence(add, self.script(add), self._info.max_model_len)
         return self._stream(sequence)
 
     def abort(self, sequence_id: str) -> None:
@@ -165,6 +165,11 @@ class ScriptedEngine:
         self.extensions.append(Extend(sequence_id=sequence_id, max_tokens=max_tokens))
         if sequence_id in self._running:
             self._running[sequence_id].extend(max_tokens)
+
+    def end_pauses(self) -> None:
+        """Let the pauses of the running sequences be over, also those that have not begun."""
+        for sequence in self._running.values():
+            sequence.end_pause()
 
     async def call(self, message: EngineCall[AnswerT], timeout_s: float) -> AnswerT:
         answer: AnswerT = self._answer(message)
@@ -289,8 +294,9 @@ class ScriptedEngine:
 
 
 class _Sequence:
-    def __init__(self, add: Add, script: Script) -> None:
+    def __init__(self, add: Add, script: Script, max_model_len: int) -> None:
         self.add = add
+        self._most_tokens = max_model_len - len(add.prompt)
         self.script = script
         self.num_committed = 0
         self.has_run = script.has_run
@@ -304,13 +310,17 @@ class _Sequence:
         self._max_tokens = max(self._max_tokens, max_tokens)
         self._extended.set()
 
+    def end_pause(self) -> None:
+        self.add = structs.replace(self.add, pause_s=0.0)
+        self._extended.set()
+
     @property
     def has_stalled(self) -> bool:
         return self._stall_after is not None and self.num_committed >= self._stall_after
 
     async def later_tokens(self) -> tuple[int, ...]:
-        """Wait until a stalled sequence may go on, or for an extension if the sequence has reached its limit and may
-        pause. Return the next tokens.
+        """Wait until a stalled sequence may go on, or for an extension if the sequence has reached its limit, may pause
+        and has not filled the context. Return the next tokens.
         """
         resume = self.script.resume
         if resume is not None and self.has_stalled:
@@ -320,7 +330,8 @@ class _Sequence:
             self._stall_after = None
             if tokens := self.next_tokens():
                 return tokens
-        if self.num_committed < self._max_tokens or self.add.pause_s <= 0:
+        may_pause = self.add.pause_s > 0 and self._max_tokens < self._most_tokens
+        if self.num_committed < self._max_tokens or not may_pause:
             return ()
         self._extended.clear()
         with suppress(TimeoutError):

@@ -57,6 +57,8 @@ def two_gateways(database_url: str) -> Iterator[tuple[OneGateway, OneGateway]]:
     finally:
         for gateway, database in zip(gateways, databases, strict=True):
             gateway.invalidation.close()
+            # `close` does not wait for long.
+            gateway.invalidation._thread.join(WITHIN_S)
             assert not gateway.invalidation._thread.is_alive()
             database.close()
 
@@ -103,6 +105,7 @@ def test_keys_and_shares_are_kept_while_the_database_is_heard(migrated_url: str)
         assert keys.recent(key.secret) is not None, "no poll found a change"
         assert tenants.recent_share(tenant.id) is not None
     invalidation.close()
+    invalidation._thread.join(WITHIN_S)
     now_us[0] += MAX_STALE_US
     assert keys.recent(key.secret) is None
     assert tenants.recent_share(tenant.id) is None

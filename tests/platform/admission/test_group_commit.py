@@ -56,7 +56,7 @@ class CountedAdmission(Admission):
             self._may_go_on.set()
 
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
-        self._may_go_on.wait(10)
+        self._may_go_on.wait(60)
         self.sizes.append(len(operations))
         if self.trouble is not None:
             raise self.trouble

@@ -91,7 +91,7 @@ class BatchLab:
         return await self.until(batch, lambda now: now.status in ("completed", "failed", "expired", "cancelled"))
 
     async def until(self, batch: Batch, is_so: Any) -> Batch:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not is_so(now := await self.gateway.openai.batches.retrieve(batch.id)):  # noqa: ASYNC110
                 # The call takes as long as some batches. More of them would delay the batch.
                 await asyncio.sleep(0.03)

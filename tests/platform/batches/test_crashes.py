@@ -299,7 +299,7 @@ async def test_stopped_server_gives_its_batch_back(gateway: Gateway) -> None:
     async with lab.running():
         await lab.until(batch, lambda now: now.request_counts.completed == 4)
         resume.set()
-    assert await gateway.services.run.requests.drain(5)
+    assert await gateway.services.run.requests.drain(60)
     assert (await gateway.openai.batches.retrieve(batch.id)).status == "in_progress"
     async with lab.running():
         answers, errors = await lab.outputs(await lab.finished(batch))

@@ -3,7 +3,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.platform.batches.form_data import MAX_HEADER_BYTES, FormParser, Part
@@ -29,6 +29,7 @@ def parsed(body: bytes, sizes: list[int], content_type: str = TYPE) -> list[tupl
     return found
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60), st.lists(st.integers(0, 40), max_size=12))
 def test_any_content_arrives_in_any_chunks(content: bytes, sizes: list[int]) -> None:
     content = content.replace(b"\r\n--XyZ", b"")
@@ -79,6 +80,7 @@ def test_malformed_bodies_are_refused(body: bytes) -> None:
     assert refusal.value.code == "invalid_form"
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_body_raises_anything_else(body: bytes) -> None:
     parser = FormParser(TYPE)

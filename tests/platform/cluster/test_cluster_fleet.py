@@ -23,7 +23,7 @@ from loramux.platform.replicas.residency import summarise
 from loramux.platform.routing.views import digest_prefix
 from tests.platform.cluster.calls_here import Cluster, open_cluster
 from tests.platform.ready_adapters import digest_of
-from tests.platform.replicas.lab import add, collect, until
+from tests.platform.replicas.lab import PATIENCE_S, add, collect, until
 from tests.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
@@ -230,17 +230,17 @@ async def test_statistics_are_added_up_and_never_decrease(short_path: Path) -> N
         for name in ("first", "second"):
             cluster.router.wanted = [name]
             await collect(cluster.engine.submit(add(name, max_tokens=5)))
-        stats = await cluster.engine.call(StatsRequest(), 5.0)
+        stats = await cluster.engine.call(StatsRequest(), PATIENCE_S)
         assert stats.completion_tokens == 10
         assert stats.num_pages == 128
-        one = await cluster.fleet.stats_of("first", 5.0, with_tiers=False)
+        one = await cluster.fleet.stats_of("first", PATIENCE_S, with_tiers=False)
         assert one.completion_tokens == 5
         cluster.calls.kill("first")
         await ready(cluster, 1)
-        stats = await cluster.engine.call(StatsRequest(), 5.0)
+        stats = await cluster.engine.call(StatsRequest(), PATIENCE_S)
         assert (stats.completion_tokens, stats.num_pages) == (10, 64)
         with pytest.raises(UnknownReplica):
-            await cluster.fleet.stats_of("first", 5.0, with_tiers=False)
+            await cluster.fleet.stats_of("first", PATIENCE_S, with_tiers=False)
 
 
 async def test_an_adapter_is_loaded_on_one_replica_and_unloaded_and_pinned_on_all(short_path: Path) -> None:
@@ -248,14 +248,14 @@ async def test_an_adapter_is_loaded_on_one_replica_and_unloaded_and_pinned_on_al
         replicas = [cluster.calls.open(name) for name in ("first", "second", "third")]
         await ready(cluster, 3)
         digest = digest_of("a")
-        state = await cluster.engine.call(Load(digest=digest), 5.0)
+        state = await cluster.engine.call(Load(digest=digest), PATIENCE_S)
         assert state.state == "resident"
         assert sum(digest in one.scripted.resident for one in replicas) == 1
-        await cluster.engine.call(Pin(digest=digest), 5.0)
+        await cluster.engine.call(Pin(digest=digest), PATIENCE_S)
         assert all(digest in one.scripted.pinned for one in replicas)
-        stats = await cluster.engine.call(StatsRequest(), 5.0)
+        stats = await cluster.engine.call(StatsRequest(), PATIENCE_S)
         assert [(one.digest, one.is_pinned) for one in stats.adapters] == [(digest, True)]
-        await cluster.engine.call(Unload(digest=digest), 5.0)
+        await cluster.engine.call(Unload(digest=digest), PATIENCE_S)
         assert not any(digest in one.scripted.resident for one in replicas)
 
 
@@ -271,11 +271,11 @@ async def test_a_purge_is_incomplete_while_a_replica_cannot_be_reached(
         second.served.die()
         await ready(cluster, 1)
         with pytest.raises(EngineUnavailable):
-            await cluster.engine.call(purge, 5.0)
+            await cluster.engine.call(purge, PATIENCE_S)
         assert first.scripted.forgotten_prefixes + first.scripted.purged, "the others have purged it"
-        await cluster.engine.call(Unload(digest=digest_of("b")), 5.0)
+        await cluster.engine.call(Unload(digest=digest_of("b")), PATIENCE_S)
         cluster.calls.stop("second")
-        assert (await cluster.engine.call(purge, 5.0)).state == "absent", "a replica that ends loses its pages"
+        assert (await cluster.engine.call(purge, PATIENCE_S)).state == "absent", "a replica that ends loses its pages"
 
 
 async def test_an_engine_that_is_restarted_is_joined_again(short_path: Path) -> None:

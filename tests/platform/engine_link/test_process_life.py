@@ -22,6 +22,8 @@ from loramux.platform.ledger.events import Ledger, UsageEvent
 ADMIN_KEY = "the operator's key of these tests"
 DRAIN_S = 0.5
 PATIENCE_S = 60
+NUM_PROMPTS = 32
+"""Number of prompts of a request that must not end before the engine is stopped."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for the engine in /proc")
 
@@ -126,7 +128,7 @@ def test_engine_death_restart_and_drain_with_a_hung_engine(server: Server) -> No
     until(lambda: [port_of(address) for address in server.published_addresses()] == [port_of(server.url)])
 
     first = server.engine_pid()
-    with ThreadPoolExecutor(1) as pool, server.ask(*["Hello"] * 4) as response:
+    with ThreadPoolExecutor(1) as pool, server.ask(*["Hello"] * NUM_PROMPTS) as response:
         lines = response.iter_lines()
         next(lines)
 
@@ -158,7 +160,7 @@ def test_engine_death_restart_and_drain_with_a_hung_engine(server: Server) -> No
 
     second = server.engine_pid()
     assert second != first
-    with server.ask("Hello again") as response:
+    with server.ask(*["Hello again"] * NUM_PROMPTS) as response:
         lines = response.iter_lines()
         next(lines)
         os.kill(second, signal.SIGSTOP)
@@ -173,14 +175,14 @@ def test_engine_death_restart_and_drain_with_a_hung_engine(server: Server) -> No
     assert "[DONE]" not in received
     # Allow for the drain, the engine's grace period, the last events and a busy machine. The step timeout alone is a
     # minute.
-    assert took_s < 15
+    assert took_s < 45
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
 
     ran, never_ran, hung = sorted(server.usage(), key=lambda event: event.request_id)
     assert [event.status for event in (ran, never_ran, hung)] == ["failed"] * 3
     assert (never_ran.prompt_tokens, never_ran.completion_tokens) == (0, 0)
-    # Before the engine was killed, some prompts of the first request may have ended.
-    for event, num_prompts in ((ran, 4), (hung, 1)):
+    # Before the engine was stopped, some of a request's prompts may have ended.
+    for event in (ran, hung):
         assert event.prompt_tokens > 0
-        assert 0 < event.completion_tokens < num_prompts * 900
+        assert 0 < event.completion_tokens < NUM_PROMPTS * 900

@@ -72,7 +72,7 @@ class EvalLab:
         return await self.until(found, lambda now: now.finished_us is not None)
 
     async def until(self, found: Eval, is_so: Callable[[Eval], bool]) -> Eval:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not is_so(now := self.evals.get(found.id)):  # noqa: ASYNC110 - the database sets no event
                 await asyncio.sleep(0.02)
         return now

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from loramux.migrations.events import note_event
 from loramux.migrations.schema import audit_log
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.errors import ApiError
+from loramux.platform.events import webhook_sender
 from loramux.platform.events.documents import EventDocument
 from loramux.platform.events.event_feed import EventFeed
 from loramux.platform.events.event_log import EventLog
@@ -235,10 +237,24 @@ async def test_hanging_targets_disturb_nobody(deliveries: Deliveries, target: Ta
         await deliveries.runner.settled()
 
 
-async def test_attempt_has_a_deadline(executor: ThreadPoolExecutor, target: Target) -> None:
+async def test_attempt_has_a_deadline(
+    executor: ThreadPoolExecutor, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines: list[asyncio.Timeout] = []
+
+    def noted(delay_s: float) -> asyncio.Timeout:
+        deadlines.append(asyncio.timeout(delay_s))
+        return deadlines[-1]
+
+    monkeypatch.setattr(webhook_sender, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": noted}))
     target.hangs = True
-    attempt = await WebhookSender(executor, True).send(target.url, "whsec_AAAA", DOCUMENT, deadline_s=0.1)
-    assert (attempt.status, attempt.error) == (None, "the target did not answer within 0.1 s")
+    sender = WebhookSender(executor, True)
+    sending = asyncio.create_task(sender.send(target.url, "whsec_AAAA", DOCUMENT, deadline_s=60.0))
+    assert await asyncio.to_thread(target.has_received.wait, 30)
+    # With a short deadline, a busy machine would not even connect in time.
+    deadlines[-1].reschedule(asyncio.get_running_loop().time())
+    attempt = await sending
+    assert (attempt.status, attempt.error) == (None, "the target did not answer within 60 s")
 
 
 async def test_two_servers_deliver_an_event_once(

@@ -42,6 +42,11 @@ pytestmark = pytest.mark.anyio
 NUM_STREAMS = 4
 
 
+@pytest.fixture(autouse=True)
+def patience() -> None:
+    """The gateway waits for the database as long as a server does."""
+
+
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[FaultyPostgres]:
     with faulty_postgres() as server:

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.anyio
 
 ASKED = [{"role": "user", "content": "Hello"}]
 CHUNK = 32
+PAUSE_S = 60.0
+"""A sequence that pauses for an extension must outlast a busy machine's commit."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +31,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "CHUNK_TOKENS", CHUNK)
     monkeypatch.setattr(generation, "CHUNK_TOKENS", CHUNK)
     monkeypatch.setattr(generation, "EXTEND_AHEAD_TOKENS", 8)
-    monkeypatch.setattr(plan, "PAUSE_S", 0.5)
+    monkeypatch.setattr(plan, "PAUSE_S", PAUSE_S)
 
 
 def says(num_tokens: int, **script: Any) -> Any:
@@ -47,14 +49,23 @@ async def test_a_long_answer_is_granted_in_chunks(gateway: Any) -> None:
     gateway.engine.script = says(100)
     answer = await gateway.openai.chat.completions.create(model="base", messages=ASKED)
     [add] = gateway.engine.adds
-    assert (add.max_tokens, add.pause_s) == (CHUNK, 0.5)
+    assert (add.max_tokens, add.pause_s) == (CHUNK, PAUSE_S)
     assert [extension.max_tokens for extension in gateway.engine.extensions] == [64, 96, 128]
     # The end-of-sequence token counts too.
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (101, "stop")
     assert counter(gateway) == (10_000 - len(add.prompt) - 101, 0)
 
 
-async def test_refused_chunk_ends_the_answer_with_length(gateway: Any) -> None:
+async def test_refused_chunk_ends_the_answer_with_length(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    extend = gateway.services.run.requests._extend
+
+    async def extend_or_end_the_pause(request_id: str, tokens: int) -> bool:
+        is_granted: bool = await extend(request_id, tokens)
+        if not is_granted:
+            gateway.engine.end_pauses()
+        return is_granted
+
+    monkeypatch.setattr(gateway.services.run.requests, "_extend", extend_or_end_the_pause)
     gateway.engine.script = says(100)
     await gateway.openai.chat.completions.create(model="base", messages=ASKED, max_tokens=1)
     num_prompt = len(gateway.engine.adds[0].prompt)
@@ -130,6 +141,6 @@ async def test_mistake_in_one_step_of_the_upkeep_ends_no_other(gateway: Any, mon
     monkeypatch.setattr(Admission, "roll_up", fail)
     monkeypatch.setattr(Admission, "sweep_counters", sweep)
     keeping = asyncio.create_task(gateway.services.run.maintenance._keep_leases())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await has_swept.wait()
     keeping.cancel()

@@ -80,7 +80,7 @@ def value(gateway: Gateway, name: str, **labels: str) -> float:
 
 
 async def nothing_reserved(gateway: Gateway) -> None:
-    assert await gateway.services.run.requests.drain(5)
+    assert await gateway.services.run.requests.drain(60)
     with gateway.database.read() as connection:
         assert connection.execute(select(reservations.c.id)).all() == []
 
@@ -116,6 +116,8 @@ async def test_late_background_response_is_refused_before_it_is_planned(
 
 
 async def test_known_tenant_is_refused_without_the_database(gated: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    # After a second, its thread would clear the cache, because the tenant is new.
+    gated.services.callers.cache_invalidation.close()
     await look(gated, num_running=MAX_SEQUENCES, num_waiting=30)
     assert await status(gated, *CHAT) == 503
     monkeypatch.setattr(request_life, "resolve", None)

@@ -46,6 +46,8 @@ pytestmark = pytest.mark.anyio
 NUM_STREAMS = 3
 CHUNK = 8
 """Tokens granted to a chat at a time."""
+EXTEND_AHEAD = 4
+"""A chat asks for more when it has this many tokens left."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +57,7 @@ def _tended_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "CHECKPOINT_INTERVAL_S", 3600)
     monkeypatch.setattr(planning, "CHUNK_TOKENS", CHUNK)
     monkeypatch.setattr(generation, "CHUNK_TOKENS", CHUNK)
-    monkeypatch.setattr(generation, "EXTEND_AHEAD_TOKENS", 4)
+    monkeypatch.setattr(generation, "EXTEND_AHEAD_TOKENS", EXTEND_AHEAD)
     monkeypatch.setattr(plan, "PAUSE_S", 0.1)
 
 
@@ -124,7 +126,8 @@ def usage_of(answer: Any) -> tuple[int, int]:
     return usage["prompt_tokens"], usage["completion_tokens"]
 
 
-# Each of these functions fills the disk at a different step of a request's life.
+# Each of these functions fills the disk at a different step of a request's life. Streams go on when all of them have
+# reached that step, because a busy machine may reserve one after another.
 
 
 async def before_the_reservation(lab: Lab, _: pytest.MonkeyPatch) -> None:
@@ -138,12 +141,13 @@ async def at_the_reservation(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def after_the_reservation(lab: Lab, _: pytest.MonkeyPatch) -> None:
-    num_before = len(lab.gateway.engine.adds)
+    resume, num_before = hold_streams(lab.gateway, after=0), len(lab.gateway.engine.adds)
     lab.stream()
     async with asyncio.timeout(PATIENCE_S):
         while len(lab.gateway.engine.adds) < num_before + NUM_STREAMS:  # noqa: ASYNC110
             await asyncio.sleep(0)
     lab.disk.fill()
+    resume.set()
 
 
 async def while_streaming(lab: Lab, _: pytest.MonkeyPatch) -> None:
@@ -161,15 +165,20 @@ async def at_a_checkpoint(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def at_an_extension(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_full = lab.fill_before(Extension, monkeypatch)
+    is_full, resume = lab.fill_before(Extension, monkeypatch), hold_streams(lab.gateway, after=EXTEND_AHEAD // 2)
     lab.stream(messages=[{"role": "user", "content": "Hello"}])
+    await until_streaming(lab.gateway, NUM_STREAMS)
+    resume.set()
     async with asyncio.timeout(PATIENCE_S):
         await is_full.wait()
 
 
 async def at_its_settlement(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.fill_before(Closing, monkeypatch)
+    resume = hold_streams(lab.gateway)
     lab.stream()
+    await until_streaming(lab.gateway, NUM_STREAMS)
+    resume.set()
 
 
 async def at_its_replay(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,10 +51,10 @@ def is_refused(answer: Any) -> bool:
     )
 
 
-def hold_streams(gateway: Gateway) -> asyncio.Event:
+def hold_streams(gateway: Gateway, after: int = NUM_TOKENS // 4) -> asyncio.Event:
     """Let streams stop after a few tokens until the returned event is set, so that a test can act amid all of them."""
     script, resume = gateway.engine.script, asyncio.Event()
-    gateway.engine.script = lambda add: replace(script(add), stall_after=NUM_TOKENS // 4, resume=resume)
+    gateway.engine.script = lambda add: replace(script(add), stall_after=after, resume=resume)
     return resume
 
 

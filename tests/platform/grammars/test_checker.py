@@ -61,6 +61,18 @@ def checker(shared_checker: GrammarChecker, observed: Observed) -> GrammarChecke
     return shared_checker
 
 
+def checks_held(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, *tenants: str) -> threading.Event:
+    """Until the returned event is set, no check of these tenants ends, and no outcome is kept."""
+    may_end, keep = threading.Event(), checker._keep
+
+    def keep_late(key: tuple[str, str, str], ended: Ended) -> Checked:
+        assert key[0] not in tenants or may_end.wait(60)
+        return keep(key, ended)
+
+    monkeypatch.setattr(checker, "_keep", keep_late)
+    return may_end
+
+
 def schema(document: Any) -> Constraint:
     return Constraint.of_json("json_schema", document, "response_format")
 
@@ -155,15 +167,8 @@ async def test_equal_requests_of_a_tenant_are_checked_once(
     checker: GrammarChecker, observed: Observed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     constraint = Constraint.of_text("regex", "once|twice", "p")
-    # Until all have asked, no outcome is kept. Otherwise, the last requests could find a quick check's outcome.
-    all_asked = threading.Event()
-    keep = checker._keep
-
-    def keep_once_all_asked(key: tuple[str, str, str], ended: Ended) -> Checked:
-        assert all_asked.wait(60)
-        return keep(key, ended)
-
-    monkeypatch.setattr(checker, "_keep", keep_once_all_asked)
+    # Otherwise, the last requests could find a quick check's outcome.
+    all_asked = checks_held(checker, monkeypatch, "acme", "other")
     # More than a tenant may have waiting, and another tenant's.
     asked = [asyncio.create_task(checker.grammar("acme", constraint)) for _ in range(MAX_WAITING_PER_TENANT + 5)]
     other = asyncio.create_task(checker.grammar("other", constraint))
@@ -223,7 +228,10 @@ async def test_the_outcome_of_a_running_check_is_kept_if_the_client_disconnects(
     assert ("hasty", constraint.kind, constraint.text) in checker._kept
 
 
-async def test_a_tenant_may_have_a_few_waiting_grammars(checker: GrammarChecker) -> None:
+async def test_a_tenant_may_have_a_few_waiting_grammars(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_asked = checks_held(checker, monkeypatch, "acme")
     asked = [
         asyncio.create_task(checker.grammar("acme", Constraint.of_text("regex", f"a{index}", "p")))
         for index in range(MAX_WAITING_PER_TENANT)
@@ -233,6 +241,7 @@ async def test_a_tenant_may_have_a_few_waiting_grammars(checker: GrammarChecker)
         await checker.grammar("acme", Constraint.of_text("regex", "one more", "p"))
     assert (refusal.value.code, refusal.value.retry_after_s is not None) == ("too_many_grammars", True)
     assert await checker.grammar("other", Constraint.of_text("regex", "a", "p"))
+    all_asked.set()
     assert all(await asyncio.gather(*asked))
 
 

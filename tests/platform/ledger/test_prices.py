@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.migrations.database import Database
@@ -72,6 +72,7 @@ def test_fraction_of_a_nano_is_rounded_up_once(tokens: int, nanos: int) -> None:
     assert cost_of(price(500_000, 0, 0), tokens, 0, 0) == nanos
 
 
+@settings(deadline=None)
 @given(prices(), counts, counts, counts, counts)
 def test_cost_reserved_in_two_parts_covers_the_actual_cost(
     one: Price, prompt: int, first: int, second: int, cached: int
@@ -108,6 +109,7 @@ def test_most_specific_price_of_the_nearest_owner_applies() -> None:
     assert prompt_price("ten_c", None) == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 100), unique=True, min_size=1), st.integers(0, 101))
 def test_price_applies_until_the_next_one(dates: list[int], at: int) -> None:
     book = PriceBook([price(date, 0, 0, effective_us=date) for date in dates], 0)
