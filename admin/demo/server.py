@@ -57,10 +57,10 @@ class DemoServer:
         self.admin_key = secrets.token_urlsafe(32)
         self.url = f"http://127.0.0.1:{port}"
         self.admin_url = f"http://127.0.0.1:{admin_port}"
-        self._log = data_dir / "serve.log"
+        self.log = data_dir / "serve.log"
         try:
             data_dir.mkdir(parents=True, exist_ok=True)
-            self._log.touch()
+            self.log.touch()
         except OSError as error:
             raise DemoFailed(f"the data directory {data_dir} cannot be used: {error.strerror}", WRONG_CALL) from None
         arguments = ["--model", str(model), "--data-dir", str(data_dir), "--served-name", served_name]
@@ -72,7 +72,7 @@ class DemoServer:
         if device != "cpu":
             environment["LORAMUX_POOL_BYTES"] = GPU_POOL_BYTES
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        with self._log.open("wb") as log:
+        with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "loramux.admin.demo.child", "serve", *arguments, *ports, *more],
                 # This pipe closes even if the demo is killed, and the server then stops.
@@ -131,4 +131,4 @@ class DemoServer:
             self._process.kill()
 
     def _last_words(self, num_lines: int = LOG_LINES) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:])
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])

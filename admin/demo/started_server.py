@@ -11,21 +11,34 @@ from pathlib import Path
 from types import FrameType
 
 from loramux.admin.demo.server import DemoFailed, DemoServer
+from loramux.admin.exit_codes import WRONG_CALL
 
 
 @contextmanager
 def demo_server(
     model: Path, served_name: str, port: int | None, admin_port: int | None, data_dir: Path | None, device: str
 ) -> Iterator[DemoServer]:
-    """Ctrl-C or SIGTERM ends the block without an exception. At its end, the server stops."""
+    """Ctrl-C or SIGTERM ends the block without an exception. At its end, the server stops.
+
+    A DemoFailed of the block gets the path of the server's log, which stays after a failure.
+    """
     with ExitStack() as stack:
         stack.enter_context(_ended_by_signals())
+        is_temporary = data_dir is None
         if data_dir is None:
             data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-demo-")))
         ports = _port(port, 8000), _port(admin_port, 8001)
         server = DemoServer(model, data_dir, *ports, served_name, device=device)
         stack.callback(server.stop)
-        yield server
+        try:
+            yield server
+        except DemoFailed as error:
+            if error.exit_code == WRONG_CALL:
+                # The message is all that the server has logged.
+                raise
+            # The server may still write to the log while it stops.
+            log = server.log.rename(data_dir.with_suffix(".log")) if is_temporary else server.log
+            raise DemoFailed(f"{error}\nthe server's whole log is in {log}", error.exit_code) from error
 
 
 def _port(given: int | None, preferred: int) -> int:

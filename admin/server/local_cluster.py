@@ -31,6 +31,8 @@ NUM_CPUS = "1"
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
+LOG_LINES = 20
+"""Number of lines of Ray's log in the message of a failed start."""
 OBJECT_STORE_BYTES = 128 << 20
 """Memory of Ray's object store. Replicas keep nothing in it."""
 
@@ -111,7 +113,9 @@ class LocalCluster:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 self._clean()
-                raise StartRefused(f"Ray did not start: see {self._directory / LOG_NAME}")
+                log = self._directory / LOG_NAME
+                lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                raise StartRefused("\n".join((f"Ray did not start; the end of {log}:", *lines)))
             time.sleep(POLL_S)
         return head
 

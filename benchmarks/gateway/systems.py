@@ -23,7 +23,6 @@ from benchmarks.peers.child_server import (
     processor_s,
     server_environment,
 )
-from benchmarks.peers.system import SystemFailed
 from loramux.engine.architectures.model_files import model_sha256
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
@@ -116,5 +115,5 @@ def _wait_for(socket: Path, engine: ChildServer) -> None:
     while not socket.exists():
         engine.check()
         if time.monotonic() > deadline:
-            raise SystemFailed("the scripted engine did not start listening")
+            raise engine.failed("did not start listening")
         time.sleep(0.02)

@@ -96,15 +96,15 @@ class Deployment:
 
     def _wait_until_ready(self, server: subprocess.Popen[str], log_file: Path | None) -> None:
         deadline, http = time.monotonic() + 300, PlainHttp()
-        while time.monotonic() < deadline:
-            if server.poll() is not None:
-                log = "" if log_file is None else log_file.read_text()[-SHOWN_LOG:]
-                raise AssertionError(server.communicate()[0] + log)
+        while server.poll() is None and time.monotonic() < deadline:
             with suppress(httpx.TransportError):
                 if http.get(f"http://127.0.0.1:{self.port}/health/ready").status_code == 200:
                     return
             time.sleep(0.05)
-        raise AssertionError("the server was not ready in time")
+        what = "the server was not ready in time" if server.poll() is None else "the server ended"
+        server.terminate()
+        output = server.communicate(timeout=60)[0] + ("" if log_file is None else log_file.read_text())
+        raise AssertionError(f"{what}; the end of its log:\n{output[-SHOWN_LOG:]}")
 
 
 def deployment(model: Path, data_dir: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> Deployment:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from loramux.admin.errors import StartRefused
-from loramux.admin.server.local_cluster import HEAD_NAME, Head, LocalCluster
+from loramux.admin.server.local_cluster import HEAD_NAME, LOG_NAME, Head, LocalCluster
 from loramux.admin.server.settings import ClusterSettings, SettingsError, load_settings
 from loramux.admin.serving.cluster_deployment import read_status, take_down
 from loramux.platform.cluster.ray_connection import ClusterUnavailable, check_ray, connect
@@ -78,3 +78,16 @@ def test_the_files_of_a_cluster_are_private(tmp_path: Path) -> None:
     assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert len(token.read_text()) == 64
+
+
+def test_a_failed_start_shows_the_end_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "ray"
+    script.touch(mode=0o700)
+    script.write_text("#!/bin/sh\nfor number in $(seq 100); do echo line $number; done\nexit 1\n")
+    monkeypatch.setattr("sys.executable", str(script))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(StartRefused) as caught:
+        LocalCluster(tmp_path / "cluster").start(num_gpus=0)
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"Ray did not start; the end of {tmp_path / 'cluster' / LOG_NAME}:"
+    assert lines == [f"line {number}" for number in range(81, 101)]
