@@ -333,7 +333,7 @@ def test_engine_socket_reachable_by_others_is_reported(tmp_path: Path) -> None:
         several.mkdir(mode=0o755)
         assert checks.check_engine_socket(run).mend == f"chmod go= {several}"
     deep = checks.check_engine_socket(tmp_path / ("d" * 100) / "run")
-    assert (deep.grade, "/run" in deep.message) == (Grade.OK, False), "a temporary directory is used instead"
+    assert (deep.grade, "d" * 100 in deep.message) == (Grade.OK, False), "a temporary directory is used instead"
 
 
 def test_socket_directory_is_checked(short_path: Path) -> None:
