@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
 
 import structlog
@@ -96,11 +96,6 @@ class VersionClaims:
             if not self._rows.claim(connection, version_id, {"state": "validating"}, is_ours):
                 return None
             version = version_of(connection.execute(select_versions().where(columns.id == version_id)).one())
-            if "error" in version.report:
-                # The error of an earlier attempt must not outlive a successful one.
-                report = {name: value for name, value in version.report.items() if name != "error"}
-                self._change(connection, version_id, {"report": report})
-                version = replace(version, report=report)
             query = select(uploads).join(adapter_versions, columns.upload_id == uploads.c.id)
             upload = upload_of(connection.execute(query.where(columns.id == version_id)).one())
         return ClaimedVersion(version, upload)
@@ -110,22 +105,13 @@ class VersionClaims:
         with self._database.write() as connection:
             self._change(connection, version_id, {})
 
-    def give_back(self, version_id: str, delay_s: float = 0.0, error: Mapping[str, Any] | None = None) -> None:
-        """Return a version to the queue. No server can claim it for `delay_s` seconds. Raises ClaimLost.
-
-        The version shows `error`, if given, until a server claims it again.
-        """
-        columns = adapter_versions.c
+    def give_back(self, version_id: str, delay_s: float = 0.0) -> None:
+        """Return a version to the queue. No server can claim it for `delay_s` seconds. Raises ClaimLost."""
         with self._database.write() as connection:
             due_us = None
             if delay_s > 0:
                 due_us = self._database.now_us(connection) + round(delay_s * 1_000_000)
-            values: dict[str, Any] = {"state": "pending", "claimed_by": None, "claim_expires_us": due_us}
-            if error is not None:
-                # Keep the report of a version that was accepted before it failed.
-                report = connection.scalar(select(columns.report).where(columns.id == version_id))
-                values["report"] = {**(report or {}), "error": dict(error)}
-            self._change(connection, version_id, values)
+            self._change(connection, version_id, {"state": "pending", "claimed_by": None, "claim_expires_us": due_us})
 
     def announce(self, claimed: ClaimedVersion, num_bytes: Mapping[str, int]) -> None:
         """Record the sizes of a source's files before copying them. The sizes count against the quota immediately.

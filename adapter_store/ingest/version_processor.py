@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -127,11 +127,6 @@ class VersionProcessor:
         except SourceUnavailable as error:
             _log.warning("source_unavailable", version_id=version_id, error=str(error))
             self._postpone(claimed)
-        except Exception as error:
-            # The tenant reads this, and the text of an unexpected error may contain anything.
-            message = f"the server could not process the version ({type(error).__name__}) and will try again"
-            self._give_back(version_id, error={"code": "processing_failed", "message": message, "param": None})
-            raise
         except BaseException:
             self._give_back(version_id)
             raise
@@ -340,13 +335,13 @@ class VersionProcessor:
         except Exception as failure:
             _log.warning("claim_left", version_id=version_id, error=str(failure))
 
-    def _give_back(self, version_id: str, delay_s: float = 0.0, error: Mapping[str, Any] | None = None) -> None:
+    def _give_back(self, version_id: str, delay_s: float = 0.0) -> None:
         try:
-            self._claims.give_back(version_id, delay_s, error)
-        except Exception as failure:
+            self._claims.give_back(version_id, delay_s)
+        except Exception as error:
             # The database is down, or another server has the claim. Any server can take over the version when the claim
             # expires.
-            _log.warning("claim_left", version_id=version_id, error=str(failure))
+            _log.warning("claim_left", version_id=version_id, error=str(error))
 
     def _delete_files(self, upload: Upload) -> None:
         further = {file.name for file in upload.files}.intersection(FURTHER_FILES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -10,12 +11,13 @@ import structlog
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from loramux.adapter_store.errors import AdapterCorrupt, BlobStoreUnavailable, StoreError
+from loramux.adapter_store.errors import BlobStoreUnavailable, StoreError, WeightsBeingPurged
 from loramux.adapter_store.ingest.base_validation import BaseValidation
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.retry_pauses import RetryPauses
 from loramux.adapter_store.registry.bases import Base
 from loramux.adapter_store.registry.records import UNFINISHED
+from loramux.adapter_store.validation.validator import ValidationFailed
 
 MAX_IN_A_ROW = 100
 """Maximum number of versions to process before the thread checks for abandoned uploads again."""
@@ -23,8 +25,13 @@ MAX_FOR_BASE_IN_A_ROW = 20
 """Maximum number of versions, accepted for other bases, that are validated before the thread looks for uploads and
 reports its progress.
 """
-OUTAGES = (BlobStoreUnavailable, OperationalError, InterfaceError, PoolTimeout)
-"""Errors of a store or database that is down, which is no version's fault."""
+OUTAGES = (
+    *(BlobStoreUnavailable, ValidationFailed, WeightsBeingPurged),
+    *(OperationalError, InterfaceError, PoolTimeout),
+)
+"""Errors that are no version's fault: the store or the database is down, no validation can run, or equal weights are
+being deleted.
+"""
 
 _log = structlog.get_logger(__name__)
 
@@ -34,8 +41,8 @@ class IngestWorker:
     removes abandoned uploads.
 
     Every `poll_s` seconds, it looks for versions that other gateways created or a dead gateway left behind, and retries
-    versions that failed because a store or the database was down. A version that failed for another reason is retried
-    after growing pauses (`RetryPauses`). The first pause takes `poll_s` seconds. `note_progress` receives this server's
+    versions that failed because of an outage. A version that failed for another reason is retried after growing pauses
+    (`RetryPauses`). The first pause takes `poll_s` seconds. `note_progress` receives this server's
     base with the numbers of its versions by verdict. It is called after each group of verdicts, and about every
     `progress_s` seconds, because other servers change these numbers, too.
     """
@@ -90,7 +97,7 @@ class IngestWorker:
                 _log.warning("ingest_postponed", error=str(error))
 
     def _process_waiting(self) -> None:
-        # Retry failed versions after all others.
+        # Versions that fail in this pass, or wait for their next attempt, are left for a later one.
         undecided = self._pauses.paused()
         num_done = 0
         for _ in range(MAX_IN_A_ROW):
@@ -147,8 +154,8 @@ class IngestWorker:
             self._ingest.has_pending.set()
 
     def _postpone(self, event: str, version_id: str, error: Exception, pauses: RetryPauses) -> None:
-        # A damaged blob fails with the error of a store that is down, but only its version is affected.
-        is_outage = isinstance(error, OUTAGES) and not isinstance(error, AdapterCorrupt)
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_outage = is_full or isinstance(error, OUTAGES)
         pause_s = self._poll_s if is_outage else pauses.note_failure(version_id)
         # The message of an unexpected error does not say where it happened.
         trace = None if is_outage or isinstance(error, StoreError) else error

@@ -37,7 +37,10 @@ def demo_server(
                 # The message is all that the server has logged.
                 raise
             # The server may still write to the log while it stops.
-            log = server.log.rename(data_dir.with_suffix(".log")) if is_temporary else server.log
+            log = server.log
+            if is_temporary:
+                log.chmod(0o600)
+                log = log.rename(data_dir.with_suffix(".log"))
             raise DemoFailed(f"{error}\nthe server's whole log is in {log}", error.exit_code) from error
 
 

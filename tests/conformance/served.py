@@ -102,7 +102,8 @@ class Deployment:
                     return
             time.sleep(0.05)
         what = "the server was not ready in time" if server.poll() is None else "the server ended"
-        server.terminate()
+        # A server that hangs would not end otherwise.
+        server.kill()
         output = server.communicate(timeout=60)[0] + ("" if log_file is None else log_file.read_text())
         raise AssertionError(f"{what}; the end of its log:\n{output[-SHOWN_LOG:]}")
 

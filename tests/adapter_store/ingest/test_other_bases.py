@@ -292,19 +292,22 @@ def test_worker_validates_uploads_first_and_reports_its_progress(two: TwoBases, 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_version_that_fails_for_the_base_is_tried_after_growing_pauses(two: TwoBases, make_adapter: Any) -> None:
+    def fail() -> None:
+        raise KeyError("a fault of the server")
+
     two.old.push(make_adapter())
     validator = DirectValidator()
-    validator.is_broken = True
     validation = two.new_validation(validator=validator)
     now_s = 0.0
     worker = IngestWorker(two.new_server(), poll_s=5.0, clock=lambda: now_s)
     tried = []
     for _ in range(4):
+        validator.meanwhile = fail
         worker._validate_for_base(validation)
         tried.append(validator.num_calls)
         now_s += 5.0
     assert tried == [1, 2, 2, 3]
-    validator.is_broken = False
+    validator.meanwhile = lambda: None
     now_s += 20.0
     worker._validate_for_base(validation)
     assert two.counts() == (1, 0, 0)
