@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, ScalarSelect, insert
 
-from loramux.migrations.identifiers import new_ordered_id
+from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import events
 
 EventType = Literal[
@@ -61,7 +61,7 @@ def _row(
     adapter_id: str | None,
 ) -> dict[str, Any]:
     return {
-        "id": new_ordered_id("evt"),
+        "id": new_id("evt"),
         "type": kind,
         "tenant_id": tenant_id,
         "adapter_id": adapter_id,

@@ -3,6 +3,8 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import closing
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,14 @@ def test_identifiers_sort_by_time_and_do_not_repeat() -> None:
     assert len(set(made)) == 1000
     assert all(name.startswith("ten_") and len(name) == 36 for name in made)
     assert made[0][:16] <= made[-1][:16]
+
+
+def test_identifiers_of_one_millisecond_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, a list would show objects that are made quickly in any order."""
+    now_ns = 1_800_000_000_000_000_000
+    monkeypatch.setattr(time, "time_ns", partial(next, count(now_ns, 250)))
+    made = [new_id("ten") for _ in range(100)]
+    assert made == sorted(made)
 
 
 def test_sqlite_is_crash_safe(tmp_path: Path) -> None:
