@@ -97,6 +97,7 @@ def test_an_idle_connection_that_the_server_reset_is_replaced() -> None:
             for _, writer in connections._idle:
                 # Like a reset, this closes the transport.
                 writer.transport.abort()
+                await writer.wait_closed()
         connections.close()
         return sent
 
