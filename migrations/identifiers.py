@@ -10,7 +10,7 @@ def new_id(prefix: str) -> str:
     """Create an identifier such as `ten_01940c2f...`.
 
     Identifiers sort by their creation time in quarters of a microsecond (RFC 9562, section 6.2, method 3), so those
-    that a process makes one after the other keep their order.
+    that a process makes one after the other keep their order while the clock is not set back.
     """
     milliseconds, nanoseconds = divmod(time.time_ns(), 1_000_000)
     fraction = (nanoseconds << 12) // 1_000_000

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import socket
 
-# Stay below the ephemeral range, so that the system does not assign a port before its test binds it.
-_FIRST, _END = 10_000, 30_000
+# Stay below the ephemeral range, so that the system does not assign a port before its test binds it. Each process of
+# pytest-xdist has a part of its own.
+_NUM_PARTS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_PART = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _NUM_PARTS
+_FIRST, _END = (10_000 + 20_000 * part // _NUM_PARTS for part in (_PART, _PART + 1))
 _candidates = itertools.count(random.SystemRandom().randrange(_END - _FIRST))
 
 

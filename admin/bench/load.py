@@ -84,7 +84,11 @@ class Connections:
             async with asyncio.timeout(self._timeout_s):
                 # A server can close an idle connection at any time, so one that fails without an answer is replaced.
                 while self._idle and not received.status:
-                    if await self._exchange(*self._idle.pop(), request, received, is_reused=True):
+                    reader, writer = self._idle.pop()
+                    # uvloop raises a RuntimeError for a write after the server has reset the connection.
+                    if writer.is_closing():
+                        continue
+                    if await self._exchange(reader, writer, request, received, is_reused=True):
                         return
                 reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=READ_BYTES)
                 await self._exchange(reader, writer, request, received, is_reused=False)

@@ -41,3 +41,4 @@ def open_gateway(directory: Path, demo_base: Path, script: Callable[[Add], Scrip
         with served(lambda: create_openai_app(services, batches_in_memory(services.database))) as url:
             variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": secret, "XDG_CONFIG_HOME": str(directory)}
             yield Gateway(OpenAIServer(url=f"{url}/v1", key=secret), engine, variables)
+    database.close()

@@ -215,7 +215,8 @@ class _Load:
             while (next_s := next_s + self._dice.expovariate(settings.rate)) < self._end_s:
                 await asyncio.sleep(max(0.0, next_s - time.monotonic()))
                 self.seen.lateness_s.append(max(0.0, time.monotonic() - next_s))
-                task = asyncio.create_task(self._ask())
+                # Drawn here, so that the order of the draws does not depend on how long connecting takes.
+                task = asyncio.create_task(self._ask(self._request()))
                 under_way.add(task)
                 task.add_done_callback(under_way.discard)
             await asyncio.gather(*under_way)
@@ -225,12 +226,12 @@ class _Load:
 
     async def _one_after_another(self) -> None:
         while time.monotonic() < self._end_s:
-            if (await self._ask()).status in REFUSALS:
+            if (await self._ask(self._request())).status in REFUSALS:
                 await asyncio.sleep(RETRY_S)
 
-    async def _ask(self) -> Answer:
+    async def _ask(self, request: bytes) -> Answer:
         connection = await self._connection()
-        answer = await connection.ask(self._request())
+        answer = await connection.ask(request)
         self.seen.add(answer)
         if not connection.is_lost:
             connection.idle_since_s = time.monotonic()

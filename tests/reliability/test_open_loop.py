@@ -7,12 +7,17 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.reliability import open_loop
 from tests.reliability.open_loop import Answer, Counted, LoadSettings, Seen, _Load
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +35,19 @@ def chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-async def loaded(answers: list[bytes], **settings: Any) -> tuple[Counted, Counter[str], int]:
+async def in_a_process(wanted: LoadSettings) -> Counted:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.reliability.open_loop"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    printed, _ = await process.communicate(json.dumps(asdict(wanted)).encode() + b"\n")
+    return Counted(**json.loads(printed))
+
+
+async def loaded(
+    answers: list[bytes], run: Callable[[LoadSettings], Awaitable[Counted]] = in_a_process, **settings: Any
+) -> tuple[Counted, Counter[str], int]:
     """Run a load on a server that gives the answers in turn, an empty one by closing the connection. Return what the
     load counted, the server's requests by key, and its number of connections.
     """
@@ -64,15 +81,10 @@ async def loaded(answers: list[bytes], **settings: Any) -> tuple[Counted, Counte
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     wanted = LoadSettings(port=port, callers=[("a", ["m"]), ("b", ["m"])], seed=1, objective_s=5.0, **settings)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.reliability.open_loop"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    printed, _ = await process.communicate(json.dumps(asdict(wanted)).encode() + b"\n")
+    counted = await run(wanted)
     server.close()
     await asyncio.gather(*serving)
-    return Counted(**json.loads(printed)), keys, len(serving)
+    return counted, keys, len(serving)
 
 
 async def test_answers_refusals_and_lost_connections_are_counted() -> None:
@@ -92,9 +104,13 @@ async def test_answers_refusals_and_lost_connections_are_counted() -> None:
     assert keys["Bearer a"] > keys["Bearer b"] > 0, "the first tenant sends more"
 
 
-async def test_clients_without_a_rate_send_one_after_another() -> None:
+async def test_clients_without_a_rate_send_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Time passes only when the load looks at its clock, so a busy machine does not shorten the load.
+    monkeypatch.setattr(open_loop, "time", SimpleNamespace(monotonic=partial(next, count(0.0, 0.001))))
     whole = STREAM + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
-    counted, keys, num_connections = await loaded([whole, whole, b""], seconds=0.5, num_clients=3, skew=0.0)
+    counted, keys, num_connections = await loaded(
+        [whole, whole, b""], lambda wanted: _Load(wanted).run(), seconds=0.5, num_clients=3, skew=0.0
+    )
     num_lost = counted.statuses["0"]
     assert counted.num_complete + num_lost == keys.total() > 6
     assert counted.lateness_ms == {}, "nothing is due"

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from loramux.admin.bench.answers import read_answer
 from loramux.admin.bench.asks import CHAT, COMPLETIONS, Ask
-from loramux.admin.bench.load import run_load
+from loramux.admin.bench.load import Connections, Received, run_load
 from loramux.admin.client.openai_server import OpenAIServer
 from tests.admin.byte_server import byte_server, events
 from tests.admin.scripted_gateway import MODEL, Gateway, open_gateway
@@ -86,6 +87,22 @@ def test_an_idle_connection_that_the_server_closed_is_replaced() -> None:
         answers = [read_answer(one) for one in run_load(server, COMPLETIONS, due, max_open=1).received]
     assert [answer.error for answer in answers] == [None] * 3
     assert [answer.num_tokens for answer in answers] == [2] * 3
+
+
+def test_an_idle_connection_that_the_server_reset_is_replaced() -> None:
+    async def send_twice() -> list[Received]:
+        connections, sent = Connections(server, COMPLETIONS), [Received(ASK, 0.0) for _ in range(2)]
+        for received in sent:
+            await connections.send(received)
+            for _, writer in connections._idle:
+                # Like a reset, this closes the transport.
+                writer.transport.abort()
+                await writer.wait_closed()
+        connections.close()
+        return sent
+
+    with byte_server([events(TOKEN, TOKEN, USAGE)], closes=False) as server:
+        assert [read_answer(received).error for received in uvloop.run(send_twice())] == [None] * 2
 
 
 def test_a_server_that_is_silent_runs_into_the_time_limit() -> None:

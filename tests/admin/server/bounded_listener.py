@@ -6,10 +6,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +23,9 @@ from loramux.admin.server.listeners import bind
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.adversary.socket_flood import request
 
+T = TypeVar("T")
+WAIT_S = 30.0
+"""How long tests wait for what must happen, in seconds."""
 HELLO = request("GET", "/", {})
 PARTS = (b"data: 1\n\n", b"", b"x" * 300, b"0\r\n\r\n")
 """An empty part, and one that looks like the end of a chunked response."""
@@ -76,11 +80,18 @@ class Listener:
         except TimeoutError:
             return None
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], T]) -> T:
         """Run a function on the server's event loop."""
-        done = threading.Event()
-        self.loop.call_soon_threadsafe(lambda: (function(), done.set()))
-        assert done.wait(10)
+        found: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                found.set_result(function())
+            except BaseException as error:
+                found.set_exception(error)
+
+        self.loop.call_soon_threadsafe(run)
+        return found.result(WAIT_S)
 
     def sweep_later(self, seconds: float) -> None:
         """Run the sweep as if `seconds` had passed."""
@@ -99,7 +110,7 @@ class Listener:
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.bind((source, 0))
-        connection.settimeout(10)
+        connection.settimeout(WAIT_S)
         connection.connect(("127.0.0.1", self.port))
         connection.sendall(sent)
         return connection
@@ -111,8 +122,9 @@ class Listener:
         return value
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
-        while not is_so():
+        """Look until it is so, on the server's event loop, which changes what tests look at."""
+        deadline = time.monotonic() + WAIT_S
+        while not self.call(is_so):
             assert time.monotonic() < deadline, "the condition was not met in time"
             time.sleep(0.005)
 
@@ -129,21 +141,24 @@ def listening(
     registry = ConnectionRegistry(limits, TrustedProxies(proxies), metrics.listeners, "openai")
     listener = Listener(bound.getsockname()[1], registry, metrics)
     server = HttpServer(listener, bound, listener.book, keep_alive_s, root_path)
+    has_loop = threading.Event()
 
     async def serve() -> None:
         listener.loop = asyncio.get_running_loop()
+        has_loop.set()
         await server.run_until_stopped()
 
     thread = threading.Thread(target=lambda: uvloop.run(serve()))
     thread.start()
-    listener.wait_until(lambda: server.is_listening.is_set())
+    assert has_loop.wait(WAIT_S)
+    listener.wait_until(server.is_listening.is_set)
     try:
         yield listener
     finally:
         listener.call(listener.may_end.set)
         server.force_exit = True
         server.stop()
-        thread.join(10)
+        thread.join(WAIT_S)
         assert not thread.is_alive()
 
 
@@ -170,4 +185,4 @@ def is_open(connection: socket.socket, wait_s: float = 0.1) -> bool:
 
 def is_closed(connection: socket.socket) -> bool:
     """Discard all data received from the server, and return whether it closes the connection. It may be slow."""
-    return not is_open(connection, wait_s=30)
+    return not is_open(connection, wait_s=WAIT_S)

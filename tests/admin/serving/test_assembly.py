@@ -147,7 +147,7 @@ def test_admin_work_takes_no_threads_or_connections_from_inference(
         def meet() -> None:
             with gateway.database.read() as connection:
                 connection.execute(select(1))
-                meeting.wait(4)
+                meeting.wait(25)
 
         async def all_at_once() -> None:
             lingering = [

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ OUTER_MODULES = (LinearShape("embedding", 48, 64, is_embedding=True), LinearShap
 TARGET = PackTarget(MODULES, GEOMETRY, "float32", OUTER_MODULES)
 FACTORS = (3.0, 1.0)
 NUM_PAGES, NUM_SLOTS = 12, 3
+WAIT_S = 60.0
 
 
 def packed(digest: str, ranks: list[list[int]], outer_ranks: tuple[int, int] = (0, 0)) -> PackedAdapter:
@@ -51,7 +53,7 @@ class SteppingAccelerator(HostAccelerator):
     def __init__(self) -> None:
         self.num_steps = 0
         self.after: list[int] = []
-        self.may_upload = threading.Event()
+        self.has_begun, self.may_upload = threading.Event(), threading.Event()
         self.fails = False
 
     def fence(self) -> Fence:
@@ -59,7 +61,8 @@ class SteppingAccelerator(HostAccelerator):
 
     def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
         assert isinstance(after, NumberedFence)
-        assert self.may_upload.wait(10)
+        self.has_begun.set()
+        assert self.may_upload.wait(WAIT_S)
         self.after.append(after.number)
         if self.fails:
             raise RuntimeError("the device is gone")
@@ -98,7 +101,7 @@ class Bench:
 
     def settle(self, load: AdapterLoad) -> AdapterLoad:
         while True:
-            assert self.woken.wait(10)
+            assert self.woken.wait(WAIT_S)
             self.woken.clear()
             settled = self.poll()
             if settled:
@@ -119,7 +122,7 @@ def test_adapter_is_copied_completely_into_pages_and_tables(quick_bytes: int, mo
     bench.accelerator.may_upload.set()
     load = bench.begin("a")
     assert bench.stager.num_held == 1
-    assert bench.woken.wait(10)
+    assert bench.woken.wait(WAIT_S)
     pages, slot = load.pages, load.slot
     assert len(pages) == adapter.num_pages
     assert torch.equal(bench.views.raw[pages], torch.from_numpy(adapter.payload))
@@ -217,10 +220,12 @@ def test_copied_bytes_on_the_step_thread_are_limited(monkeypatch: pytest.MonkeyP
     bench = Bench(*adapters)
     bench.accelerator.may_upload.set()
     threads: list[str] = []
-    upload = bench.accelerator.upload
+    upload, have_all_begun = bench.accelerator.upload, threading.Event()
 
     def watched(*arguments: Any) -> None:
         threads.append(threading.current_thread().name)
+        if len(threads) == 3:
+            have_all_begun.set()
         upload(*arguments)
 
     monkeypatch.setattr(bench.accelerator, "upload", watched)
@@ -228,6 +233,8 @@ def test_copied_bytes_on_the_step_thread_are_limited(monkeypatch: pytest.MonkeyP
     for digest in digests:
         bench.pool.prefetch(digest)
     bench.poll(*digests)
+    # A copy that has not begun would be dropped.
+    assert have_all_begun.wait(WAIT_S)
     bench.pool.close()
     here = threading.current_thread().name
     assert threads == [here, here, "adapter-copier_0"]
@@ -257,14 +264,22 @@ def test_staged_adapter_is_released_if_never_copied(is_dropped: bool) -> None:
 
 
 @pytest.mark.usefixtures("copier")
-def test_close_waits_for_the_running_copy_and_drops_later_ones() -> None:
+def test_close_waits_for_the_running_copy_and_drops_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thread(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            # The running copy ends only after the later ones have been dropped.
+            bench.accelerator.may_upload.set()
+            super().shutdown(wait=wait)
+
+    monkeypatch.setattr(page_copier, "ThreadPoolExecutor", Thread)
     adapters = [packed(digest, [[1, 1], [1, 1]]) for digest in ("a", "bb")]
     bench = Bench(*adapters)
     for adapter in adapters:
         bench.pool.prefetch(adapter.digest)
     bench.poll("a", "bb")
     assert bench.stager.num_held == 2
-    threading.Timer(0.1, bench.accelerator.may_upload.set).start()
+    assert bench.accelerator.has_begun.wait(WAIT_S)
     bench.pool.close()
     assert len(bench.accelerator.after) == 1
     assert bench.stager.num_held == 0

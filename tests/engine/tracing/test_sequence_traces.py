@@ -123,7 +123,7 @@ def test_exported_spans_keep_their_times() -> None:
             name="engine.load_adapter", scope="loramux.engine", started_ns=3, ended_ns=9, children=(child,), failure="x"
         ),
     )
-    sink.close(5.0)
+    sink.close(60.0)
     inner, outer = kept.get_finished_spans()
     assert (outer.start_time, outer.end_time, inner.start_time, inner.end_time) == (3, 9, 5, 7)
     assert outer.parent is not None
@@ -136,27 +136,24 @@ def test_exported_spans_keep_their_times() -> None:
 
 
 def test_hanging_exporter_does_not_delay_the_engine() -> None:
-    hangs = threading.Event()
+    may_export, has_exported = threading.Event(), threading.Event()
 
     class Stuck(InMemorySpanExporter):
         def export(self, spans: object) -> object:  # type: ignore[override]
-            hangs.wait(30)
+            may_export.wait(60)
+            has_exported.set()
             return super().export(())
 
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(Stuck()))
     sink = OtelSpanSink(provider)
     span = SpanRecord(name="engine.queue", scope="loramux.engine", started_ns=1, ended_ns=2)
-    slowest = 0.0
     for _ in range(2 * MAX_WAITING):
-        started = time.perf_counter()
         sink.record(FIRST, span)
-        slowest = max(slowest, time.perf_counter() - started)
-    assert slowest < 1.0, "excess spans are dropped"
-    started = time.perf_counter()
+    assert not has_exported.is_set(), "excess spans are dropped"
     sink.close(0.1)
-    assert time.perf_counter() - started < 2.0
-    hangs.set()
+    assert not has_exported.is_set(), "spans that wait are given up"
+    may_export.set()
 
 
 def imported(statements: list[ast.stmt]) -> set[str]:
