@@ -11,7 +11,7 @@ import structlog
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from loramux.adapter_store.errors import BlobStoreUnavailable, StoreError, WeightsBeingPurged
+from loramux.adapter_store.errors import AdapterCorrupt, BlobStoreUnavailable, StoreError, WeightsBeingPurged
 from loramux.adapter_store.ingest.base_validation import BaseValidation
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.retry_pauses import RetryPauses
@@ -42,9 +42,9 @@ class IngestWorker:
 
     Every `poll_s` seconds, it looks for versions that other gateways created or a dead gateway left behind, and retries
     versions that failed because of an outage. A version that failed for another reason is retried after growing pauses
-    (`RetryPauses`). The first pause takes `poll_s` seconds. `note_progress` receives this server's
-    base with the numbers of its versions by verdict. It is called after each group of verdicts, and about every
-    `progress_s` seconds, because other servers change these numbers, too.
+    (`RetryPauses`). The first pause takes `poll_s` seconds. `note_progress` receives this server's base with the
+    numbers of its versions by verdict. It is called after each group of verdicts, and about every `progress_s` seconds,
+    because other servers change these numbers, too.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class IngestWorker:
 
     def _postpone(self, event: str, version_id: str, error: Exception, pauses: RetryPauses) -> None:
         is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        is_outage = is_full or isinstance(error, OUTAGES)
+        # A damaged blob fails with the error of a store that is down, but only its version is affected.
+        is_outage = is_full or (isinstance(error, OUTAGES) and not isinstance(error, AdapterCorrupt))
         pause_s = self._poll_s if is_outage else pauses.note_failure(version_id)
         # The message of an unexpected error does not say where it happened.
         trace = None if is_outage or isinstance(error, StoreError) else error

@@ -39,8 +39,12 @@ def demo_server(
             # The server may still write to the log while it stops.
             log = server.log
             if is_temporary:
-                log.chmod(0o600)
-                log = log.rename(data_dir.with_suffix(".log"))
+                try:
+                    log.chmod(0o600)
+                    log = log.rename(data_dir.with_suffix(".log"))
+                except OSError:
+                    # The log is deleted with the directory.
+                    raise error from None
             raise DemoFailed(f"{error}\nthe server's whole log is in {log}", error.exit_code) from error
 
 

@@ -81,9 +81,25 @@ QUOTED = (
     ),
     Quoted(
         "push",
-        "p99 {:.2f} s; {:.2f}x, missed",
-        "push-small",
+        "engine on one of two cores: p99 {:.2f} s; {:.2f}x",
+        "push-small-one-thread-amx",
         lambda one: [one["push_to_first_token_s"]["p99"], one["gap_p99_ratio"]["median"]],
+    ),
+    Quoted(
+        "push",
+        "On both: {:.2f} s; {:.2f}x, missed",
+        "push-small-amx",
+        lambda one: [one["push_to_first_token_s"]["p99"], one["gap_p99_ratio"]["median"]],
+    ),
+    Quoted(
+        "batches",
+        "SmolLM2-135M: {:.2f}x as the median of rounds that have few requests, {:.2f}x for the slowest of all; {:.2f}",
+        "batches-smollm2-amx",
+        lambda one: [
+            one["ttft_p99_ratio"]["median"],
+            one["ttft_p99_ratio"]["together"],
+            one["throughput_share"]["share"],
+        ],
     ),
     Quoted(
         "batches",

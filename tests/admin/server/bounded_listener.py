@@ -25,7 +25,7 @@ from tests.adversary.socket_flood import request
 
 T = TypeVar("T")
 WAIT_S = 30.0
-"""How long tests wait for what must happen, in seconds."""
+"""Longest wait for a condition, in seconds."""
 HELLO = request("GET", "/", {})
 PARTS = (b"data: 1\n\n", b"", b"x" * 300, b"0\r\n\r\n")
 """An empty part, and one that looks like the end of a chunked response."""
@@ -122,7 +122,9 @@ class Listener:
         return value
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Look until it is so, on the server's event loop, which changes what tests look at."""
+        """Wait until a condition holds. It is evaluated on the server's event loop, because only that loop changes the
+        server's state.
+        """
         deadline = time.monotonic() + WAIT_S
         while not self.call(is_so):
             assert time.monotonic() < deadline, "the condition was not met in time"

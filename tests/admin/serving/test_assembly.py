@@ -24,6 +24,7 @@ from loramux.admin.serving.serve import read_model
 from loramux.engine.loop.config import EngineConfig
 from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.requests import services as services_module
 from loramux.platform.threads import call_on
 from tests.migrated import migrated_sqlite
 from tests.platform.ready_adapters import add_ready_adapter
@@ -132,9 +133,10 @@ def test_empty_database_is_migrated(demo_base: Path, tmp_path: Path, database_ur
 
 
 def test_admin_work_takes_no_threads_or_connections_from_inference(
-    demo_base: Path, tmp_path: Path, database_url: str
+    demo_base: Path, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While every admin thread holds a database connection, each gateway thread still gets one."""
+    monkeypatch.setattr(services_module, "CALL_WAIT_S", 60.0)
     meeting, is_over = threading.Barrier(NUM_THREADS), threading.Event()
     with assembling(demo_base, tmp_path, database_url=database_url) as assembled:
         gateway, admin = assembled.gateway_app.state.services, assembled.admin_app.state.services

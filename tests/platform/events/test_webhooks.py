@@ -240,9 +240,10 @@ async def test_hanging_targets_disturb_nobody(deliveries: Deliveries, target: Ta
 async def test_attempt_has_a_deadline(
     executor: ThreadPoolExecutor, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deadlines: list[asyncio.Timeout] = []
+    deadlines, delays_s = list[asyncio.Timeout](), set[float]()
 
     def noted(delay_s: float) -> asyncio.Timeout:
+        delays_s.add(delay_s)
         deadlines.append(asyncio.timeout(delay_s))
         return deadlines[-1]
 
@@ -255,6 +256,7 @@ async def test_attempt_has_a_deadline(
     deadlines[-1].reschedule(asyncio.get_running_loop().time())
     attempt = await sending
     assert (attempt.status, attempt.error) == (None, "the target did not answer within 60 s")
+    assert delays_s == {60.0}
 
 
 async def test_two_servers_deliver_an_event_once(

@@ -118,6 +118,7 @@ async def test_late_background_response_is_refused_before_it_is_planned(
 async def test_known_tenant_is_refused_without_the_database(gated: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     # After a second, its thread would clear the cache, because the tenant is new.
     gated.services.callers.cache_invalidation.close()
+    gated.services.callers.cache_invalidation._thread.join(60)
     await look(gated, num_running=MAX_SEQUENCES, num_waiting=30)
     assert await status(gated, *CHAT) == 503
     monkeypatch.setattr(request_life, "resolve", None)

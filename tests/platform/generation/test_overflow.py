@@ -183,6 +183,7 @@ async def test_caller_needs_the_right_to_call_both_models(full: Gateway) -> None
     # Once its own tenant is known, a request is refused before its model is looked up. The thread that clears the cache
     # of tenants would have it forgotten.
     full.services.callers.cache_invalidation.close()
+    full.services.callers.cache_invalidation._thread.join(60)
     globex_base = {"authorization": f"Bearer {stranger}"}
     await full.http.post(CHAT[0], json={"model": "base", **CHAT[1]}, headers=globex_base)
     assert await status(stranger) == 503, "as for a model that does not exist"

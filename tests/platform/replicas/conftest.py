@@ -16,7 +16,9 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def patient_servers() -> Iterator[None]:
-    """A beat whose database answers late keeps what it knows, and a connection that is late is refused."""
+    """Servers wait a minute for their database and for handshakes. By default, they go on without a late answer, and a
+    test would not see what it expects.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(presence, "EXCHANGE_WAIT_S", 60.0)
         for module in (peer_connection, peer_listener):
