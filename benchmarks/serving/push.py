@@ -47,6 +47,7 @@ from benchmarks.random_model import SHAPES, Shape, load_peft, make_base
 from benchmarks.serving.push_processes import Pushed, Trainer, TrainerOptions, stream_gaps
 from loramux.admin.bench.asks import Ask
 from loramux.admin.client.client import AdminClient
+from loramux.admin.client.named_adapter import find_named
 from loramux.admin.client.openai_server import OpenAIServer
 from loramux.engine.device.machine_limits import num_cpus
 
@@ -56,6 +57,8 @@ NUM_VARIANTS = 6
 """Number of different sets of weights. Each pushed version has one of these, with two elements of its own."""
 PROMPT_TOKENS = 80
 """Tokens of the prompt that is sent to every version: five pages."""
+NUM_KEPT = 3
+"""Number of versions of an adapter that are kept. After a push, the one before them is purged to save disk space."""
 NUM_TOP = 5
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
 """Largest accepted difference from peft's log-probabilities in float32."""
@@ -96,12 +99,18 @@ class World:
     """The server, its adapters, and what is expected of each version."""
 
     def __init__(
-        self, arguments: argparse.Namespace, variants: Sequence[Variant], trainer: Trainer, api: OpenAIServer
+        self,
+        arguments: argparse.Namespace,
+        variants: Sequence[Variant],
+        trainer: Trainer,
+        api: OpenAIServer,
+        admin: AdminClient,
     ) -> None:
         self.arguments = arguments
         self.variants = variants
         self.trainer = trainer
         self.api = api
+        self.admin = admin
         self.figures = Figures()
         self.policies: list[Policy] = []
         """The adapters that are pushed in turn."""
@@ -129,6 +138,7 @@ class World:
         for stage, ms in stages.items():
             self.figures.stages_ms[stage].append(ms)
         self.figures.totals_s.append(taken_s + first_s)
+        self._purge_before(policy)
 
     def only_push(self, policy: Policy) -> None:
         """Push the next version without any other request. Raises CheckError."""
@@ -173,6 +183,11 @@ class World:
         if pushed.version != policy.newest + 1:
             raise CheckError(f"the push became version {pushed.version} instead of {policy.newest + 1}")
         return pushed
+
+    def _purge_before(self, policy: Policy) -> None:
+        if policy.newest > NUM_KEPT:
+            name = f"{TENANT}/{policy.name}@{policy.newest - NUM_KEPT}"
+            self.admin.post(f"{find_named(self.admin, name).version_path()}/purge", {"confirm": name})
 
     @contextmanager
     def _asked(self, policy: Policy, is_moving: bool) -> Iterator[None]:
@@ -395,13 +410,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         with child_server("loramux", command, environment, Path(files) / "server.log") as child:
             url = f"http://{HOST}:{admin_port}"
             child.wait_until_ready(f"{url}/health/ready", START_S)
-            with AdminClient(url, admin_key) as client:
-                client.post("tenants", {"slug": TENANT})
-                key = client.post("api_keys", {"tenant": TENANT, "name": "bench"})["secret"]
             options = TrainerOptions(url, admin_key, weights, marked(variants[0].tensors), config)
-            api = OpenAIServer(url=f"http://{HOST}:{port}/v1", key=key)
-            with Trainer(options) as trainer, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as readers:
-                world = World(arguments, variants, trainer, api)
+            with (
+                AdminClient(url, admin_key) as admin,
+                Trainer(options) as trainer,
+                ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as readers,
+            ):
+                admin.post("tenants", {"slug": TENANT})
+                key = admin.post("api_keys", {"tenant": TENANT, "name": "bench"})["secret"]
+                api = OpenAIServer(url=f"http://{HOST}:{port}/v1", key=key)
+                world = World(arguments, variants, trainer, api, admin)
                 try:
                     world.policies = [Policy(f"policy-{one}") for one in range(arguments.adapters)]
                     streamed = [Policy(f"stream-{one}") for one in range(arguments.streams)]

@@ -107,6 +107,20 @@ QUOTED = (
         "batches-tiny",
         lambda one: [one["ttft_p99_ratio"]["median"], one["throughput_share"]["share"]],
     ),
+    *(
+        Quoted(
+            "streams",
+            words,
+            f"streams-{model}-{bits}-amx",
+            lambda one: [one["ratios"]["one stream"], one["ratios"]["all streams"]],
+        )
+        for model, bits, words in (
+            ("smollm2", "int8", "8 and 4 bits: {:.2f}x and {:.2f}x"),
+            ("smollm2", "int4", "{:.2f}x and {:.2f}x, adapters 0.81 and 0.75 (missed) on SmolLM2"),
+            ("1b", "int8", "on SmolLM2; {:.2f}x and {:.2f}x"),
+            ("1b", "int4", "{:.2f}x and {:.2f}x, adapters 0.95 and 1.04 on 1B"),
+        )
+    ),
     Quoted(
         "structured-output",
         "{:.2f}, {:.2f}x and {:.0f} ms",
