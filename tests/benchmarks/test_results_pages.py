@@ -87,7 +87,13 @@ QUOTED = (
     ),
     Quoted(
         "push",
-        "On both: {:.2f} s; {:.2f}x, missed",
+        "1,001 pushes, one every 1.05 s: p99 {:.2f} s; {:.2f}x",
+        "push-small-1001-one-thread-amx",
+        lambda one: [one["push_to_first_token_s"]["p99"], one["gap_p99_ratio"]["median"]],
+    ),
+    Quoted(
+        "push",
+        "On both cores, every 3 s: {:.2f} s; {:.2f}x, missed",
         "push-small-amx",
         lambda one: [one["push_to_first_token_s"]["p99"], one["gap_p99_ratio"]["median"]],
     ),
