@@ -178,6 +178,10 @@ class RequestsRunning(StoreError):
         super().__init__(f"{requests} still running on what is to be purged; try again when no request is running")
 
 
+class ValidationFailed(StoreError):
+    """Validation could not run. The adapter may still be valid."""
+
+
 class WeightsBeingPurged(StoreError):
     """The blobs of equal weights are being deleted. A retry succeeds once that is done."""
 

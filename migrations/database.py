@@ -20,7 +20,8 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import BigInteger, Connection, Engine, Row, Select, cast, create_engine, event, select
 from sqlalchemy.engine import URL, ExceptionContext, make_url
-from sqlalchemy.exc import ArgumentError, InvalidatePoolError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, InterfaceError, InvalidatePoolError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 from sqlalchemy.sql import func
 
@@ -29,6 +30,9 @@ from loramux.migrations.pipeline import TAKES_NO_WRITES, write_in_pipelines
 
 Clock = Callable[[], int]
 """Returns the time in microseconds since 1970."""
+
+DATABASE_TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
+"""Exceptions raised when the database is unreachable, full, locked or out of connections."""
 
 LONGEST_READ_S = 20.0
 """Time limit, in seconds, for reads whose cost depends on a caller's filters."""

@@ -8,16 +8,20 @@ import time
 from collections.abc import Callable
 
 import structlog
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from loramux.adapter_store.errors import AdapterCorrupt, BlobStoreUnavailable, StoreError, WeightsBeingPurged
+from loramux.adapter_store.errors import (
+    AdapterCorrupt,
+    BlobStoreUnavailable,
+    StoreError,
+    ValidationFailed,
+    WeightsBeingPurged,
+)
 from loramux.adapter_store.ingest.base_validation import BaseValidation
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.retry_pauses import RetryPauses
 from loramux.adapter_store.registry.bases import Base
 from loramux.adapter_store.registry.records import UNFINISHED
-from loramux.adapter_store.validation.validator import ValidationFailed
+from loramux.migrations.database import DATABASE_TROUBLE
 
 MAX_IN_A_ROW = 100
 """Maximum number of versions to process before the thread checks for abandoned uploads again."""
@@ -25,10 +29,7 @@ MAX_FOR_BASE_IN_A_ROW = 20
 """Maximum number of versions, accepted for other bases, that are validated before the thread looks for uploads and
 reports its progress.
 """
-OUTAGES = (
-    *(BlobStoreUnavailable, ValidationFailed, WeightsBeingPurged),
-    *(OperationalError, InterfaceError, PoolTimeout),
-)
+OUTAGES = (BlobStoreUnavailable, ValidationFailed, WeightsBeingPurged, *DATABASE_TROUBLE)
 """Errors that are no version's fault: the store or the database is down, no validation can run, or equal weights are
 being deleted.
 """

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from loramux.adapter_store.errors import AdapterRejected, AdapterUnavailable, StoreError
+from loramux.adapter_store.errors import AdapterRejected, AdapterUnavailable, ValidationFailed
 from loramux.adapter_store.formats.packed.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
@@ -78,10 +78,6 @@ class _Answer(msgspec.Struct, frozen=True):
     usage: dict[str, int]
     accepted: Accepted | None = None
     rejected: _Rejected | None = None
-
-
-class ValidationFailed(StoreError):
-    """Validation could not run. The adapter may still be valid."""
 
 
 class Validator(Protocol):

@@ -37,8 +37,9 @@ from loramux.admin.console.pages.overview import Overview
 from loramux.admin.console.sign_in.login import Login
 from loramux.admin.console.sign_in.oidc_login import OidcLogin
 from loramux.admin.console.static_files import StaticFiles
-from loramux.admin.console.visit import DATABASE_TROUBLE, Handler, Visit, action, find_session, page, problem
+from loramux.admin.console.visit import Handler, Visit, action, find_session, page, problem
 from loramux.admin.rest.services import AdminServices
+from loramux.migrations.database import DATABASE_TROUBLE
 
 GET, POST = ["GET"], ["POST"]
 

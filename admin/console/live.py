@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from starlette.responses import Response, StreamingResponse
 
 from loramux.admin.console.oidc.role_confirmation import ConfirmInBrowser
-from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, find_session
+from loramux.admin.console.visit import Visit, find_session
+from loramux.migrations.database import DATABASE_TROUBLE
 from loramux.platform.errors import RateLimited, Unavailable
 
 MAX_STREAMS = 200

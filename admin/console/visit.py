@@ -15,8 +15,6 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import structlog
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -34,10 +32,10 @@ from loramux.admin.console.oidc.role_confirmation import ConfirmInBrowser
 from loramux.admin.console.rest_calls import Document, RestCalls, RestError
 from loramux.admin.console.sessions.cookies import SESSION, read_cookie, read_theme
 from loramux.admin.console.sessions.sessions import Session
+from loramux.migrations.database import DATABASE_TROUBLE
 from loramux.platform.errors import ApiError, Conflict
 
 RETRY_S = 5
-DATABASE_TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
 
 log = structlog.get_logger(__name__)
 

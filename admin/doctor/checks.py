@@ -17,9 +17,9 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.adapter_store.blobs.interface import BlobStore
-from loramux.adapter_store.errors import StoreError
+from loramux.adapter_store.errors import StoreError, ValidationFailed
 from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK, PRIVILEGES
-from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
+from loramux.adapter_store.validation.validator import missing_measures
 from loramux.admin.doctor.findings import Finding, Grade
 from loramux.engine.quantizing.messages import QUALITY_FILES, Quality
 from loramux.kernels.cpu.instructions.capability import bfloat16_products, byte_products, integer_products

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from loramux.adapter_store.validation.validator import ValidationFailed, check_sandbox
+from loramux.adapter_store.errors import ValidationFailed
+from loramux.adapter_store.validation.validator import check_sandbox
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.settings import Settings
 

@@ -10,8 +10,7 @@ import structlog
 from sqlalchemy import Connection, bindparam, case, delete, insert, not_, select, tuple_, update
 
 from loramux.migrations import schema
-from loramux.migrations.database import Database
-from loramux.platform.admission.database_health import TROUBLE
+from loramux.migrations.database import DATABASE_TROUBLE, Database
 from loramux.platform.admission.records import (
     RECOVERED,
     Closing,
@@ -176,7 +175,7 @@ class Admission:
         """Commit the closings together, or each for itself if one of them fails."""
         try:
             return self.commit(closings)
-        except TROUBLE:
+        except DATABASE_TROUBLE:
             raise
         except Exception as error:
             if len(closings) == 1:

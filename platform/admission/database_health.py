@@ -6,9 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
-
 STALLED_S = 3.0
 """The database counts as unresponsive if a transaction takes longer than this, in seconds."""
 
@@ -17,9 +14,6 @@ SILENT_S = 6.0
 
 SILENCE = "the database does not answer"
 """The trouble of a database that is unresponsive, in one line for operators."""
-
-TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
-"""Exceptions raised when the database is unreachable, full, locked or out of connections."""
 
 
 class DatabaseTrouble(Exception):

@@ -14,8 +14,9 @@ from typing import Any
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from loramux.migrations.database import DATABASE_TROUBLE
 from loramux.platform.admission.admission import Admission
-from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
+from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.records import Operation, Outcome
 
 MAX_OPERATIONS = 256
@@ -120,7 +121,7 @@ class GroupCommit:
                 if self._is_worth_it():
                     # Let another thread commit while this one delivers its outcomes.
                     self._has_changed.notify()
-            self._health.end_commit(next((one for one in outcomes if isinstance(one, TROUBLE)), None))
+            self._health.end_commit(next((one for one in outcomes if isinstance(one, DATABASE_TROUBLE)), None))
             if self._note_commit is not None:
                 has_failed = any(isinstance(outcome, SQLAlchemyError) for outcome in outcomes)
                 self._note_commit(len(batch), time.monotonic() - started_s, has_failed)
@@ -142,7 +143,7 @@ class GroupCommit:
     def _commit(self, operations: list[Operation], attempt: int = 1) -> list[Outcome]:
         try:
             return self._admission.commit(operations)
-        except TROUBLE as error:
+        except DATABASE_TROUBLE as error:
             if _is_transient(error) and attempt < MAX_ATTEMPTS:
                 # A conflicting transaction won, and the database rolled this one back.
                 time.sleep(random.uniform(0, RETRY_S * attempt))

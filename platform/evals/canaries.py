@@ -11,8 +11,7 @@ from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.registry.aliases import FIRST, AdapterAliases
 from loramux.adapter_store.registry.records import CanaryRule, WatchedAlias
 from loramux.adapter_store.registry.registry import AdapterRegistry
-from loramux.migrations.database import Database
-from loramux.platform.admission.database_health import TROUBLE
+from loramux.migrations.database import DATABASE_TROUBLE, Database
 from loramux.platform.evals.questions import ENDPOINT
 from loramux.platform.ledger.outcomes import Outcomes, WatchedRequests, version_outcomes
 from loramux.platform.ledger.prices import BATCHES
@@ -97,7 +96,7 @@ def _one_failure_logged(watched: WatchedAlias) -> Iterator[None]:
     """Keep a failure from holding up other canaries. Trouble with the database is raised, because it affects all."""
     try:
         yield
-    except TROUBLE:
+    except DATABASE_TROUBLE:
         raise
     except Exception:
         log.exception("a canary cannot be judged", adapter_id=watched.adapter_id, alias=watched.alias.name)

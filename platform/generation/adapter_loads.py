@@ -37,7 +37,7 @@ class AdapterLoads:
         """Load an adapter. If it is not resident and `charge` is given, apply the charge first.
 
         Raises QuotaExceeded or DatabaseTrouble before loading anything, TimeoutError if the engine is still loading the
-        adapter after `timeout_s`, EngineUnavailable, or an exception in TROUBLE.
+        adapter after `timeout_s`, EngineUnavailable, or an exception in DATABASE_TROUBLE.
         """
         if charge is not None:
             await self._admit(digest, charge)

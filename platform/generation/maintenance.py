@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from loramux.migrations.database import DATABASE_TROUBLE
 from loramux.platform.admission.admission import Admission
-from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
+from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.reservation_rows import LEASE_US
 from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.first_token_gate import FirstTokenGate
@@ -99,7 +100,7 @@ class Maintenance:
                         num_swept = await self._call(self._admission.sweep_counters)
                         # If any counters were swept, there may be more.
                         sweep_s = time.monotonic() + (0 if num_swept else SWEEP_INTERVAL_S)
-            except TROUBLE as error:
+            except DATABASE_TROUBLE as error:
                 log.warning("checkpoint failed; trying again", error=str(error))
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
 
@@ -142,7 +143,7 @@ def _mistakes_logged(step: str) -> Iterator[None]:
     """Log an error that ends a step, unless the database is in trouble, which would end the next step, too."""
     try:
         yield
-    except TROUBLE:
+    except DATABASE_TROUBLE:
         raise
     except Exception:
         log.exception(f"{step} failed; trying again")

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import structlog
 from sqlalchemy.exc import IntegrityError
 
+from loramux.migrations.database import DATABASE_TROUBLE
 from loramux.platform.accounts.tenants import DELETED
-from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth, DatabaseTrouble
+from loramux.platform.admission.database_health import DatabaseHealth, DatabaseTrouble
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.admission.records import Extension, RequestCheckpoint, Reservation, ReservationRequest
 from loramux.platform.engine_link.engine_client import EngineClient
@@ -94,7 +95,7 @@ class RunningRequests:
         """Reserve the maximum cost.
 
         Raises QuotaExceeded, RequestTooLarge, DatabaseTrouble, Unauthenticated if the tenant has been deleted, what
-        `FirstTokenGate.enter` raises, or an exception in TROUBLE.
+        `FirstTokenGate.enter` raises, or an exception in DATABASE_TROUBLE.
         """
         self._check()
         self._gate.enter(plan)
@@ -162,7 +163,7 @@ class RunningRequests:
         except TimeoutError:
             self._settler.settle_unrun(plan.request_id, reserving)
             raise DatabaseTrouble("the reservation took too long") from None
-        except TROUBLE:
+        except DATABASE_TROUBLE:
             # The reservation may have been committed although its answer was lost.
             await self._settler.spool_unrun(plan.request_id)
             raise

@@ -11,7 +11,8 @@ from typing import Any
 import structlog
 from sqlalchemy.exc import DataError, IntegrityError
 
-from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
+from loramux.migrations.database import DATABASE_TROUBLE
+from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
 from loramux.platform.admission.records import Closing, RequestCheckpoint
 from loramux.platform.generation.settlement_spool import SettlementSpool, SpoolFull, record_of
@@ -85,7 +86,7 @@ class Settler:
     async def _settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
         await asyncio.wait([reserving])
         error = None if reserving.cancelled() else reserving.exception()
-        if reserving.cancelled() or not (error is None or isinstance(error, TROUBLE)):
+        if reserving.cancelled() or not (error is None or isinstance(error, DATABASE_TROUBLE)):
             return
         await (self.settle(request_id, NEVER_RAN) if error is None else self.spool_unrun(request_id))
 
@@ -188,7 +189,7 @@ class Settler:
             some = closings[start : start + REPLAY_AT_ONCE]
             outcomes = await asyncio.gather(*map(self._commit.submit, some), return_exceptions=True)
             for closing, outcome in zip(some, outcomes, strict=True):
-                if isinstance(outcome, (*TROUBLE, CommitterClosed)):
+                if isinstance(outcome, (*DATABASE_TROUBLE, CommitterClosed)):
                     return None
                 if isinstance(outcome, BaseException) and not _is_refusal(outcome):
                     failed[closing] = outcome

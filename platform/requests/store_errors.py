@@ -28,9 +28,11 @@ from loramux.adapter_store.errors import (
     SourceUnavailable,
     TenantNotFound,
     UploadNotFound,
+    ValidationFailed,
     VersionInUse,
     VersionNotFound,
     VersionNotReady,
+    WeightsBeingPurged,
 )
 from loramux.platform.errors import (
     ApiError,
@@ -86,6 +88,11 @@ def api_error(error: Exception) -> ApiError:
             "the adapter store cannot be reached; try again",
             code="store_unavailable",
             retry_after_s=closed_for_s or RETRY_AFTER_S,
+        )
+    if isinstance(error, ValidationFailed | WeightsBeingPurged):
+        # Only the log says why, because equal weights can be another tenant's.
+        return Unavailable(
+            "the adapter cannot be validated now; try again", code="store_unavailable", retry_after_s=RETRY_AFTER_S
         )
     if isinstance(error, SourceUnavailable):
         # Only a platform administrator can name a source, so the message may contain the source's address.

@@ -42,7 +42,7 @@ def check(
     Only the headers of a base's weights are read. An adapter is validated as an upload would be, with the same limits
     and in the same sandbox. The memory of this machine and a server's settings are not checked.
     """
-    from loramux.adapter_store.validation.validator import ValidationFailed
+    from loramux.adapter_store.errors import ValidationFailed
     from loramux.admin.check.adapter_check import check_directory, check_gguf
     from loramux.admin.check.base_check import check_base
     from loramux.admin.commands.local.model_argument import existing_path

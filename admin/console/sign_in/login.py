@@ -20,7 +20,8 @@ from loramux.admin.console.sessions.cookies import LOGIN, SESSION, delete_cookie
 from loramux.admin.console.sessions.rights import may_enter
 from loramux.admin.console.sessions.sessions import LIFETIME_S
 from loramux.admin.console.sign_in.oidc_login import OidcLogin
-from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, console_url, find_session, frame, redirect
+from loramux.admin.console.visit import Visit, console_url, find_session, frame, redirect
+from loramux.migrations.database import DATABASE_TROUBLE
 from loramux.platform.accounts.api_keys import key_sha256
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.errors import ApiError

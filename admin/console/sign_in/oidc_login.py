@@ -17,8 +17,9 @@ from loramux.admin.console.sessions.content import SessionContent, SignOn
 from loramux.admin.console.sessions.cookies import OIDC, SESSION, delete_cookie, read_cookie, read_cookies, set_cookie
 from loramux.admin.console.sessions.rights import actor_of
 from loramux.admin.console.sessions.sessions import LIFETIME_S
-from loramux.admin.console.visit import DATABASE_TROUBLE, console_url, frame
+from loramux.admin.console.visit import console_url, frame
 from loramux.admin.server.oidc_settings import OidcSettings
+from loramux.migrations.database import DATABASE_TROUBLE
 
 MAX_UNDER_WAY = 4
 """Maximum number of concurrent sign-ins per browser, one per tab. When another one begins, the oldest is discarded."""

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
-from loramux.adapter_store.errors import BlobStoreUnavailable
+from loramux.adapter_store.errors import BlobStoreUnavailable, ValidationFailed
 from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.failpoints import FailpointHook, no_op
@@ -20,7 +20,7 @@ from loramux.adapter_store.ingest.originals import config_key, header_key
 from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
-from loramux.adapter_store.validation.validator import Accepted, ValidationFailed, ValidationJob, Validator
+from loramux.adapter_store.validation.validator import Accepted, ValidationJob, Validator
 from loramux.adapter_store.validation.worker import run_job
 from loramux.migrations.database import Database
 from tests.adapter_store.memory_blobs import MemoryBlobStore

@@ -15,6 +15,7 @@ from loramux.adapter_store.errors import (
     BlobStoreUnavailable,
     UploadNotFound,
     UploadRefused,
+    ValidationFailed,
 )
 from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
@@ -22,7 +23,7 @@ from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
-from loramux.adapter_store.validation.validator import SubprocessValidator, ValidationFailed
+from loramux.adapter_store.validation.validator import SubprocessValidator
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from tests.adapter_store.ingest.ingest_world import SECOND_US, DirectValidator, FailingBlobStore, IngestWorld, chunks

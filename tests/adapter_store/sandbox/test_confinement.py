@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from loramux.adapter_store.errors import ValidationFailed
 from loramux.adapter_store.sandbox import confinement
 from loramux.adapter_store.sandbox.fork_server import worker_environment
-from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
+from loramux.adapter_store.validation.validator import missing_measures
 from tests.adapter_store.sandbox import lesser_kernel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandbox measures require Linux")

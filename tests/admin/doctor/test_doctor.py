@@ -15,8 +15,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from loramux.adapter_store.errors import ValidationFailed
 from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK
-from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
+from loramux.adapter_store.validation.validator import missing_measures
 from loramux.admin.cli import app
 from loramux.admin.client.client import AdminClient
 from loramux.admin.doctor import checks, doctor, self_check

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from loramux.adapter_store.errors import ValidationFailed
 from loramux.adapter_store.sandbox.confinement import FILES, NETWORK
 from loramux.adapter_store.validation import validator
-from loramux.adapter_store.validation.validator import ValidationFailed
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.required_sandbox import require_sandbox
 from loramux.admin.server.settings import Settings

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from loramux.adapter_store.blobs.interface import packed_key
-from loramux.adapter_store.errors import BlobStoreUnavailable
+from loramux.adapter_store.errors import BlobStoreUnavailable, ValidationFailed, WeightsBeingPurged
 from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
 from loramux.migrations.identifiers import new_id
@@ -254,15 +254,28 @@ async def test_a_push_that_has_been_received_waits_for_its_turn(
     assert (await push).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        BlobStoreUnavailable("no store"),
+        ValidationFailed("the disk of the validation is full"),
+        WeightsBeingPurged("equal weights are being purged"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 async def test_a_store_that_fails_leaves_a_push_that_can_be_repeated(
-    http: httpx.AsyncClient, admin_side: AdminSide, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    http: httpx.AsyncClient,
+    admin_side: AdminSide,
+    make_adapter: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
 ) -> None:
     adapter_id = await new_adapter(http)
     files = form_of(make_adapter())
     with monkeypatch.context() as patch:
 
         def fail(*arguments: Any, **named: Any) -> bool:
-            raise BlobStoreUnavailable("no store")
+            raise error
 
         patch.setattr(type(admin_side.blobs), "put", fail)
         failed = await send(http, adapter_id, files)
