@@ -34,13 +34,13 @@ from loramux.adapter_store.ingest.kept_files import KeptFiles
 from loramux.adapter_store.ingest.purge_rows import PurgeRows
 from loramux.adapter_store.ingest.purged_blobs import PurgedBlobs
 from loramux.adapter_store.ingest.pushes import Pushes
-from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.tenant_caps import MAX_OPEN_LARGEST, TenantCaps
 from loramux.adapter_store.ingest.turns import IngestTurns
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.ingest.version_processor import VersionProcessor
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.sources.adapter_sources import AdapterSources
 from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.validation.further_checks import (
     TemplateCheck,

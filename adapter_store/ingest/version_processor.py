@@ -38,10 +38,10 @@ from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook
 from loramux.adapter_store.ingest.file_validation import FileValidation, ValidFiles
 from loramux.adapter_store.ingest.kept_files import KeptFiles
 from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key
-from loramux.adapter_store.ingest.sharded_source import JoinedSource
-from loramux.adapter_store.ingest.sources import AdapterSources, Source
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
+from loramux.adapter_store.sources.adapter_sources import AdapterSources, Source
+from loramux.adapter_store.sources.sharded_source import JoinedSource
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
 from loramux.adapter_store.validation.validator import Accepted, ValidationJob
 from loramux.migrations.database import Database

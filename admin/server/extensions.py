@@ -10,7 +10,7 @@ import structlog
 from loramux.adapter_store.blobs.blob_url import BLOB_STORES
 from loramux.adapter_store.extensions import Extension, ExtensionKind, ExtensionRefused
 from loramux.adapter_store.formats.quantization.base_format import CHECKPOINT_FORMATS
-from loramux.adapter_store.ingest.sources import ADAPTER_SOURCES
+from loramux.adapter_store.sources.adapter_sources import ADAPTER_SOURCES
 from loramux.admin.errors import StartRefused
 from loramux.engine.pages.eviction import EVICTION_POLICIES
 from loramux.platform.accounts.key_authentication import KEY_AUTHENTICATION

@@ -34,9 +34,9 @@ from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.adapter_store.formats.version_files.answer_parsers import AUTO, problem_with_parser
 from loramux.adapter_store.gguf.base_directory import is_gguf
 from loramux.adapter_store.hub.hub_client import ENDPOINT as HUB_ENDPOINT
-from loramux.adapter_store.ingest.sources import added_forms, is_allowable
 from loramux.adapter_store.pulling.model_name import ModelName, is_model_url
 from loramux.adapter_store.pulling.pull_settings import MODELS, PullSettings
+from loramux.adapter_store.sources.adapter_sources import added_forms, is_allowable
 from loramux.admin.client.suggestions import did_you_mean
 from loramux.admin.server.client_addresses import TrustedProxies
 from loramux.admin.server.connection_limits import KEEP_ALIVE_S

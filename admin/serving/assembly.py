@@ -24,13 +24,13 @@ from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVoca
 from loramux.adapter_store.hub.hub_client import HubClient
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
-from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.adapter_store.registry.bases import Bases
 from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.sandbox.confinement import ESSENTIAL
+from loramux.adapter_store.sources.adapter_sources import AdapterSources
 from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.validation.validator import PUSH_NICENESS, PUSH_WORKER, SubprocessValidator
 from loramux.admin.doctor.self_check import SelfCheck

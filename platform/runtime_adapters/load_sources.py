@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loramux.adapter_store.ingest.directory_source import FILE_SCHEME
-from loramux.adapter_store.ingest.sources import MAX_URL_LENGTH, is_allowable
+from loramux.adapter_store.sources.adapter_sources import MAX_URL_LENGTH, is_allowable
+from loramux.adapter_store.sources.directory_source import FILE_SCHEME
 from loramux.platform.errors import InvalidRequest, NotFound
 
 TENANT_PART = "{tenant}"

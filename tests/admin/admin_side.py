@@ -11,9 +11,9 @@ from loramux.adapter_store.blobs.local import LocalBlobStore
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
-from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.sources.adapter_sources import AdapterSources
 from loramux.adapter_store.validation.validator import SubprocessValidator
 from loramux.admin.doctor.self_check import SelfCheck
 from loramux.admin.rest.services import (

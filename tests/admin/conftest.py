@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.blobs.local import LocalBlobStore
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
-from loramux.adapter_store.ingest.sources import AdapterSources
+from loramux.adapter_store.sources.adapter_sources import AdapterSources
 from loramux.admin.console import rendering
 from loramux.admin.serving.app import create_admin_app
 from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side

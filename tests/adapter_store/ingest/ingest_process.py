@@ -26,10 +26,10 @@ from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.failpoints import Failpoint
 from loramux.adapter_store.ingest.ingest import Ingest
-from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.records import UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.sources.adapter_sources import AdapterSources
 from loramux.adapter_store.validation.validator import Accepted, SubprocessValidator, ValidationJob, Validator
 from loramux.adapter_store.validation.worker import run_job
 from loramux.migrations.database import Database

@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from loramux.adapter_store.ingest.ingest import Ingest
-from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.sources.adapter_sources import AdapterSources
 from loramux.platform.accounts.audit_log import AuditFilter, AuditLog
 from loramux.platform.listener.app import create_openai_app
 from loramux.platform.runtime_adapters.load_sources import LoadSources

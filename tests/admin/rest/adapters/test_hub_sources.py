@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from loramux.adapter_store.hub.hub_client import HubClient
-from loramux.adapter_store.ingest.sources import AdapterSources
+from loramux.adapter_store.sources.adapter_sources import AdapterSources
 from tests.adapter_store.hub.local_hub import LocalHub, running_hub
 from tests.admin.command_line import Run, printed_json
 from tests.admin.peft_directory import MakeAdapter

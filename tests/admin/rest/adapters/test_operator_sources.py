@@ -15,9 +15,8 @@ from sqlalchemy import select, update
 from loramux.adapter_store.blobs.interface import BlobInfo, BlobStore
 from loramux.adapter_store.blobs.local import LocalBlobStore
 from loramux.adapter_store.errors import BlobStoreUnavailable, ClaimLost, UploadRefused
-from loramux.adapter_store.ingest import sources
 from loramux.adapter_store.ingest.claims import ClaimedVersion, VersionClaims
-from loramux.adapter_store.ingest.sources import AdapterSources
+from loramux.adapter_store.sources.adapter_sources import AdapterSources
 from loramux.admin.client.client import AdminClient
 from loramux.admin.client.push import PushRefused, register_source
 from loramux.migrations.schema import adapter_versions, uploads
@@ -289,7 +288,7 @@ def test_no_source_is_allowed_by_default() -> None:
     with pytest.raises(UploadRefused) as refused:
         AdapterSources().check("s3://operator/adapters/one")
     assert refused.value.code == "source_not_allowed"
-    assert sources.AdapterSources(["s3://operator"]).check("s3://operator/x/") == "s3://operator/x"
+    assert AdapterSources(["s3://operator"]).check("s3://operator/x/") == "s3://operator/x"
 
 
 async def test_source_that_fails_for_an_unknown_reason_is_abandoned_when_it_expires(

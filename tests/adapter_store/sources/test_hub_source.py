@@ -17,8 +17,8 @@ from loramux.adapter_store.errors import AdapterRejected, Refused, SourceUnavail
 from loramux.adapter_store.formats.packed.sharded_tensors import INDEX_FILE
 from loramux.adapter_store.hub import hub_client
 from loramux.adapter_store.hub.hub_client import HubClient
-from loramux.adapter_store.ingest.sharded_source import JoinedSource
-from loramux.adapter_store.ingest.sources import AdapterSources, Source
+from loramux.adapter_store.sources.adapter_sources import AdapterSources, Source
+from loramux.adapter_store.sources.sharded_source import JoinedSource
 from tests.adapter_store.adapter_files import AdapterMaker
 from tests.adapter_store.formats.mlx.mlx_files import write_mlx
 from tests.adapter_store.hub.local_hub import TOKEN, Answer, LocalHub, running_hub

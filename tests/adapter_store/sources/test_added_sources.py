@@ -10,8 +10,8 @@ import pytest
 
 from loramux.adapter_store.errors import AdapterRejected, SourceUnavailable, UploadRefused
 from loramux.adapter_store.extensions import ExtensionKind, read_entries
-from loramux.adapter_store.ingest import sources
-from loramux.adapter_store.ingest.sources import AdapterSource, AdapterSources, Source, is_allowable
+from loramux.adapter_store.sources import adapter_sources
+from loramux.adapter_store.sources.adapter_sources import AdapterSource, AdapterSources, Source, is_allowable
 from tests.written_extension import write_distribution
 
 PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
@@ -40,7 +40,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("SHARED_ADAPTERS", str(tmp_path / "shared"))
     kind = ExtensionKind[AdapterSource]("adapter_sources", "adapter source", AdapterSource, read=read_entries)
-    monkeypatch.setattr(sources, "ADAPTER_SOURCES", kind)
+    monkeypatch.setattr(adapter_sources, "ADAPTER_SOURCES", kind)
     return tmp_path / "shared"
 
 
@@ -118,7 +118,7 @@ def test_a_name_with_each_allowed_character_is_a_scheme(tmp_path: Path, monkeypa
     )
     monkeypatch.syspath_prepend(site)
     kind = ExtensionKind[AdapterSource]("adapter_sources", "adapter source", AdapterSource, read=read_entries)
-    monkeypatch.setattr(sources, "ADAPTER_SOURCES", kind)
+    monkeypatch.setattr(adapter_sources, "ADAPTER_SOURCES", kind)
     assert is_allowable(f"{name}://team")
     assert AdapterSources((f"{name}://team",)).check(f"{name}://team/support") == f"{name}://team/support"
 

@@ -13,9 +13,9 @@ from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.errors import InvalidBlobUrl, SourceUnavailable, StoreError, UploadRefused
 from loramux.adapter_store.extensions import ExtensionKind
 from loramux.adapter_store.hub.hub_client import HubClient
-from loramux.adapter_store.ingest.bucket_source import BucketSource
-from loramux.adapter_store.ingest.directory_source import FILE_SCHEME, DirectorySource
-from loramux.adapter_store.ingest.hub_source import HubLocation, HubSource
+from loramux.adapter_store.sources.bucket_source import BucketSource
+from loramux.adapter_store.sources.directory_source import FILE_SCHEME, DirectorySource
+from loramux.adapter_store.sources.hub_source import HubLocation, HubSource
 
 MAX_URL_LENGTH = 1000
 FORMS = "s3://BUCKET/PREFIX, hf://OWNER/NAME@REVISION or file:///DIRECTORY"

@@ -10,7 +10,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.file_names import MLX_FILE, TENSORS_FILE
 from loramux.adapter_store.formats.mlx.conversion import convert_mlx
 from loramux.adapter_store.formats.packed.sharded_tensors import INDEX_FILE, MAX_INDEX_BYTES, ShardIndex, join_shards
-from loramux.adapter_store.ingest.sources import Source
+from loramux.adapter_store.sources.adapter_sources import Source
 
 
 class JoinedSource:

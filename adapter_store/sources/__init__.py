@@ -1,0 +1,1 @@
+"""Adapter files that the server fetches itself, from the places that its operator allows."""
