@@ -117,14 +117,18 @@ QUOTED = (
         Quoted(
             "streams",
             words,
-            f"streams-{model}-{bits}-amx",
+            f"streams-{model}-{bits}-{cpu}",
             lambda one: [one["ratios"]["one stream"], one["ratios"]["all streams"]],
         )
-        for model, bits, words in (
-            ("smollm2", "int8", "8 and 4 bits: {:.2f}x and {:.2f}x"),
-            ("smollm2", "int4", "{:.2f}x and {:.2f}x, adapters 0.81 and 0.75 (missed) on SmolLM2"),
-            ("1b", "int8", "on SmolLM2; {:.2f}x and {:.2f}x"),
-            ("1b", "int4", "{:.2f}x and {:.2f}x, adapters 0.95 and 1.04 on 1B"),
+        for model, bits, cpu, words in (
+            ("smollm2", "int8", "amx", "8 and 4 bits. AMX: {:.2f}x and {:.2f}x"),
+            ("smollm2", "int4", "amx", "{:.2f}x and {:.2f}x, adapters 0.81 and 0.75 (missed) on SmolLM2"),
+            ("1b", "int8", "amx", "(missed) on SmolLM2; {:.2f}x and {:.2f}x"),
+            ("1b", "int4", "amx", "{:.2f}x and {:.2f}x, adapters 0.95 and 1.04 on 1B"),
+            ("smollm2", "int8", "avx2", "AVX2 without VNNI: {:.2f}x and {:.2f}x"),
+            ("smollm2", "int4", "avx2", "{:.2f}x and {:.2f}x, adapters 0.92 and 0.94 on SmolLM2"),
+            ("1b", "int8", "avx2", "0.94 on SmolLM2; {:.2f}x and {:.2f}x"),
+            ("1b", "int4", "avx2", "{:.2f}x and {:.2f}x, adapters 0.97 on 1B"),
         )
     ),
     Quoted(
