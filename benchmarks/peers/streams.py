@@ -99,16 +99,18 @@ def open_llama(gguf: Path, threads: int, slots: int) -> Iterator[Run]:
     if not python:
         raise RunFailed(f"set {PYTHON_VARIABLE} to a Python interpreter that can import xllamacpp")
     command = [python, str(CHILD), str(gguf), str(threads), str(slots), str(CONTEXT)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as child:
+    log = SCRATCH / "streams" / "llama.log"
+    with (
+        log.open("wb") as stderr,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True) as child,
+    ):
         assert child.stdin is not None
         assert child.stdout is not None
 
         def answer() -> Any:
             line = child.stdout.readline() if child.stdout else ""
             if not line:
-                raise RunFailed("llama.cpp ended early")
+                raise RunFailed(f"llama.cpp ended early: see {log}")
             return json.loads(line)
 
         def run(prompts: list[list[int]], num_tokens: int) -> tuple[float, float]:

@@ -68,7 +68,7 @@ def running_prometheus(directory: Path, target: str, token: str) -> Iterator[Pro
         deadline = time.monotonic() + _START_S
         while not _is_ready(url):
             assert process.poll() is None, (directory / "log").read_text()
-            assert time.monotonic() < deadline, "Prometheus was not ready in time"
+            assert time.monotonic() < deadline, f"not ready in time\n{(directory / 'log').read_text()}"
             time.sleep(0.2)
         with httpx.Client(base_url=f"{url}/api/v1", trust_env=False, timeout=10) as http:
             yield Prometheus(http)
