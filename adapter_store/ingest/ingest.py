@@ -21,6 +21,7 @@ from loramux.adapter_store.errors import (
     UploadRefused,
 )
 from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, UPLOAD_FILES
+from loramux.adapter_store.formats.mlx.base_facts import BaseFacts
 from loramux.adapter_store.formats.packed.canonical import digest_of
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.version_files.further_files import MAX_FURTHER_BYTES
@@ -91,6 +92,8 @@ class Ingest:
         warm_push: Callable[[], None] = lambda: None,
         open_tier: Callable[[], DiskTier] | None = None,
     ) -> None:
+        self.base_facts = BaseFacts.of(target)
+        """What a push must know about the base to convert an adapter of mlx-lm."""
         self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes, **MAX_FURTHER_BYTES}
         caps = TenantCaps(max_open_bytes=MAX_OPEN_LARGEST * sum(self._max_bytes.values()))
         self.upload_rows = UploadRows(registry.database, registry.limits, caps, registry.base_id)

@@ -242,10 +242,11 @@ class VersionProcessor:
 
     def _fetch_source(self, claimed: ClaimedVersion, url: str, scratch: Path) -> dict[str, Any]:
         """Copy the files of a source, and return the source's facts for the report."""
-        tensors_bytes = self._validation.target.max_tensors_bytes
+        target = self._validation.target
+        tensors_bytes = target.max_tensors_bytes
         max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: tensors_bytes, **MAX_FURTHER_BYTES}
         try:
-            source = JoinedSource(self._sources.open(url), scratch)
+            source = JoinedSource(self._sources.open(url), scratch, target)
         except UploadRefused as error:
             raise AdapterRejected(error.code, error.message, error.param) from None
         names = (*UPLOAD_FILES, *(name for name in FURTHER_FILES if source.has(name)))

@@ -8,22 +8,25 @@ from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.file_names import MLX_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.mlx.base_facts import BaseFacts
 from loramux.adapter_store.formats.mlx.conversion import convert_mlx
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.sharded_tensors import INDEX_FILE, MAX_INDEX_BYTES, ShardIndex, join_shards
 from loramux.adapter_store.sources.adapter_sources import Source
 
 
 class JoinedSource:
-    """The files of `source`, with its shards joined, or mlx-lm's files converted, in the directory `scratch`; see
-    `Source`.
+    """The files of `source`, with its shards joined, or mlx-lm's files converted for `target`, in the directory
+    `scratch`; see `Source`.
 
     A source that has the tensors file, or neither an index of shards nor mlx-lm's file, is left as it is. Of mlx-lm's
     files, fetch the configuration first, and both into `scratch`: the tensors also replace the configuration by PEFT's.
     """
 
-    def __init__(self, source: Source, scratch: Path) -> None:
+    def __init__(self, source: Source, scratch: Path, target: PackTarget) -> None:
         self._source = source
         self._scratch = scratch
+        self._target = target
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -34,7 +37,7 @@ class JoinedSource:
 
     def size(self, name: str, max_bytes: int) -> int:
         """Return the size of a file. For shards, it is their total size, which differs from the joined file's by the
-        headers, as the size of mlx-lm's file differs from that of the converted one.
+        headers. For mlx-lm's file, it is the size before the conversion, which at most doubles it.
         """
         if name == TENSORS_FILE and self._is_mlx:
             name = MLX_FILE
@@ -48,7 +51,7 @@ class JoinedSource:
     def fetch_file(self, name: str, destination: Path, max_bytes: int) -> None:
         if name == TENSORS_FILE and self._is_mlx:
             self._source.fetch_file(MLX_FILE, self._scratch / MLX_FILE, max_bytes)
-            convert_mlx(self._scratch, self._scratch)
+            convert_mlx(self._scratch, self._scratch, lambda: BaseFacts.of(self._target))
             (self._scratch / MLX_FILE).unlink()
             return
         if name != TENSORS_FILE or self._index is None:

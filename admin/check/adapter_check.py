@@ -16,6 +16,7 @@ from loramux.adapter_store.formats.files.file_names import (
     TOKENIZER_FILE,
     VOCABULARY_FILE,
 )
+from loramux.adapter_store.formats.mlx.base_facts import BaseFacts
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.formats.version_files.further_files import MAX_FURTHER_BYTES, FurtherFiles
@@ -56,10 +57,10 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> CheckVerd
     try:
         base = model_directory(base)
         config = ModelConfig.load(base)
-        target = pack_target(config, resolve_dtype(dtype, config, resolve_device("auto")))
+        target = _target(config, dtype)
         special_tokens, template = read_special_tokens(base), ChatTemplate.load(base)
     except ModelNotSupported as error:
-        return _refused(directory, Problem("model_not_supported", f"the base is not served: {error}", "config.json"))
+        return _refused(directory, _unsupported(error))
     try:
         # Resolve links, which are common in a download cache and which validation would refuse.
         files = {path.name: path.resolve() for path in adapter_files(directory)}
@@ -90,8 +91,10 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> CheckVerd
 def check_directory(path: Path, base: Path, dtype: str = "auto") -> CheckVerdict:
     """Check an adapter whose tensors may be divided into shards. Raises the same errors as `check_adapter`."""
     try:
-        with peft_directory(path) as directory:
+        with peft_directory(path, lambda: _facts_of(base, dtype)) as directory:
             return replace(check_adapter(directory, base, dtype), path=str(path))
+    except ModelNotSupported as error:
+        return _refused(path, _unsupported(error))
     except AdapterRejected as error:
         return _refused(path, Problem.of(error))
     except OSError as error:
@@ -105,6 +108,18 @@ def check_gguf(path: Path, base: Path, dtype: str = "auto") -> CheckVerdict:
             return replace(check_adapter(directory, base, dtype), path=str(path))
     except ConversionRefused as error:
         return _refused(path, Problem.of(error))
+
+
+def _facts_of(base: Path, dtype: str) -> BaseFacts:
+    return BaseFacts.of(_target(ModelConfig.load(model_directory(base)), dtype))
+
+
+def _target(config: ModelConfig, dtype: str) -> PackTarget:
+    return pack_target(config, resolve_dtype(dtype, config, resolve_device("auto")))
+
+
+def _unsupported(error: ModelNotSupported) -> Problem:
+    return Problem("model_not_supported", f"the base is not served: {error}", "config.json")
 
 
 def _check_sizes(files: dict[str, Path], target: PackTarget) -> None:

@@ -19,9 +19,10 @@ import anyio
 import httpx
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.mlx.base_facts import BaseFacts
 from loramux.admin.client.client import AdminError, Document, ServerUnreachable, document_of, is_loopback, refusal_of
 from loramux.admin.client.given_files import has_tokenizer
-from loramux.admin.client.peft_directory import peft_directory
+from loramux.admin.client.peft_directory import is_of_mlx, peft_directory
 from loramux.admin.client.push import FILE_NAMES, PushedVersion, PushRefused, version_files
 
 MAX_TRIES = 5
@@ -93,10 +94,16 @@ class _Pusher:
         if config is not None:
             raise ValueError("a directory has its own configuration: omit config")
         facts: Document = {}
+        base = BaseFacts(tied_embeddings=False)
         if has_tokenizer(directory):
             facts = _document((yield {"method": "GET", "url": "server/vocabulary"}))
+        if is_of_mlx(directory):
+            base = BaseFacts.from_document(_document((yield {"method": "GET", "url": "server/structure"})))
         try:
-            with peft_directory(directory) as joined, version_files(joined, lambda: facts, without) as paths:
+            with (
+                peft_directory(directory, lambda: base) as joined,
+                version_files(joined, lambda: facts, without) as paths,
+            ):
                 return _files({path.name: path.read_bytes() for path in paths})
         except AdapterRejected as error:
             raise PushRefused(error.message, error.code, error.param) from None

@@ -16,6 +16,7 @@ from loramux.adapter_store.formats.files.file_names import (
     TENSORS_FILE,
 )
 from loramux.adapter_store.formats.files.missing_files import missing_file
+from loramux.adapter_store.formats.mlx.base_facts import BaseFacts
 from loramux.adapter_store.formats.mlx.conversion import convert_mlx
 from loramux.adapter_store.formats.packed.canonical import write_canonical
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
@@ -70,7 +71,7 @@ def read_adapter(
     if not config.is_file():
         raise AdapterRejected(*missing_file(directory, CONFIG_FILE))
     with tempfile.TemporaryDirectory() as scratch:
-        config, tensors = _peft_files(directory, Path(scratch))
+        config, tensors = _peft_files(directory, Path(scratch), target)
         report = validate_files(config.read_bytes(), tensors, target, needs_effect=False)
         contents = {name: (directory / name).read_bytes() for name in FURTHER_FILES if (directory / name).is_file()}
         contents |= pooling_file(directory)
@@ -104,7 +105,7 @@ def read_adapter(
     return LocalAdapter(packed, report, ends, own, template, further.pooling)
 
 
-def _peft_files(directory: Path, scratch: Path) -> tuple[Path, Path]:
+def _peft_files(directory: Path, scratch: Path, target: PackTarget) -> tuple[Path, Path]:
     """Return the paths of the adapter's configuration and of its tensors. Shards are joined, and mlx-lm's files
     converted, in the directory `scratch`.
     """
@@ -113,7 +114,7 @@ def _peft_files(directory: Path, scratch: Path) -> tuple[Path, Path]:
         # Validation refuses links, which are common in the cache of a hub.
         return config, tensors.resolve()
     if (directory / MLX_FILE).is_file():
-        convert_mlx(directory, scratch)
+        convert_mlx(directory, scratch, lambda: BaseFacts.of(target))
         return scratch / CONFIG_FILE, scratch / TENSORS_FILE
     index = ShardIndex.of_names([found.name for found in directory.iterdir()])
     if index is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.file_names import TENSORS_FILE
@@ -89,8 +89,10 @@ def header_length(start: bytes, file_size: int, max_header_bytes: int = MAX_HEAD
     return int(length)
 
 
-def parse_header(header: bytes, file_size: int) -> SafetensorsHeader:
-    """Parse and check the header of a file of `file_size` bytes. Raises AdapterRejected."""
+def parse_header(header: bytes, file_size: int, max_dimensions: Literal[2, 3] = 2) -> SafetensorsHeader:
+    """Parse and check the header of a file of `file_size` bytes. Except for vectors, tensors may have two to
+    `max_dimensions` dimensions. Raises AdapterRejected.
+    """
     try:
         document = parse_strict_json(header)
     except DuplicateKey as error:
@@ -100,7 +102,7 @@ def parse_header(header: bytes, file_size: int) -> SafetensorsHeader:
     if not isinstance(document, dict):
         raise AdapterRejected("invalid_header", "the header is not an object", TENSORS_FILE)
     metadata = _metadata(document.pop("__metadata__", None))
-    tensors = {name: _entry(name, value) for name, value in document.items()}
+    tensors = {name: _entry(name, value, max_dimensions) for name, value in document.items()}
     data_start = LENGTH_BYTES + len(header)
     _check_ranges(tensors, file_size - data_start)
     return SafetensorsHeader(tensors, metadata, data_start)
@@ -130,7 +132,7 @@ def _metadata(value: Any) -> dict[str, str]:
     return value
 
 
-def _entry(name: str, value: Any) -> TensorEntry:
+def _entry(name: str, value: Any, max_dimensions: int) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise AdapterRejected("invalid_header", "a tensor must have exactly dtype, shape and data_offsets", name)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -142,9 +144,11 @@ def _entry(name: str, value: Any) -> TensorEntry:
         raise AdapterRejected("unsupported_dtype", f"the dtype must be one of {allowed}{found}", name)
     if 0 in shape:
         raise AdapterRejected("empty_tensor", f"the tensor has the shape {shape} and no values: {_NOT_GATHERED}", name)
-    if len(shape) != 2 and not (len(shape) == 1 and _may_be_vector(name)) and not _may_have_any_shape(name, shape):
+    is_matrix = 2 <= len(shape) <= max_dimensions
+    if not is_matrix and not (len(shape) == 1 and _may_be_vector(name)) and not _may_have_any_shape(name, shape):
+        wanted = "two" if max_dimensions == 2 else "two or three"
         raise AdapterRejected(
-            "tensor_not_2d", f"the tensor has the shape {shape[:8]}, but it must have two dimensions", name
+            "tensor_not_2d", f"the tensor has the shape {shape[:8]}, but it must have {wanted} dimensions", name
         )
     begin, end = offsets
     if end - begin != math.prod(shape) * ADAPTER_STORAGE[dtype].itemsize:

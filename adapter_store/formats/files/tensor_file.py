@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,19 +24,21 @@ _BLOCK_BYTES = 4 * BLOCK_ELEMENTS
 
 
 class TensorFile:
-    """An open safetensors file whose header has passed all checks.
+    """An open safetensors file whose header has passed all checks: see `parse_header`.
 
     The constructor raises AdapterRejected if a check fails.
     """
 
-    def __init__(self, source: Path | bytes, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
+    def __init__(
+        self, source: Path | bytes, max_header_bytes: int = MAX_HEADER_BYTES, max_dimensions: Literal[2, 3] = 2
+    ) -> None:
         self._file = _open(source)
         try:
             size = self._file.seek(0, os.SEEK_END)
             self._file.seek(0)
             length = header_length(self._file.read(256), size, max_header_bytes)
             self._file.seek(8)
-            self.header = parse_header(self._file.read(length), size)
+            self.header = parse_header(self._file.read(length), size, max_dimensions)
         except BaseException:
             self._file.close()
             raise
@@ -61,9 +63,11 @@ class TensorFile:
         return values.reshape(len(rows), *row_shape)
 
     def raw_columns(self, name: str, columns: range) -> npt.NDArray[Any]:
-        """Read consecutive columns of a matrix with few rows, as stored."""
+        """Read consecutive columns of a matrix with few rows, as stored. Of a tensor with more dimensions, all but the
+        first are columns.
+        """
         entry = self.header.tensors[name]
-        dtype, (num_rows, num_columns) = ADAPTER_STORAGE[entry.dtype], entry.shape
+        dtype, num_rows, num_columns = ADAPTER_STORAGE[entry.dtype], entry.shape[0], math.prod(entry.shape[1:])
         values: npt.NDArray[Any] = np.empty((num_rows, len(columns)), dtype)
         for index, row in enumerate(values):
             position = index * num_columns + columns.start
@@ -71,11 +75,13 @@ class TensorFile:
             row[:] = np.frombuffer(self._file.read(row.nbytes), dtype)
         return values
 
-    def stored(self, name: str) -> Iterator[bytes]:
-        """Yield a tensor's bytes, a block at a time."""
+    def stored(self, name: str, rows: range | None = None) -> Iterator[bytes]:
+        """Yield the bytes of a tensor, or of consecutive rows, a block at a time."""
         entry = self.header.tensors[name]
-        self._file.seek(self.header.data_start + entry.begin)
-        remaining = entry.end - entry.begin
+        row_bytes = (entry.end - entry.begin) // entry.shape[0] if entry.shape else entry.end - entry.begin
+        rows = rows or range(entry.shape[0] if entry.shape else 1)
+        self._file.seek(self.header.data_start + entry.begin + rows.start * row_bytes)
+        remaining = len(rows) * row_bytes
         while remaining > 0:
             block = self._file.read(min(remaining, _BLOCK_BYTES))
             remaining -= len(block)

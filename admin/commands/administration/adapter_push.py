@@ -163,6 +163,7 @@ def push_source(options: PushOptions, as_json: bool) -> tuple[PushedVersion, Seq
 
     Raises PushRefused, ConversionRefused, AdapterRejected or OSError.
     """
+    from loramux.adapter_store.formats.mlx.base_facts import BaseFacts
     from loramux.admin.client.gguf_source import converted_gguf
     from loramux.admin.client.named_adapter import find_named
     from loramux.admin.client.peft_directory import peft_directory
@@ -171,12 +172,14 @@ def push_source(options: PushOptions, as_json: bool) -> tuple[PushedVersion, Seq
     tenant, name, timeout_s = options.tenant, options.name, options.timeout_s
     path = Path(options.source)
     with ExitStack() as stack:
+        client = stack.enter_context(connected(as_json))
         num_bytes = None
         if not options.is_remote and path.is_dir():
             # The progress bar shows the size of the joined or converted tensors, so make them first.
-            path = stack.enter_context(peft_directory(path))
+            path = stack.enter_context(
+                peft_directory(path, lambda: BaseFacts.from_document(client.get("server/structure")))
+            )
             num_bytes = num_bytes_of(path, options.without)
-        client = stack.enter_context(connected(as_json))
         progress = stack.enter_context(transfer_progress(num_bytes, as_json))
         if options.is_remote:
             pushed = register_source(client, options.source, tenant, name, timeout_s)

@@ -1,4 +1,4 @@
-"""`/server`: the server's versions, its clock, the base's vocabulary, and the findings of its self-check."""
+"""`/server`: the server's versions, its clock, facts about the base, and the findings of its self-check."""
 
 from __future__ import annotations
 
@@ -73,6 +73,33 @@ async def get_vocabulary(services: Services, caller: Reader) -> VocabularyDocume
     tokens start at `num_tokens`.
     """
     return {"object": "vocabulary", **services.adapters.vocabulary.document()}
+
+
+class StructureDocument(TypedDict):
+    """The base's traits that adapters of mlx-lm do not show. `gate_up` and `down` name the stacked weights of a layer's
+    experts, or are null if adapters cannot change them. With `alternates`, the outputs of gate and up alternate.
+    """
+
+    object: Literal["structure"]
+    tied_embeddings: bool
+    num_experts: int
+    gate_up: str | None
+    down: str | None
+    alternates: bool
+
+
+@router.get("/structure")
+async def get_structure(services: Services, caller: Reader) -> StructureDocument:
+    """Get the traits of the base with which a push converts adapters of mlx-lm."""
+    base = services.adapters.ingest.base_facts
+    return {
+        "object": "structure",
+        "tied_embeddings": base.tied_embeddings,
+        "num_experts": base.num_experts,
+        "gate_up": base.gate_up,
+        "down": base.down,
+        "alternates": base.alternates,
+    }
 
 
 @router.get("/findings")

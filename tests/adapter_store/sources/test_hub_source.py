@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,14 @@ from loramux.adapter_store.hub.hub_client import HubClient
 from loramux.adapter_store.sources.adapter_sources import AdapterSources, Source
 from loramux.adapter_store.sources.sharded_source import JoinedSource
 from tests.adapter_store.adapter_files import AdapterMaker
-from tests.adapter_store.formats.mlx.mlx_files import write_mlx
+from tests.adapter_store.formats.mlx.mlx_files import write_mlx, write_tensors
 from tests.adapter_store.hub.local_hub import TOKEN, Answer, LocalHub, running_hub
 from tests.adapter_store.small_base import make_target
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FILES = {CONFIG: b'{"r": 8}', TENSORS: bytes(range(256)) * 40, "README.md": b"# A model", "optimizer.pt": b"\x80"}
 LARGEST = 1 << 20
+TARGET = make_target()
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +121,7 @@ def sharded_files() -> dict[str, bytes]:
 
 def test_shards_are_fetched_and_joined(hub: LocalHub, sources: AdapterSources, tmp_path: Path) -> None:
     hub.push("acme/support", sharded_files())
-    source = JoinedSource(opened(sources), tmp_path)
+    source = JoinedSource(opened(sources), tmp_path, TARGET)
     files = fetched(source, tmp_path)
     assert {name: tensor.shape for name, tensor in load(files[TENSORS]).items()} == {
         "tensor0": (1, 2),
@@ -129,12 +131,12 @@ def test_shards_are_fetched_and_joined(hub: LocalHub, sources: AdapterSources, t
 
 
 def test_an_adapter_of_mlx_is_converted(hub: LocalHub, sources: AdapterSources, tmp_path: Path) -> None:
-    files = AdapterMaker(make_target())(rank=3)
+    files = AdapterMaker(TARGET)(rank=3)
     directory = write_mlx(tmp_path / "mlx", files)
     hub.push("acme/support", {path.name: path.read_bytes() for path in directory.iterdir()})
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    source = JoinedSource(opened(sources), scratch)
+    source = JoinedSource(opened(sources), scratch, TARGET)
     for name in (CONFIG, TENSORS):
         source.fetch_file(name, scratch / name, source.size(name, 1 << 20))
     found = load((scratch / TENSORS).read_bytes())
@@ -145,21 +147,37 @@ def test_an_adapter_of_mlx_is_converted(hub: LocalHub, sources: AdapterSources, 
     assert sorted(path.name for path in scratch.iterdir()) == [CONFIG, TENSORS]
 
 
+def test_an_adapter_of_mlx_is_converted_for_the_servers_base(
+    hub: LocalHub, sources: AdapterSources, tmp_path: Path
+) -> None:
+    tensors = {"model.embed_tokens.lora_a": np.ones((70, 2)), "model.embed_tokens.lora_b": np.ones((2, 32))}
+    directory = write_tensors(tmp_path / "mlx", tensors, rank=2, scale=2.0)
+    hub.push("acme/support", {path.name: path.read_bytes() for path in directory.iterdir()})
+    for is_tied in (False, True):
+        scratch = tmp_path / str(is_tied)
+        scratch.mkdir()
+        source = JoinedSource(opened(sources), scratch, replace(TARGET, tied_embeddings=is_tied))
+        for name in (CONFIG, TENSORS):
+            source.fetch_file(name, scratch / name, source.size(name, 1 << 20))
+        names = load((scratch / TENSORS).read_bytes())
+        assert any("lm_head" in name for name in names) is is_tied
+
+
 def test_a_missing_or_foreign_shard_is_refused(hub: LocalHub, sources: AdapterSources, tmp_path: Path) -> None:
     files = sharded_files()
     hub.push("acme/support", {name: content for name, content in files.items() if name != SHARDS[1]})
     with pytest.raises(AdapterRejected) as error:
-        fetched(JoinedSource(opened(sources), tmp_path), tmp_path)
+        fetched(JoinedSource(opened(sources), tmp_path, TARGET), tmp_path)
     assert (error.value.code, error.value.param) == ("source_not_found", SHARDS[1])
     hub.push("acme/support", {**files, INDEX_FILE: files[INDEX_FILE].replace(SHARDS[1].encode(), b"../optimizer.pt")})
-    assert code_of(lambda: fetched(JoinedSource(opened(sources), tmp_path), tmp_path)) == "invalid_index"
+    assert code_of(lambda: fetched(JoinedSource(opened(sources), tmp_path, TARGET), tmp_path)) == "invalid_index"
     assert not any("optimizer" in path for path, _ in hub.requests)
 
 
 def test_shards_count_together(hub: LocalHub, sources: AdapterSources, tmp_path: Path) -> None:
     files = sharded_files()
     hub.push("acme/support", files)
-    source = JoinedSource(opened(sources), tmp_path)
+    source = JoinedSource(opened(sources), tmp_path, TARGET)
     total = sum(len(files[name]) for name in SHARDS)
     assert source.size(TENSORS, total) == total
     assert code_of(lambda: source.size(TENSORS, total - 1)) == "file_too_large"

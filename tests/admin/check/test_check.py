@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from loramux.admin.cli import app
 from tests.adapter_store.adapter_files import AdapterFiles
 from tests.adapter_store.expert_base import stacked_files
-from tests.adapter_store.formats.mlx.mlx_files import write_mlx
+from tests.adapter_store.formats.mlx.mlx_files import expert_tensors, write_mlx, write_tensors
 from tests.demo_base import DEMO_BASE
 from tests.shared_forks import shared_forks
 
@@ -236,6 +236,19 @@ def test_an_adapter_of_mlx_is_converted(tmp_path: Path) -> None:
     (directory / "adapters.safetensors").write_bytes(b"")
     [problem] = checked(directory, "--model", DEMO_BASE)["problems"]
     assert problem["code"] == "truncated_file"
+
+
+def test_experts_of_mlx_are_compared_with_the_base(tmp_path: Path, base: Path) -> None:
+    tensors = expert_tensors("model.layers.0.mlp.switch_mlp", {"up_proj": (64, 32)}, num_experts=4, rank=2)
+    directory = write_tensors(tmp_path / "mlx", tensors, rank=2, scale=2.0)
+    [problem] = checked(directory, "--model", DEMO_BASE)["problems"]
+    assert (problem["code"], problem["message"]) == (
+        "base_mismatch",
+        "the adapter has LoRAs of 4 experts, but the base has no experts",
+    )
+    (base / "config.json").write_text("{}")
+    [problem] = checked(directory, "--model", base)["problems"]
+    assert problem["code"] == "model_not_supported"
 
 
 def test_adapter_needs_a_base() -> None:

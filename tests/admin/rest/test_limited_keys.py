@@ -269,7 +269,7 @@ ONE_THAT_IS_NOT_THERE = {
 }
 """Like `ONE_OF_ITS`, but the call also fails for objects of the key's adapters, because they have no content."""
 
-OF_THE_TENANT = {"GET /server/vocabulary", "GET /tenants", "GET /tenants/{id_or_slug}"}
+OF_THE_TENANT = {"GET /server/structure", "GET /server/vocabulary", "GET /tenants", "GET /tenants/{id_or_slug}"}
 """Routes that return the tenant's names, limits and states, or the base's, but nothing about its adapters."""
 
 PUBLIC = {
