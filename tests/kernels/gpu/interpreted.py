@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -22,6 +22,23 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 FOR_GPUS: Any = () if HAS_GPU else pytest.mark.campaign
 """The mark of cases that only a GPU runs outside of campaigns, because the interpreter is slow."""
+ARITHMETIC = {
+    "__add__": np.add,
+    "__radd__": np.add,
+    "__sub__": np.subtract,
+    "__mul__": np.multiply,
+    "__rmul__": np.multiply,
+    "__and__": np.bitwise_and,
+    "__or__": np.bitwise_or,
+}
+COMPARISONS = {
+    "__lt__": np.less,
+    "__le__": np.less_equal,
+    "__gt__": np.greater,
+    "__ge__": np.greater_equal,
+    "__eq__": np.equal,
+    "__ne__": np.not_equal,
+}
 MAX_CONSTANTS = 1000
 """Most constant operands that the interpreter keeps."""
 TRITON_MODULES = (
@@ -203,10 +220,45 @@ def _call_directly(interpreter: Any) -> None:
         def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
             return function(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
 
+        if target is interpreter.tl.core.tensor and name in (*ARITHMETIC, *COMPARISONS):
+            call = _operator(interpreter, name, call)
         scope.set_attr(target, name, call)
 
     _check_parameters(interpreter._patch_attr, "obj", "name", "member", "builder", "scope")
     interpreter._patch_attr = patch
+
+
+def _operator(interpreter: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator `name` of tensors. It applies numpy's operation if the operands need no conversion, and numpy
+    broadcasts them. Otherwise, it calls Triton's function `call`.
+    """
+    core, builder = interpreter.tl.core, interpreter.interpreter_builder
+    operation = ARITHMETIC.get(name) or COMPARISONS[name]
+    kinds = ("int1", "int32", "int64") if name in ("__and__", "__or__") else ("int32", "int64", "fp32")
+
+    def operate(left: Any, right: Any) -> Any:
+        kind = left.dtype.name
+        if isinstance(right, core.tensor):
+            is_offset = name == "__add__" and left.dtype.is_ptr() and right.dtype.name in ("int32", "int64")
+            is_direct = is_offset or (kind in kinds and right.dtype.name == kind)
+            operand = right.handle
+        else:
+            is_offset = False
+            is_int = type(right) is int and -(2**31) <= right < 2**31 and kind != "int1"
+            is_direct = kind in kinds and (is_int or (type(right) is float and kind == "fp32"))
+            operand = SimpleNamespace(data=right)
+        if not is_direct or (builder.options.sanitize_overflow and name in ARITHMETIC):
+            return call(left, right)
+        handle = (
+            builder.create_addptr(left.handle, operand)
+            if is_offset
+            else builder.binary_op(left.handle, operand, operation)
+        )
+        element = core.int1 if name in COMPARISONS else left.dtype
+        is_block = left.type.is_block() or (isinstance(right, core.tensor) and right.type.is_block())
+        return core.tensor(handle, core.block_type(element, list(handle.data.shape)) if is_block else element)
+
+    return operate
 
 
 def _check_operands_once(interpreter: Any) -> None:
