@@ -23,22 +23,31 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 FOR_GPUS: Any = () if HAS_GPU else pytest.mark.campaign
 """The mark of cases that only a GPU runs outside of campaigns, because the interpreter is slow."""
 ARITHMETIC = {
-    "__add__": np.add,
-    "__radd__": np.add,
-    "__sub__": np.subtract,
-    "__mul__": np.multiply,
-    "__rmul__": np.multiply,
-    "__and__": np.bitwise_and,
-    "__or__": np.bitwise_or,
+    "__add__": "create_add",
+    "__radd__": "create_add",
+    "__sub__": "create_sub",
+    "__mul__": "create_mul",
+    "__rmul__": "create_mul",
+    "__floordiv__": "create_sdiv",
+    "__mod__": "create_srem",
+    "__and__": "create_and",
+    "__or__": "create_or",
 }
 COMPARISONS = {
-    "__lt__": np.less,
-    "__le__": np.less_equal,
-    "__gt__": np.greater,
-    "__ge__": np.greater_equal,
-    "__eq__": np.equal,
-    "__ne__": np.not_equal,
+    "__lt__": "create_icmpSLT",
+    "__le__": "create_icmpSLE",
+    "__gt__": "create_icmpSGT",
+    "__ge__": "create_icmpSGE",
+    "__eq__": "create_icmpEQ",
+    "__ne__": "create_icmpNE",
 }
+"""The interpreter's operation for each operator. Those of signed integers and of floats are the same."""
+OPERANDS = {
+    **dict.fromkeys((*ARITHMETIC, *COMPARISONS), ("int32", "int64", "fp32")),
+    **dict.fromkeys(("__floordiv__", "__mod__"), ("int32", "int64")),
+    **dict.fromkeys(("__and__", "__or__"), ("int1", "int32", "int64")),
+}
+"""The types of operands that an operator does not convert."""
 MAX_CONSTANTS = 1000
 """Most constant operands that the interpreter keeps."""
 TRITON_MODULES = (
@@ -229,33 +238,28 @@ def _call_directly(interpreter: Any) -> None:
 
 
 def _operator(interpreter: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator `name` of tensors. It applies numpy's operation if the operands need no conversion, and numpy
-    broadcasts them. Otherwise, it calls Triton's function `call`.
+    """The operator `name` of tensors. If no operand is converted, it runs the interpreter's operation immediately, and
+    numpy broadcasts the operands. Otherwise, it calls Triton's function `call`.
     """
     core, builder = interpreter.tl.core, interpreter.interpreter_builder
-    operation = ARITHMETIC.get(name) or COMPARISONS[name]
-    kinds = ("int1", "int32", "int64") if name in ("__and__", "__or__") else ("int32", "int64", "fp32")
+    operation = getattr(builder, ARITHMETIC.get(name) or COMPARISONS[name])
+    kinds, is_comparison = OPERANDS[name], name in COMPARISONS
 
     def operate(left: Any, right: Any) -> Any:
-        kind = left.dtype.name
+        kind, run, is_block = left.dtype.name, operation, left.type.is_block()
         if isinstance(right, core.tensor):
-            is_offset = name == "__add__" and left.dtype.is_ptr() and right.dtype.name in ("int32", "int64")
-            is_direct = is_offset or (kind in kinds and right.dtype.name == kind)
-            operand = right.handle
+            operand, is_block = right.handle, is_block or right.type.is_block()
+            is_direct = kind == right.dtype.name and kind in kinds
+            if name == "__add__" and left.dtype.is_ptr() and right.dtype.name in ("int32", "int64"):
+                is_direct, run = True, builder.create_addptr
         else:
-            is_offset = False
+            operand = SimpleNamespace(data=right)
             is_int = type(right) is int and -(2**31) <= right < 2**31 and kind != "int1"
             is_direct = kind in kinds and (is_int or (type(right) is float and kind == "fp32"))
-            operand = SimpleNamespace(data=right)
-        if not is_direct or (builder.options.sanitize_overflow and name in ARITHMETIC):
+        if not is_direct or (builder.options.sanitize_overflow and not is_comparison):
             return call(left, right)
-        handle = (
-            builder.create_addptr(left.handle, operand)
-            if is_offset
-            else builder.binary_op(left.handle, operand, operation)
-        )
-        element = core.int1 if name in COMPARISONS else left.dtype
-        is_block = left.type.is_block() or (isinstance(right, core.tensor) and right.type.is_block())
+        handle = run(left.handle, operand)
+        element = core.int1 if is_comparison else left.dtype
         return core.tensor(handle, core.block_type(element, list(handle.data.shape)) if is_block else element)
 
     return operate
