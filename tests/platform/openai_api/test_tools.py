@@ -439,7 +439,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         ({"tool_choice": allowing("auto"), "tools": [WEATHER]}, "invalid_value", "tool_choice"),
         ({"tool_choice": allowing("none", "get_weather"), "tools": [WEATHER]}, "invalid_value", "tool_choice"),
         pytest.param(
-            {"tool_choice": allowing("auto", *["get_weather"] * 10_000)}, "invalid_value", "tool_choice", id="many names"
+            {"tool_choice": allowing("auto", *["get_weather"] * 10_000)}, "invalid_value", "tool_choice", id="repeated"
         ),
         ({"tool_choice": allowing("auto", 5), "tools": [WEATHER]}, "invalid_value", "tool_choice"),
         (saying(role="tool"), "missing_required_parameter", "messages[0].tool_call_id"),
