@@ -125,8 +125,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         providers.is_local_module_file = lambda path: False  # type: ignore[attr-defined]
     # All processes must have the same order, whichever folder they began with.
     items.sort(key=lambda item: (not item.nodeid.startswith(LONG), item.nodeid.split("/")[1]))
-    marks = {item.nodeid: frozenset(mark.name for mark in item.iter_markers()) for item in items}
-    config.stash[CAMPAIGN_TESTS] = {name: found for name, found in marks.items() if "campaign" in found}
+    campaigns = [item for item in items if item.get_closest_marker("campaign")]
+    config.stash[CAMPAIGN_TESTS] = {
+        item.nodeid: frozenset(mark.name for mark in item.iter_markers()) for item in campaigns
+    }
 
 
 @pytest.fixture

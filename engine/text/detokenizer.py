@@ -166,7 +166,10 @@ class StopStrings:
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    if len(stop) < 2:
+        return 0
+    tail = text[1 - len(stop) :]
+    at = tail.find(stop[0])
+    while at >= 0 and not stop.startswith(tail[at:]):
+        at = tail.find(stop[0], at + 1)
+    return len(tail) - at if at >= 0 else 0

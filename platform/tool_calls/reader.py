@@ -36,8 +36,13 @@ _SCALAR = re.compile(r"[\w.+-]*")
 
 def overlap(text: str, marker: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
-    lengths = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((length for length in lengths if marker.startswith(text[-length:])), 0)
+    if len(marker) < 2:
+        return 0
+    tail = text[1 - len(marker) :]
+    at = tail.find(marker[0])
+    while at >= 0 and not marker.startswith(tail[at:]):
+        at = tail.find(marker[0], at + 1)
+    return len(tail) - at if at >= 0 else 0
 
 
 def is_function_name(text: str) -> bool:

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -22,6 +22,32 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 FOR_GPUS: Any = () if HAS_GPU else pytest.mark.campaign
 """The mark of cases that only a GPU runs outside of campaigns, because the interpreter is slow."""
+ARITHMETIC = {
+    "__add__": "create_add",
+    "__radd__": "create_add",
+    "__sub__": "create_sub",
+    "__mul__": "create_mul",
+    "__rmul__": "create_mul",
+    "__floordiv__": "create_sdiv",
+    "__mod__": "create_srem",
+    "__and__": "create_and",
+    "__or__": "create_or",
+}
+COMPARISONS = {
+    "__lt__": "create_icmpSLT",
+    "__le__": "create_icmpSLE",
+    "__gt__": "create_icmpSGT",
+    "__ge__": "create_icmpSGE",
+    "__eq__": "create_icmpEQ",
+    "__ne__": "create_icmpNE",
+}
+"""The interpreter's operation for each operator. Those of signed integers and of floats are the same."""
+OPERANDS = {
+    **dict.fromkeys((*ARITHMETIC, *COMPARISONS), ("int32", "int64", "fp32")),
+    **dict.fromkeys(("__floordiv__", "__mod__"), ("int32", "int64")),
+    **dict.fromkeys(("__and__", "__or__"), ("int1", "int32", "int64")),
+}
+"""The types of operands that an operator does not convert."""
 MAX_CONSTANTS = 1000
 """Most constant operands that the interpreter keeps."""
 TRITON_MODULES = (
@@ -203,10 +229,40 @@ def _call_directly(interpreter: Any) -> None:
         def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
             return function(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
 
+        if target is interpreter.tl.core.tensor and name in (*ARITHMETIC, *COMPARISONS):
+            call = _operator(interpreter, name, call)
         scope.set_attr(target, name, call)
 
     _check_parameters(interpreter._patch_attr, "obj", "name", "member", "builder", "scope")
     interpreter._patch_attr = patch
+
+
+def _operator(interpreter: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator `name` of tensors. If no operand is converted, it runs the interpreter's operation immediately, and
+    numpy broadcasts the operands. Otherwise, it calls Triton's function `call`.
+    """
+    core, builder = interpreter.tl.core, interpreter.interpreter_builder
+    operation = getattr(builder, ARITHMETIC.get(name) or COMPARISONS[name])
+    kinds, is_comparison = OPERANDS[name], name in COMPARISONS
+
+    def operate(left: Any, right: Any) -> Any:
+        kind, run, is_block = left.dtype.name, operation, left.type.is_block()
+        if isinstance(right, core.tensor):
+            operand, is_block = right.handle, is_block or right.type.is_block()
+            is_direct = kind == right.dtype.name and kind in kinds
+            if name == "__add__" and left.dtype.is_ptr() and right.dtype.name in ("int32", "int64"):
+                is_direct, run = True, builder.create_addptr
+        else:
+            operand = SimpleNamespace(data=right)
+            is_int = type(right) is int and -(2**31) <= right < 2**31 and kind != "int1"
+            is_direct = kind in kinds and (is_int or (type(right) is float and kind == "fp32"))
+        if not is_direct or (builder.options.sanitize_overflow and not is_comparison):
+            return call(left, right)
+        handle = run(left.handle, operand)
+        element = core.int1 if is_comparison else left.dtype
+        return core.tensor(handle, core.block_type(element, list(handle.data.shape)) if is_block else element)
+
+    return operate
 
 
 def _check_operands_once(interpreter: Any) -> None:

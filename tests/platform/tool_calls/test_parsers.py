@@ -48,7 +48,7 @@ def test_an_answer_that_was_cut_off_has_the_calls_that_were_begun(recorded: Reco
         text, calls = read(recorded.format_name, [recorded.answer[:end]], recorded.schemas)
         # White space beside calls is dropped. Everything else that is shown as text was written in this order.
         written = iter(recorded.answer)
-        assert all(character in written for character in text)
+        assert recorded.answer.startswith(text) or all(character in written for character in text)
         for (name, arguments), (one, whole) in zip(calls, recorded.calls, strict=False):
             assert (name, whole[: len(arguments)]) == (one, arguments)
 
