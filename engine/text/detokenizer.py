@@ -154,7 +154,7 @@ class StopStrings:
             start, end = min(found)
             self.found = text[start:end]
             return text[: end if self._is_shown else start]
-        num_held = max(_overlap(text, stop) for stop in self._stops)
+        num_held = max(overlap(text, stop) for stop in self._stops)
         shown = text[: len(text) - num_held]
         self._held = text[len(shown) :]
         return shown
@@ -164,7 +164,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     if len(stop) < 2:
         return 0

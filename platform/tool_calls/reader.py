@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Collection, Generator
 from typing import TypeVar
 
+from loramux.engine.text.detokenizer import overlap
+
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
 
@@ -32,17 +34,6 @@ PYTHON_SYNTAX = re.compile(r"""["'\[\](){}]""")
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 _SPACE = re.compile(rf"{SPACE}*")
 _SCALAR = re.compile(r"[\w.+-]*")
-
-
-def overlap(text: str, marker: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
-    if len(marker) < 2:
-        return 0
-    tail = text[1 - len(marker) :]
-    at = tail.find(marker[0])
-    while at >= 0 and not marker.startswith(tail[at:]):
-        at = tail.find(marker[0], at + 1)
-    return len(tail) - at if at >= 0 else 0
 
 
 def is_function_name(text: str) -> bool:

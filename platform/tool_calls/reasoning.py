@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from loramux.platform.tool_calls.reader import MAX_GAP, WHITESPACE, overlap
+from loramux.engine.text.detokenizer import overlap
+from loramux.platform.tool_calls.reader import MAX_GAP, WHITESPACE
 
 
 @dataclass(frozen=True, slots=True)
