@@ -35,6 +35,7 @@ from loramux.admin.client.gguf_source import converted_gguf
 from loramux.admin.client.given_files import has_tokenizer
 from loramux.admin.client.peft_directory import peft_directory
 from loramux.admin.client.push import PushRefused, adapter_files
+from loramux.admin.client.recorded_base import with_recorded_base
 from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.chat_templates.chat_template import ChatTemplate, read_special_tokens
@@ -80,7 +81,8 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> CheckVerd
             directory, Problem("model_files_not_usable", f"the base is not served: {error}", TOKENIZER_FILE)
         )
     except (PushRefused, AdapterRejected) as error:
-        return _refused(directory, Problem(error.code or "not_an_adapter", error.message, error.param))
+        message = with_recorded_base(error.code, error.message, directory)
+        return _refused(directory, Problem(error.code or "not_an_adapter", message, error.param))
     except OSError as error:
         return _refused(directory, Problem("not_a_file", str(error), None))
     warnings = (*_warnings(accepted), *further_warnings(further))
