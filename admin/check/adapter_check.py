@@ -28,6 +28,7 @@ from loramux.adapter_store.validation.further_checks import (
     further_warnings,
 )
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
+from loramux.adapter_store.validation.recorded_base import with_recorded_base
 from loramux.adapter_store.validation.report import Warn
 from loramux.adapter_store.validation.validator import Accepted, SubprocessValidator, ValidationJob
 from loramux.admin.check.verdict import CheckVerdict, Problem
@@ -35,7 +36,6 @@ from loramux.admin.client.gguf_source import converted_gguf
 from loramux.admin.client.given_files import has_tokenizer
 from loramux.admin.client.peft_directory import peft_directory
 from loramux.admin.client.push import PushRefused, adapter_files
-from loramux.admin.client.recorded_base import with_recorded_base
 from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.chat_templates.chat_template import ChatTemplate, read_special_tokens

@@ -120,8 +120,8 @@ def push(
     """
     from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
     from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
+    from loramux.adapter_store.validation.recorded_base import with_recorded_base
     from loramux.admin.client.push import GENERATION_NAME, TEMPLATE_NAME, VOCABULARY_NAME, PushRefused
-    from loramux.admin.client.recorded_base import with_recorded_base
 
     left_out = {
         TEMPLATE_NAME: no_template,
