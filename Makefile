@@ -47,6 +47,8 @@ venv: $(WARM) ## Create the virtual environment (PYTHON=python3.11 CONSTRAINTS=c
 # First install every package with a hash, as wheels only, so that no code runs unchecked. Then install torch and its
 # dependencies, whose builds differ between machines, and this checkout. docs/security.md says why.
 $(READY): pyproject.toml $(CONSTRAINTS) $(LOCK)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
+		echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: choose another, such as PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet $(HASHED) -r $(LOCK)
 	$(VENV)/bin/python -m pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[demo,dev]'

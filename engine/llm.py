@@ -37,6 +37,7 @@ from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.formats.version_files.pooling_files import PoolingKind, base_pooling
 from loramux.adapter_store.pulling.named_model import model_path
+from loramux.adapter_store.validation.recorded_base import with_recorded_base
 from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.chat_templates.chat_template import ChatTemplate, read_special_tokens
@@ -126,6 +127,10 @@ class LLM:
         EngineError if the base cannot be served or a setting has another type, AdapterRejected if an adapter does not
         fit the base, and PullRefused, another Refused or SourceUnavailable if the base cannot be pulled.
         """
+        if adapters is not None and not isinstance(adapters, Mapping):
+            raise ValueError(
+                f"adapters maps names to directories, such as {{'support': 'my-adapter'}}, not {adapters!r}"
+            )
         directory = model_directory(model_path(model))
         self._model = ModelConfig.load(directory)
         # A notebook may change its working directory later.
@@ -203,7 +208,8 @@ class LLM:
             )
         except AdapterRejected as error:
             place = "" if error.param is None or error.param in error.message else f" ({error.param})"
-            message = f"the adapter {name!r} in {directory}: {error.message}{place}"
+            told = with_recorded_base(error.code, error.message, Path(directory))
+            message = f"the adapter {name!r} in {directory}: {told}{place}"
             raise AdapterRejected(error.code, message, error.param, error.report) from error
         for warning in adapter.report.warnings:
             params = f" ({warning.count}: {', '.join(warning.params)})" if warning.params else ""

@@ -16,11 +16,19 @@ from loramux.adapter_store.gguf.gguf_header import GgufTensor, HeaderParser, Hea
 MAX_HEADER_BYTES = 4 << 20
 """Largest header, up to the tensors' data, in bytes. An adapter with 1,000 modules needs about 150,000 bytes."""
 
+
+def _check_is_no_model(key: str, value: object) -> None:
+    if key == "general.type" and value == "model":
+        message = "the file contains a whole model, not an adapter: to serve it as a base, use loramux serve --model"
+        raise ConversionRefused("not_an_adapter", message, key)
+
+
 _RULES = HeaderRules(
     max_bytes=MAX_HEADER_BYTES,
     max_elements=MAX_HEADER_BYTES,
     dtypes=frozenset(STORAGE),
     advice="convert the adapter with --outtype f16, bf16 or f32",
+    check_entry=_check_is_no_model,
 )
 
 

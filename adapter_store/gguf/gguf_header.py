@@ -18,7 +18,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -82,13 +82,16 @@ class HeaderRules:
     """What a header may contain.
 
     `max_bytes` counts up to the tensors' data, and `max_elements` counts the elements of all arrays together. `dtypes`
-    are the types that tensors may have, and `advice` tells the user what to do about another type.
+    are the types that tensors may have, and `advice` tells the user what to do about another type. `check_entry`
+    gets each metadata entry as soon as it is read. It raises ConversionRefused for another kind of file, before the
+    other limits give a misleading error.
     """
 
     max_bytes: int
     max_elements: int
     dtypes: frozenset[str]
     advice: str
+    check_entry: Callable[[str, Any], None] = lambda key, value: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,7 @@ class HeaderParser:
             if key in metadata:
                 raise ConversionRefused("duplicate_key", "a metadata key appears twice", key)
             metadata[key] = self._value(self._number("I"), 0, key)
+            self._rules.check_entry(key, metadata[key])
         declared = list(self._declared(num_tensors))
         return metadata, self._placed(declared, self._data_start(metadata))
 

@@ -270,7 +270,7 @@ def _rank(value: Any, param: str) -> int:
     if type(value) is not int:
         _refuse("invalid_config", f"a rank must be an integer, not {_shown(value)}", param)
     if not 1 <= value <= MAX_RANK:
-        _refuse("rank_out_of_range", f"a rank must be between 1 and {MAX_RANK}", param)
+        _refuse("rank_out_of_range", f"a rank must be between 1 and {MAX_RANK}, not {_shown(value)}", param)
     return value
 
 

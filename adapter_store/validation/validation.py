@@ -418,8 +418,12 @@ def _check_names(
         )
     wanted_layers = {module.layer for module in expected if module.layer is not None}
     if len(wanted_layers) == num_layers > len(layers) > 0 and layers == set(range(len(layers))):
+        # The layer after the adapter's last one: the smallest name would be that of a layer 10.
+        beyond_last = [name for name in missing if (match := _LAYER.match(name)) and int(match[1]) == len(layers)]
         raise AdapterRejected(
-            "base_mismatch", f"the adapter has {len(layers)} layers, but the base has {num_layers}", min(missing)
+            "base_mismatch",
+            f"the adapter has {len(layers)} layers, but the base has {num_layers}",
+            min(beyond_last or missing),
         )
     raise AdapterRejected(
         "missing_tensor", "the configuration targets this tensor, but the file lacks it", min(missing)

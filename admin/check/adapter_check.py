@@ -29,6 +29,7 @@ from loramux.adapter_store.validation.further_checks import (
     further_warnings,
 )
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
+from loramux.adapter_store.validation.recorded_base import with_recorded_base
 from loramux.adapter_store.validation.report import Warn
 from loramux.adapter_store.validation.validator import Accepted, SubprocessValidator, ValidationJob
 from loramux.admin.check.verdict import CheckVerdict, Problem
@@ -81,7 +82,8 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> CheckVerd
             directory, Problem("model_files_not_usable", f"the base is not served: {error}", TOKENIZER_FILE)
         )
     except (PushRefused, AdapterRejected) as error:
-        return _refused(directory, Problem(error.code or "not_an_adapter", error.message, error.param))
+        message = with_recorded_base(error.code, error.message, directory)
+        return _refused(directory, Problem(error.code or "not_an_adapter", message, error.param))
     except OSError as error:
         return _refused(directory, Problem("not_a_file", str(error), None))
     warnings = (*_warnings(accepted), *further_warnings(further))

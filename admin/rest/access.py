@@ -81,7 +81,8 @@ def require(*scopes: str) -> Callable[[Request, AdminServices], AsyncIterator[Ca
             if principal.tenant_id is not None:
                 call_slot.callback(await services.slots.calls.acquire_slot(principal.tenant_id))
             if principal.scopes.isdisjoint(scopes):
-                raise PermissionDenied(f"this requires a key with the scope {' or '.join(scopes)}")
+                held = ", ".join(sorted(principal.scopes))
+                raise PermissionDenied(f"this requires a key with the scope {' or '.join(scopes)}; this key has {held}")
             # The audit log attributes this call's changes to the principal.
             address = request.client.host if request.client is not None else None
             act_as(Actor(principal.key_id, address, request_id_of(request)))

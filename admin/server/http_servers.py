@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import structlog
 import uvicorn
 
 from loramux.admin.server.bounded_connection import BoundedConnection
@@ -18,6 +19,8 @@ from loramux.admin.server.forwarded_clients import ForwardedClients
 from loramux.admin.server.listeners import prepare_to_listen
 from loramux.admin.server.stop_signals import StopSignals
 from loramux.engine.server.gc_freeze import freeze_gc
+
+log = structlog.get_logger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
 """Time, in seconds, after which a thread that runs Python code releases the interpreter lock to a waiting thread."""
@@ -121,6 +124,13 @@ async def serve_until_stopped(
         await signals.drain.wait()
         begin_drain()
         gateway.stop()
+        if num_requests := len(gateway.server_state.tasks):
+            # Otherwise, the process would seem to hang at a terminal.
+            log.info(
+                "stopping: running requests have drain_s to finish, and a second signal ends them now",
+                num_requests=num_requests,
+                drain_s=drain_s,
+            )
         hurry = asyncio.create_task(signals.hurry.wait())
         await asyncio.wait({gateway_task, hurry}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()

@@ -81,6 +81,9 @@ an `x-request-id`.""",
     is_idempotent=True,
 )
 
+OPENAI_LISTENER = "the OpenAI API is on the server's other port, 8000 by default"
+"""Where the paths under `/v1` are, in the error of a client with the wrong port."""
+
 
 @cache
 def _rest_routes() -> APIRouter:
@@ -103,7 +106,7 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     app.add_exception_handler(Replayed, answer_again)
     # Prometheus scrapes do not count as admin calls.
     app.add_middleware(HttpMetrics, count=counting_admin_calls(services.metrics.admin), unmeasured=SCRAPED_PATHS)
-    install_error_handling(app, ErrorResponses({StoreError: api_error}))
+    install_error_handling(app, ErrorResponses({StoreError: api_error}, elsewhere={"/v1/": OPENAI_LISTENER}))
     app.router.routes.extend(_rest_routes().routes)
     resident = ResidentNames.over(services.database)
     names = RoutingNames(services.engine.self_check.served_name, lambda digests: services.call(resident.of, digests))

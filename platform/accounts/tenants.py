@@ -189,7 +189,7 @@ class Tenants:
 
         Its revoked keys, quotas, grants and stored objects are deleted, too. Returns False if there is no such tenant.
         """
-        problem = "the tenant has adapters, unrevoked keys, prices or usage: suspend it instead"
+        problem = "the tenant has adapters, unrevoked keys, prices or usage: suspend it, and purge it to delete it"
         in_use = Conflict(problem, code="tenant_in_use")
         keys = schema.api_keys
         try:

@@ -62,6 +62,11 @@ ENDPOINTS = {
     "/detokenize": "detokenize",
 }
 
+ADMIN_LISTENER = "the admin API, the console and /metrics are on the server's other port, 8001 by default"
+"""Where the paths in ADMIN_PATHS are, in the error of a client with the wrong port."""
+
+ADMIN_PATHS = ("/admin/v1/", "/console/", "/metrics/")
+
 OPENAI_DOCUMENT = ListenerDocument(
     description="""The OpenAI-compatible API of loramux.
 
@@ -137,7 +142,7 @@ def create_openai_app(
     app.state.services, app.state.batches, app.state.runtime_adapters = services, kept, runtime_adapters
     app.router.routes.extend(_routes(runtime_adapters is not None or is_additional).routes)
     add_health(app, services.database, services.engine, services.trouble)
-    errors = ErrorResponses(form_of=error_form)
+    errors = ErrorResponses(form_of=error_form, elsewhere=dict.fromkeys(ADMIN_PATHS, ADMIN_LISTENER))
     handlers = {
         "/v1/completions": completions.create_completion,
         "/v1/chat/completions": chat.create_chat_completion,

@@ -93,17 +93,20 @@ FormOf = Callable[[Scope], ErrorForm]
 
 class ErrorResponses:
     """Turns exceptions into responses. `translations` maps further exception types to functions that turn them and
-    their subclasses into ApiErrors.
+    their subclasses into ApiErrors. `elsewhere` maps the starts of paths of the other listener to the end of a sentence
+    that says where to send the call.
     """
 
     def __init__(
         self,
         translations: Mapping[type[Exception], Translation] | None = None,
         form_of: FormOf = lambda _: OPENAI_ERRORS,
+        elsewhere: Mapping[str, str] | None = None,
     ) -> None:
         # Only for responses: evals and batches, which also use TRANSLATIONS, treat other errors of files differently.
         self._known = {**TRANSLATIONS, OSError: _disk_full, **(translations or {})}
         self.form_of = form_of
+        self._elsewhere = elsewhere or {}
 
     @property
     def kinds(self) -> tuple[type[Exception], ...]:
@@ -114,7 +117,7 @@ class ErrorResponses:
         if isinstance(error, HTTPException) and error.status_code == 405:
             error.headers = {"Allow": ", ".join(_methods_at(request))}
         if isinstance(error, HTTPException) and error.status_code == 404:
-            told: ApiError = NotFound(_nothing_there(request))
+            told: ApiError = NotFound(_nothing_there(request, self._elsewhere))
         else:
             told = error if isinstance(error, ApiError) else _translated(error, self._known)
         request.state.error_code = told.code
@@ -208,9 +211,10 @@ def _methods_at(request: Request) -> list[str]:
     return [method for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT") if has_route(method)]
 
 
-def _nothing_there(request: Request) -> str:
+def _nothing_there(request: Request, elsewhere: Mapping[str, str]) -> str:
     """Return the message for an unknown path. It names the path that a client with a wrong base URL means: its own path
-    with `/v1` before it, or the part after its first `v1`, with or without `/v1` before it.
+    with `/v1` before it, or the part after its first `v1`, with or without `/v1` before it. For a path of the other
+    listener, it names that listener.
     """
     root = request.scope.get(REMOVED_ROOT, "")
     path = "/".join(segment for segment in request.scope["path"].split("/") if segment)
@@ -221,6 +225,9 @@ def _nothing_there(request: Request) -> str:
         if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes):
             told = f"{root}{meant}"[:200]
             return f"there is nothing at this path: correct the client's base URL, so that it calls {told}"
+    for start, where in elsewhere.items():
+        if f"/{path}/".startswith(start):
+            return f"there is nothing at this path: {where}"
     return "there is nothing at this path"
 
 

@@ -638,6 +638,9 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterRejected, match=r"the adapter 'pirate' in .*pirate: ") as rejected:
         LLM(other_base(tmp_path), {"pirate": ADAPTERS["pirate"]}, device="cpu")
     assert rejected.value.code == "base_mismatch"
+    assert "; adapter_config.json says that the adapter was trained on loramux-demo" in rejected.value.message
+    with pytest.raises(ValueError, match="adapters maps names to directories, such as"):
+        LLM(DEMO_BASE, [ADAPTERS["pirate"]], device="cpu")  # type: ignore[arg-type]
     with pytest.raises(ModelNotSupported):
         LLM(tmp_path / "nowhere", device="cpu")
     with pytest.raises(ModelNotSupported, match=r"if the model is on a hub, use hf://Qwen/Qwen3-0\.6B$"):

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from tests.campaigns import CAMPAIGNS
 from tests.docs.phrases import SUFFIXES, tracked_files
@@ -54,3 +58,20 @@ def test_documented_campaigns_and_benchmarks_exist() -> None:
     named = {name for text in texts for name in re.findall(r"make campaign NAME=([a-z][\w-]*)", text)}
     assert len(named) > 15
     assert named <= CAMPAIGNS.keys()
+
+
+@pytest.mark.parametrize("version", [(3, 9), (3, 10), (3, 11), (3, 13), (3, 14)])
+def test_an_unsupported_python_is_refused_before_anything_is_installed(
+    tmp_path: Path, version: tuple[int, int]
+) -> None:
+    python, environment = tmp_path / "python", tmp_path / "environment"
+    code = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} -c "{code}" "$2"\necho "called with $*"; exit 7\n'
+    )
+    python.chmod(0o755)
+    command = ["make", "--directory", ROOT, "venv", f"VENV={environment}", f"PYTHON={python}"]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    is_refused = "is not Python 3.11, 3.12 or 3.13: choose another" in made.stderr
+    assert is_refused is not ("called with -m venv" in made.stdout), made
+    assert is_refused is not ((3, 11) <= version <= (3, 13))

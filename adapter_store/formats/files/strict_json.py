@@ -57,6 +57,8 @@ def parse_strict_json(text: bytes, *, are_keys_unique: bool = True) -> Any:
     except RecursionError:
         raise InvalidJson("nesting is too deep") from None
     except json.JSONDecodeError as error:
+        if not text.strip():
+            raise InvalidJson("it is empty") from None
         raise InvalidJson(f"it is malformed at character {error.pos}") from None
     except ValueError:
         # Python itself refuses to convert an integer beyond its limit.

@@ -120,6 +120,7 @@ def push(
     """
     from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
     from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
+    from loramux.adapter_store.validation.recorded_base import with_recorded_base
     from loramux.admin.client.push import GENERATION_NAME, TEMPLATE_NAME, VOCABULARY_NAME, PushRefused
 
     left_out = {
@@ -140,8 +141,9 @@ def push(
     try:
         pushed, default = push_source(options, as_json)
     except (PushRefused, ConversionRefused, AdapterRejected) as error:
-        document = error_document(error.message, error.code, error.param)
-        fail(f"rejected ({error.code}): {located(error.message, error.param)}", REFUSED, document if as_json else None)
+        message = with_recorded_base(error.code, error.message, Path(source))
+        document = error_document(message, error.code, error.param)
+        fail(f"rejected ({error.code}): {located(message, error.param)}", REFUSED, document if as_json else None)
     except OSError as error:
         fail(str(error), REFUSED, error_document(str(error), "not_a_file") if as_json else None)
     if as_json:

@@ -94,6 +94,8 @@ def set_quota(
     as_json: AsJson = False,
 ) -> None:
     """Set or change one limit, effective from the next request."""
+    if not platform:
+        _check_subject(tenant, key, adapter, "--tenant, --key, --adapter or --platform")
     body = {
         "scope": "platform" if platform else None,
         "tenant": tenant,
@@ -148,6 +150,7 @@ def effective(
     tenant: AnyTenant = None, key: Key = None, adapter: Adapter = None, as_csv: AsCsv = False, as_json: AsJson = False
 ) -> None:
     """Plot the limits on the requests of a tenant, a key or an adapter, and how much of each limit is used."""
+    _check_subject(tenant, key, adapter)
     with connected(as_json) as client:
         found = client.get("quotas/effective", tenant=tenant, key=key, adapter=adapter)
     if as_json:
@@ -181,6 +184,7 @@ def check(
     """
     if (metric is None) != (limit is None):
         raise typer.BadParameter("--metric and --limit must be given together")
+    _check_subject(tenant, key, adapter)
     whom = {"tenant": tenant, "key": key, "adapter": adapter}
     body: dict[str, object] = {name: value for name, value in whom.items() if value is not None}
     body.update(prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n, is_batch=is_batch)
@@ -214,6 +218,13 @@ def check(
         )
     if not answer["is_admitted"]:
         raise typer.Exit(1)
+
+
+def _check_subject(
+    tenant: str | None, key: str | None, adapter: str | None, options: str = "--tenant, --key or --adapter"
+) -> None:
+    if tenant is None and key is None and adapter is None:
+        raise typer.BadParameter(f"specify whose requests the limits apply to: {options}")
 
 
 def _admits(verdict: dict[str, object]) -> str:

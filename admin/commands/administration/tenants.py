@@ -139,7 +139,7 @@ def resume(tenant: Slug, as_json: AsJson = False) -> None:
 def delete(tenant: Slug, as_json: AsJson = False) -> None:
     """Delete a tenant created by mistake.
 
-    A tenant with adapters, unrevoked keys, prices or usage can only be suspended.
+    A tenant with adapters, unrevoked keys, prices or usage can only be suspended, and then purged.
     """
     with connected(as_json) as client:
         client.delete(client.path("tenants", tenant))

@@ -121,7 +121,7 @@ async def confirm_delete(visit: Visit) -> Response:
         title=f"Delete {slug}",
         before=f"{slug} has no adapters, no unrevoked keys, no prices and no usage",
         after="The slug is free again",
-        affects="Nobody: a tenant with adapters, unrevoked keys, prices or usage can only be suspended.",
+        affects="Nobody: a tenant with adapters, unrevoked keys, prices or usage can only be suspended and purged.",
         undo="Create it again; it gets a new identifier.",
         verb="Delete",
         path=f"/tenants/{slug}/delete",

@@ -109,7 +109,7 @@ async def change_tenant(
 async def delete_tenant(id_or_slug: str, services: Services, caller: PlatformAdmin) -> Response:
     """Delete a tenant created by mistake.
 
-    A tenant with adapters, unrevoked keys, prices or usage can only be suspended.
+    A tenant with adapters, unrevoked keys, prices or usage can only be suspended, and then purged.
     """
     tenant = await find_tenant(services, caller, id_or_slug)
     await services.call(services.accounts.tenants.delete, tenant.id)

@@ -182,6 +182,15 @@ def test_quantised_adapter_is_refused_by_name(tmp_path: Path) -> None:
     assert refusal(tmp_path / "a.gguf") == ("unsupported_dtype", "blk.0.attn_v.weight.lora_a")
 
 
+def test_base_is_refused_as_a_whole_model_despite_its_tensor_types(tmp_path: Path) -> None:
+    model = {"general.type": "model", "adapter.type": None}
+    tensors = {V_A: torch.ones(32, 64), V_B: torch.ones(32, 32)}
+    write_gguf(tmp_path / "a.gguf", tensors, alpha=8.0, dtype="Q8_0", metadata=model)
+    with pytest.raises(ConversionRefused, match="contains a whole model, not an adapter"):
+        convert_gguf(tmp_path / "a.gguf", tmp_path)
+    assert refusal(tmp_path / "a.gguf") == ("not_an_adapter", "general.type")
+
+
 @pytest.mark.parametrize("alpha", [-1.0, math.inf, math.nan])
 def test_unusable_alpha_is_refused(tmp_path: Path, alpha: float) -> None:
     write_gguf(tmp_path / "a.gguf", {V_A: torch.ones(2, 64), V_B: torch.ones(32, 2)}, alpha=alpha)

@@ -836,3 +836,18 @@ def test_an_adapter_of_another_architecture_names_the_bases_modules(
     with pytest.raises(AdapterRejected, match="adapters may change qkv_proj, o_proj, gate_up_proj, down_proj"):
         validate_files(files.config_bytes, tensors, fused_target)
     assert_refused(files.config_bytes, tensors, fused_target, "unknown_module", "target_modules[0]")
+
+
+def test_an_adapter_of_a_shallower_base_names_the_layer_after_its_last(make_adapter: Any, target: PackTarget) -> None:
+    files, deeper = make_adapter(), replace(target, geometry=replace(target.geometry, num_layers=12))
+    with pytest.raises(AdapterRejected, match="the adapter has 2 layers, but the base has 12"):
+        validate_files(files.config_bytes, files.tensor_bytes, deeper)
+    name = Q_A.replace("layers.0.", "layers.2.")
+    assert_refused(files.config_bytes, files.tensor_bytes, deeper, "base_mismatch", name)
+
+
+def test_a_rank_out_of_range_is_shown(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter()
+    files.config["r"] = 512
+    with pytest.raises(AdapterRejected, match="must be between 1 and 256, not 512"):
+        validate_files(files.config_bytes, files.tensor_bytes, target)

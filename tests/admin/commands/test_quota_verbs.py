@@ -59,6 +59,14 @@ def test_bar_shows_used_and_reserved_amounts(used: int, reserved: int, shown: st
     assert bar({"used": used, "reserved": reserved, "burst": 1000}) == shown
 
 
+def test_a_limit_of_nobody_is_refused_with_the_options(loramux: Callable[..., Any]) -> None:
+    limit, request = ("--metric", "tokens_per_day", "--limit", "5"), ("--prompt-tokens", "1", "--max-tokens", "1")
+    for command in (("set", *limit), ("effective",), ("check", *request)):
+        refused = loramux("quotas", *command)
+        said = " ".join(refused.stderr.replace("│", " ").split())
+        assert (refused.exit_code, "apply to: --tenant, --key" in said) == (2, True), refused.output
+
+
 def test_money_is_in_the_currency_on_the_command_line_and_in_nanos_over_rest(
     loramux: Callable[..., Any], admin_side: AdminSide
 ) -> None:

@@ -120,3 +120,10 @@ async def test_unknown_paths_and_methods_return_the_error_envelope(http: httpx.A
     missing, wrong = await http.get("/admin/v1/nothing"), await http.patch("/admin/v1/tenants")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_a_path_of_the_openai_api_is_told_its_port(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/chat/completions", json={})
+    assert answer.status_code == 404
+    told = "there is nothing at this path: the OpenAI API is on the server's other port"
+    assert answer.json()["error"]["message"].startswith(told)

@@ -441,6 +441,7 @@ async def test_objects_in_use_cannot_be_deleted(http: httpx.AsyncClient, side: A
     side.services.usage.quotas.set(tenant.id, "requests_per_minute", 5)
     refused = await http.delete("/tenants/used")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "tenant_in_use")
+    assert refused.json()["error"]["message"].endswith("suspend it, and purge it to delete it")
     declared_files = [{"name": name, "size": 1, "sha256": "0" * 64} for name in FILES]
     await http.post(f"/adapters/{adapter.id}/uploads", json={"files": declared_files})
     refused = await http.delete(f"/adapters/{adapter.id}")

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from structlog.testing import capture_logs
 
 from loramux.admin.server import http_servers
 from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
@@ -70,8 +71,12 @@ async def test_a_server_is_not_ready_while_it_drains(tmp_path: Path) -> None:
             running = asyncio.create_task(http.get(url_of(openai_port)))
             await held.has_begun.wait()
             assert (await http.get(f"{url_of(admin_port)}/health/ready")).status_code == 200
-            signals.ask()
-            ready = await http.get(f"{url_of(admin_port)}/health/ready")
+            with capture_logs() as logged:
+                signals.ask()
+                ready = await http.get(f"{url_of(admin_port)}/health/ready")
+            (told,) = logged
+            assert told["event"].startswith("stopping: running requests have drain_s to finish")
+            assert (told["num_requests"], told["drain_s"]) == (1, 60.0)
             assert (ready.status_code, ready.json()["status"]) == (503, "not ready")
             assert ready.json()["reason"] == "the server is stopping"
             assert (await http.get(f"{url_of(admin_port)}/health/live")).status_code == 200

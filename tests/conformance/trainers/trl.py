@@ -177,7 +177,9 @@ TRL = [
     refused("0.20.0", "QALoRA", refusals.is_not_supported("use_qalora"), use_qalora=True),
     refused("0.29.0", "BD-LoRA", refusals.is_not_supported("use_bdlora"), use_bdlora={"nblocks": 2}),
     refused("0.24.0", "Arrow", refusals.is_not_supported("arrow_config"), arrow_config={"top_k": 3}),
-    refused("0.20.0", "rank 512", Refusal("rank_out_of_range", "a rank must be between 1 and 256", "r"), r=512),
+    refused(
+        "0.20.0", "rank 512", Refusal("rank_out_of_range", "a rank must be between 1 and 256, not 512", "r"), r=512
+    ),
     *(
         refused("0.24.0", kind, refusals.NOT_LORA, peft_type=kind)
         for kind in ("ADALORA", "IA3", "LOHA", "VERA", "PROMPT_TUNING")

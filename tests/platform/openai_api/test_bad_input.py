@@ -300,6 +300,14 @@ async def test_a_wrong_base_url_is_told_the_right_path(gateway: Any, method: str
     assert error["message"] == expected
 
 
+@pytest.mark.parametrize("path", ["/admin/v1/tenants", "/console", "/console/keys", "/metrics"])
+async def test_a_path_of_the_admin_listener_is_told_its_port(gateway: Any, path: str) -> None:
+    answer = await gateway.http.get(f"http://gateway{path}")
+    assert answer.status_code == 404
+    told = "there is nothing at this path: the admin API, the console and /metrics are on the server's other port"
+    assert answer.json()["error"]["message"].startswith(told)
+
+
 @pytest.mark.parametrize(
     "content",
     [

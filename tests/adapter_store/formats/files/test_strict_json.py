@@ -63,3 +63,9 @@ def test_unpaired_surrogate_is_refused(escape: bytes) -> None:
     assert parse_strict_json(b'"%b\\ude42"' % escape) == "\U0001f642"
     with pytest.raises(InvalidJson, match="unpaired surrogate"):
         parse_strict_json(b'"%b"' % escape)
+
+
+@pytest.mark.parametrize("text", [b"", b" \n"], ids=["nothing", "spaces"])
+def test_empty_text_is_called_empty(text: bytes) -> None:
+    with pytest.raises(InvalidJson, match="it is empty"):
+        parse_strict_json(text)
