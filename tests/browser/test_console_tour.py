@@ -68,6 +68,10 @@ def test_every_page_opens_with_real_data_and_axe_finds_nothing(
             faults[f"{name} is too wide"] = page.evaluate("document.documentElement.scrollWidth")
         if width == 360 and (small := _small_targets(page)):
             faults[f"{name} has small targets"] = small
+        if clipped := _clipped_placeholders(page):
+            faults[f"{name} has clipped placeholders"] = clipped
+        if crooked := _crooked_columns(page):
+            faults[f"{name} has headers on the wrong side"] = crooked
         page.screenshot(path=kept / f"{name.replace(' ', '-')}-{scheme}-{width}.png", full_page=width == 360)
     assert not faults
 
@@ -430,5 +434,38 @@ def _small_targets(page: Any) -> list[str]:
         .filter((one) => one.offsetParent !== null && one.getBoundingClientRect().height < 43.5)
         .map((one) => one.outerHTML.slice(0, 120))""",
         wanted,
+    )
+    return found
+
+
+def _clipped_placeholders(page: Any) -> list[str]:
+    found: list[str] = page.evaluate(
+        """() => {
+            const pen = document.createElement("canvas").getContext("2d");
+            const isClipped = (input) => {
+                const style = getComputedStyle(input);
+                pen.font = `${style.fontSize} ${style.fontFamily}`;
+                const room = input.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+                return pen.measureText(input.placeholder).width > room;
+            };
+            return [...document.querySelectorAll("input[placeholder]")]
+                .filter((input) => input.offsetParent !== null && isClipped(input))
+                .map((input) => input.placeholder);
+        }"""
+    )
+    return found
+
+
+def _crooked_columns(page: Any) -> list[str]:
+    """Return the headers on the left of a column of numbers, which are on the right, or the reverse."""
+    found: list[str] = page.evaluate(
+        """() => [...document.querySelectorAll("thead tr")].flatMap((headers) => {
+            const isNumeric = (cell) => cell.classList.contains("num");
+            const cells = headers.closest("table").querySelector("tbody tr").cells;
+            if (cells.length !== headers.cells.length) return [];
+            return [...headers.cells]
+                .filter((header, column) => isNumeric(header) !== isNumeric(cells[column]))
+                .map((header) => header.innerText);
+        })"""
     )
     return found

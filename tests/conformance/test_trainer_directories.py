@@ -181,6 +181,17 @@ def test_a_few_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     compare(recipes, tmp_path, monkeypatch)
 
 
+def test_every_sentence_of_a_refusal(tmp_path: Path) -> None:
+    recipes = {recipe.refusal: recipe for recipe in by_base()["llama"] if recipe.refusal is not None}
+    base, base_dir = make_trainer_base("llama", tmp_path / "base"), tmp_path / "base"
+    problems = []
+    for index, recipe in enumerate(recipes.values()):
+        path = recipe.save(recipe.train(base), base_dir, tmp_path / str(index))
+        problems.append(unexpected(recipe, checked(path, base_dir)))
+    assert problems == [None] * len(recipes)
+    assert recipes.keys() == {recipe.refusal for made in PROGRAMS.values() for recipe in made if recipe.refusal}
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("base", sorted(by_base()))

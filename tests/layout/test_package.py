@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 pytestmark = pytest.mark.campaign
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +92,8 @@ def test_an_installed_wheel_runs_the_demo_and_an_llm(built: Built, python: str, 
     programs = tmp_path / "venv" / "bin"
     requirement = f"loramux[demo] @ file://{built.wheel}"
     run(programs / "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", requirement, cwd=tmp_path)
-    shown = run(programs / "loramux", "demo", "--exit", "--port", "18790", "--admin-port", "18791", cwd=tmp_path)
+    ports = ("--port", str(free_port()), "--admin-port", str(free_port()))
+    shown = run(programs / "loramux", "demo", "--exit", *ports, cwd=tmp_path)
     assert "It adds up" in shown
     example = (ROOT / "docs" / "examples" / "mixed_adapters.py").read_text()
     (tmp_path / "example.py").write_text(example)

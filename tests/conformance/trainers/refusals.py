@@ -14,7 +14,11 @@ DISTRIBUTED = (
     "{path} is a distributed checkpoint: convert the adapter to PEFT's format first, for example with NeMo's "
     "llm.export_ckpt or Megatron Bridge's save_hf_adapter"
 )
-NOT_LORA = Refusal("unsupported_config", 'this value of peft_type is not supported: it must be "LORA"', "peft_type")
+NOT_LORA = Refusal(
+    "unsupported_config",
+    'the adapter is not a LoRA: only adapters whose peft_type is "LORA" are served',
+    "peft_type",
+)
 LOFTQ = Refusal(
     "unsupported_config",
     "loftq fits an adapter to weights that LoftQ quantised, and PEFT cannot convert it: train the adapter again with "
