@@ -76,8 +76,8 @@ class ExpertPart:
 class ExpertStack:
     """PEFT's A and B of one stacked weight of one layer.
 
-    `parameter` is the weight's name, and `module` the name of the tensors' module in PEFT's file. `parts` are gate and
-    up, either of which may be None, or only down.
+    `parameter` is the weight's name, and `module` the name of the tensors' module in PEFT's file. `parts` has two items
+    for gate and up, where None means that the adapter does not change it, and one item for down.
     """
 
     parameter: str
