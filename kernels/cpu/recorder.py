@@ -47,9 +47,18 @@ class _OnlyViews(TorchDispatchMode):
             self.is_off = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_off or func.is_view or func._schema.name == "aten::detach":
+        if self.is_off or func._schema.name == "aten::detach":
             return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {})) if func.is_view else None
+        made = found if isinstance(found, list | tuple) else [found]
+        # In inference mode, reshape and flatten arrive as views, but they copy if they must.
+        if all(isinstance(one, torch.Tensor) and _share_storage(one, args[0]) for one in made):
+            return found
         raise NotRecordable(f"the operation {func}")
+
+
+def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 class RecordingKernels:
