@@ -420,3 +420,12 @@ def test_a_step_with_more_rows_than_the_program_is_refused(lengths: list[int], s
 def test_recording_does_not_import_the_compiler_of_torch() -> None:
     """Torch wraps a mode's dispatch in a function that imports it, unless the mode declines."""
     assert not hasattr(_OnlyViews.__torch_dispatch__, "__wrapped__")
+
+
+@torch.inference_mode()
+def test_a_reshape_that_copies_is_not_recorded_as_a_view() -> None:
+    heads = torch.zeros(3, 4, 24)
+    with _OnlyViews():
+        assert heads.reshape(3, 96).shape == (3, 96)
+        with pytest.raises(NotRecordable):
+            heads.reshape(3, 4, 12, 2).transpose(-1, -2).flatten(-2)
